@@ -155,9 +155,9 @@ class SyncCanary(Callback):
         due = Due(samples=is_due(index, self.sample_every), scores=index % self.score_every == 0)
         rows: list[tuple[int, ...]] = []
         if due.samples or due.scores or first:  # the same text for any number of ranks
-            pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
+            pairs = zip(rollout.sampled.prompts, rollout.sampled.completions, strict=True)
             own = [(prompt.tokens + completion.tokens, surprisal(completion)) for prompt, completion in pairs]
-            gathered = ranks.gather_groups(own, rollout.evaluation.group_size)
+            gathered = ranks.gather_groups(own, rollout.sampled.group_size)
             rows = [tokens for tokens, _ in sorted(gathered, key=lambda row: row[1], reverse=True)]
         gaps, self._strength = self._check(
             pl_module,

@@ -64,7 +64,7 @@ class CompletionTable(Callback):
         index = outputs["rollout_index"]
         if not trainer.is_global_zero or index % self.every or not (self.where == "anywhere" or sys.stdout.isatty()):
             return
-        rows = spread_over_rewards(outputs["rollout"].evaluation.rows(), self.num_rows)
+        rows = spread_over_rewards(outputs["rollout"].sampled.rows(), self.num_rows)
         with tqdm.external_write_mode(file=sys.stdout):
             Console().print(completion_table(rows, title=f"rollout {index + 1}", max_chars=self.max_chars))
 

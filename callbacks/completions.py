@@ -60,7 +60,7 @@ class CompletionLogger(Callback):
     ) -> None:
         index = outputs["rollout_index"]
         if index % self.every == 0:
-            rows = ranks.gather_groups(outputs["rollout"].evaluation.rows(), pl_module.sampling.num_completions)
+            rows = ranks.gather_groups(outputs["rollout"].sampled.rows(), pl_module.sampling.num_completions)
             if self.tokens_every and index // self.every % self.tokens_every == 0:
                 self._write_tokens(trainer, pl_module, f"train-{index:06d}", outputs["update"])
             self._write(trainer, f"train-{index:06d}", rows)

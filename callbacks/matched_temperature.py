@@ -83,7 +83,7 @@ class MatchedTemperature(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        completions = outputs["rollout"].evaluation.completions
+        completions = outputs["rollout"].sampled.completions
         logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
         surprisal = float(-over_ranks(self._mean, logprobs))
         target = self._target(outputs["rollout_index"] + 1)

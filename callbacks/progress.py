@@ -81,7 +81,7 @@ class Progress(Callback):
             return
         done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
         self._waits.close()
-        reward = outputs["rollout"].evaluation.table.total.mean().item()
+        reward = outputs["rollout"].sampled.table.total.mean().item()
         if self._rollouts is not None:
             entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))
             self._rollouts.set_postfix_str(f"reward {reward:.3f}, entropy {entropy:.3f} nats", refresh=False)

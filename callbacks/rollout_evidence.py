@@ -224,26 +224,26 @@ class RolloutEvidence(Callback):
             each[sampled].double().cpu() for each in (old, experience.sampler_logprobs)
         )
         found = gaps_of(trainer_logprobs, sampler_logprobs, rows.cpu())
-        self._check_gaps(found, OF_ALL, pl_module, outputs["rollout"].evaluation, index=outputs["rollout_index"])
+        self._check_gaps(found, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         """Check a rollout before the update; raises CheckFailed if its completions are no samples from the current
         policy."""
         index = pl_module.rollout_index
-        self._check_order(pl_module, rollout.evaluation)
+        self._check_order(pl_module, rollout.sampled)
         self._check_copies(pl_module, rollout)
-        self._check_branches(pl_module, rollout.evaluation)
+        self._check_branches(pl_module, rollout.sampled)
         if is_due(index, self.every):
             is_first = OF_THE_CHOSEN["gap"] not in self._gaps
-            measured = self._measured(pl_module, rollout.evaluation, index, other_rounding=is_first)
+            measured = self._measured(pl_module, rollout.sampled, index, other_rounding=is_first)
             if is_first:  # what is usual is known before the first rollout: about the trainer's own rounding errors
                 usual = gaps_of(measured.trainer, measured.shaken, measured.rows)
                 for names, kind in product((OF_THE_CHOSEN, OF_ALL), FLOORS):
                     self._gaps[names[kind]] = [usual[kind]] * 2
             found = gaps_of(measured.trainer, measured.sampler, measured.rows)
-            self._check_gaps(found, OF_THE_CHOSEN, pl_module, rollout.evaluation, index=index)
+            self._check_gaps(found, OF_THE_CHOSEN, pl_module, rollout.sampled, index=index)
             self._check_sampling(measured.evidence, pl_module)
-        self._warn_of_changes(rollout.evaluation, index)
+        self._warn_of_changes(rollout.sampled, index)
         self._count_silence(rollout)
 
     def _measured(self, pl_module: QeRLModule, batch: ScoredBatch, index: int, *, other_rounding: bool) -> Measured:
@@ -392,7 +392,7 @@ class RolloutEvidence(Callback):
         self._numbers = dict(found)
 
     def _check_copies(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        pairs = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
+        pairs = zip(rollout.sampled.prompts, rollout.sampled.completions, strict=True)
         rows = [(hash(prompt.tokens), hash(row.tokens), math.fsum(row.logprobs)) for prompt, row in pairs]
         rows = [
             row for part in ranks.gather_values(rows) for row in part
@@ -411,7 +411,7 @@ class RolloutEvidence(Callback):
         self._seen = kept[len(kept) - self.remembered :] if len(kept) > self.remembered else kept
 
     def _count_silence(self, rollout: Rollout) -> None:
-        has_signal = bool(rollout.signal.any())
+        has_signal = bool(rollout.sampled.has_signal.any())
         self._silent = 0 if any(ranks.gather_values(has_signal)) else self._silent + 1
         if self._silent and self._silent % self.silent_rollouts == 0:
             rank_zero_warn(

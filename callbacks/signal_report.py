@@ -89,14 +89,13 @@ class SignalReport(Callback):
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         rollout = outputs["rollout"]
-        self._groups += len(rollout.signal)
-        self._with_signal += int(torch.count_nonzero(rollout.signal))
-        scored = rollout.evaluation.table.scored
-        in_loss = rollout.evaluation.in_loss(filter_truncated=pl_module.settings.objective.filter_truncated)
+        self._groups += rollout.sampled.num_groups
+        self._with_signal += int(torch.count_nonzero(rollout.sampled.has_signal))
+        scored, in_loss = rollout.sampled.table.scored, rollout.sampled.in_loss
         self._rows += len(scored)
         self._unscored += int(torch.count_nonzero(~scored))
         self._cut_off += int(torch.count_nonzero(scored & ~in_loss))
-        for name, scores in rollout.evaluation.table.components.items():
+        for name, scores in rollout.sampled.table.components.items():
             self._scores.setdefault(name, Scores()).add(scores)
 
     @override

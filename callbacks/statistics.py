@@ -42,7 +42,7 @@ class RolloutStatistics(Callback):
         self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         rollout = outputs["rollout"]
-        table, completions = rollout.evaluation.table, rollout.evaluation.completions
+        table, completions = rollout.sampled.table, rollout.sampled.completions
         logged = {
             f"train/reward{name}": value for name, value in over_ranks(self._rewards, table.total[table.scored]).items()
         }
@@ -59,8 +59,8 @@ class RolloutStatistics(Callback):
         finished = torch.tensor([float(completion.finished) for completion in completions])
         logged["rollout/truncated_share"] = over_ranks(self._mean, 1 - finished)
         logged["rollout/unscored_share"] = over_ranks(self._mean, 1 - table.scored.float())
-        logged["rollout/groups_with_signal"] = over_ranks(self._mean, rollout.signal.float())
-        discarded = torch.tensor(float(len(rollout.signal) - rollout.chosen.num_groups))
+        logged["rollout/groups_with_signal"] = over_ranks(self._mean, rollout.sampled.has_signal.float())
+        discarded = torch.tensor(float(len(rollout.sampled.has_signal) - rollout.chosen.num_groups))
         logged["rollout/groups_discarded"] = over_ranks(self._sum, discarded)
         trained = outputs["update"].with_gradient.view(-1, pl_module.sampling.num_completions).any(dim=1)
         logged["rollout/groups_trained"] = over_ranks(self._sum, trained.sum().float().cpu())

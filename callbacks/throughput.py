@@ -97,7 +97,7 @@ class Throughput(Callback):
             done = over_ranks(total(), torch.tensor(flops * pl_module.settings.updates_per_rollout))
             seconds_of_all = over_ranks(total(), torch.tensor(seconds["train"]))
             pl_module.log("throughput/mfu", done / (self._peak * seconds_of_all).clamp(min=1e-9))
-        sampled = sum(len(completion.tokens) for completion in rollout.evaluation.completions)
+        sampled = sum(len(completion.tokens) for completion in rollout.sampled.completions)
         tokens = {"rollout": sampled, "train": int(rollout.experience.lengths.sum())}
         most = {name: over_ranks(largest(), torch.tensor(value, dtype=torch.float64)) for name, value in costs.items()}
         pl_module.log_dict(most)

@@ -1,4 +1,11 @@
-"""The LightningModule: each ``training_step`` is one RL iteration (rollout, rewards, policy updates)."""
+"""The LightningModule: each ``training_step`` is one RL iteration.
+
+The method (QeRL, arXiv 2510.11696) in four sentences: a language model with a frozen 4-bit base and a LoRA adapter
+samples several completions of each prompt, with noise on its norm weights that makes it explore. Rewards score the
+completions, and an advantage says how much better one is than the others of its prompt. A clipped policy gradient
+(GRPO, DAPO or another objective) makes tokens of better completions likelier, weighted by the ratio of the
+probabilities in trainer and sampler. The adapter with which this ends samples the next completions.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +58,7 @@ from qerl_pl.training.optimization import (
     parameter_groups,
     restore_settings,
 )
-from qerl_pl.update import improve
+from qerl_pl.update import UpdateSettings, improve
 
 
 class QeRLModule(LightningModule):
@@ -72,6 +79,7 @@ class QeRLModule(LightningModule):
         # Lightning's strict loading is off, since checkpoints hold only the adapter; on_load_checkpoint checks the keys
         self.strict_loading = False
         self.settings = ModuleSettings(**settings)
+        self.objective = self.settings.objective.resolve()
         self.engine = engine
         self.sampling = self.settings.rollouts
         dynamic = self.settings.dynamic_sampling
@@ -137,8 +145,8 @@ class QeRLModule(LightningModule):
             self.engine,
             self.rewards,
             tokenizer,
-            baseline=self.settings.objective.comparison,
-            filter_truncated=self.settings.objective.filter_truncated,
+            baseline=self.objective.baseline,
+            filter_truncated=self.objective.filter_truncated,
             dynamic_sampling=self.settings.dynamic_sampling,
             max_unscored_share=self.settings.max_unscored_share,
         )
@@ -214,10 +222,7 @@ class QeRLModule(LightningModule):
             seed=derive_seed(self.settings.seed, "rollout", index),
             watch=watch,
         )
-        report = improve(
-            self.policy,
-            rollout.experience,
-            self.settings.objective.at_noise(self.norm_noise.sigma),
+        settings = UpdateSettings(
             group_size=self.sampling.num_completions,
             temperature=self.sampling.temperature,
             max_tokens=self.sampling.max_tokens,
@@ -226,11 +231,9 @@ class QeRLModule(LightningModule):
             entropy_coefficient=self.entropy_coefficient,
             seed=derive_seed(self.settings.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
-            # manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers of them
-            backward=Tensor.backward,
-            step=self._optimizer_step,
-            watch=watch,
         )
+        objective = self.objective.at_noise(self.norm_noise.sigma)
+        report = improve(self.policy, rollout.experience, objective, settings, step=self._optimizer_step, watch=watch)
         self.log_dict(report.metrics)
         self.micro_batch_tokens, self.entropy_coefficient = report.micro_batch_tokens, report.entropy_coefficient
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
@@ -239,9 +242,8 @@ class QeRLModule(LightningModule):
         """Forget the scalars of the step before. Lightning would log those that this step does not measure again, and
         a resumed run would not."""
         for logged in self.trainer.fit_loop.epoch_loop._results.values():
-            if (
-                not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start"
-            ):  # whose hooks this step has called
+            # this step has already called the hooks on_train_batch_start
+            if not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start":
                 logged.reset()
 
     def _optimizer_step(self) -> Tensor:
@@ -300,8 +302,7 @@ class QeRLModule(LightningModule):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Replace the checkpoint's weights by the adapter's, and add the run's identity (base, adapter settings,
-        seed)."""
+        """Replace the checkpoint's weights by the adapter's, and add the run's identity."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         if self.policy.start is not None:
             checkpoint["start"] = self.policy.start
@@ -309,8 +310,7 @@ class QeRLModule(LightningModule):
         checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the checkpoint's adapter into the policy; raises ValueError if the checkpoint was written with another
-        base, seed or other adapter settings."""
+        """Load the checkpoint's adapter; raises ValueError if its base, seed or adapter settings differ."""
         fits = self.trainer.state.fn == TrainerFn.FITTING
         check_identity(identity_of(checkpoint), self._identity | (self._rollout_identity if fits else {}))
         if fits:

@@ -11,13 +11,35 @@ from torch import Tensor
 
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
-from qerl_pl.objective import Objective
+from qerl_pl.objective import LossInputs, ResolvedObjective
 from qerl_pl.objective.advantages import less_penalty
 from qerl_pl.objective.losses import kl_estimate
 from qerl_pl.policy.policy import Policy
 from qerl_pl.training.metrics import correction_metrics, gap_metrics, update_metrics
 from qerl_pl.training.passes import Batch
 from qerl_pl.training.terms import BatchTerms, batch_terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """Settings of the updates on one batch."""
+
+    group_size: int
+    """Completions per prompt."""
+    max_tokens: int
+    """Limit on the completion length during sampling."""
+    micro_batch_tokens: int
+    """Most tokens in one forward and backward pass; a longer row is a pass by itself."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's logits are divided by it too."""
+    num_updates: int = 1
+    """Epochs over the batch."""
+    num_mini_batches: int = 1
+    """Optimizer steps per epoch, each on a different part of the prompts, as in PPO."""
+    entropy_coefficient: float = 0.0
+    """Coefficient of the entropy bonus, if the objective adapts it (``entropy_control``)."""
+    seed: int = 0
+    """Seed of random choices, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +66,11 @@ class UpdateReport:
 def improve(
     policy: Policy,
     experience: Experience,
-    objective: Objective,
+    objective: ResolvedObjective,
+    settings: UpdateSettings,
     *,
-    group_size: int,
-    temperature: float,
-    max_tokens: int,
-    num_updates: int,
-    micro_batch_tokens: int,
-    backward: Callable[[Tensor], None],
     step: Callable[[], Tensor],
     watch: Stopwatch,
-    num_mini_batches: int = 1,
-    entropy_coefficient: float = 0.0,
-    seed: int = 0,
 ) -> UpdateReport:
     """Update the policy on one batch: ``num_updates`` epochs, each of ``num_mini_batches`` optimizer steps.
 
@@ -73,42 +87,42 @@ def improve(
 
     Args:
         policy: the policy, in training mode.
-        experience: B = P * group_size rows.
-        group_size: completions per prompt.
-        temperature: sampling temperature; the trainer's logits are divided by it too.
-        max_tokens: limit on the completion length during sampling.
-        num_updates: epochs over this batch.
-        micro_batch_tokens: most tokens in one forward and backward pass; a longer row is a pass by itself.
-        backward: function that accumulates the gradient of a loss.
+        experience: B rows, group by group.
+        objective: the loss.
+        settings: settings of the updates.
         step: averages gradients over ranks, clips, applies and clears them; returns their norm before clipping, [].
         watch: stopwatch for the phases logprob, wait (for slower ranks) and train.
-        num_mini_batches: optimizer steps per epoch, each on a different part of the prompts, as in PPO.
-        entropy_coefficient: coefficient of the entropy bonus, if the objective adapts it (``entropy_control``).
-        seed: seed of random choices, the same on all ranks.
     """
-    batch = Batch(policy, experience, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+    batch = Batch(policy, experience, temperature=settings.temperature, micro_batch_tokens=settings.micro_batch_tokens)
+    num_updates, num_mini_batches = settings.num_updates, settings.num_mini_batches
     # The second mini-batch sees an updated policy, so old log-probabilities are computed before the first update.
     first_pass = objective.needs_first_pass or num_mini_batches > 1
     with watch.phase("logprob"):
-        counts = _score(batch, objective, group_size, everything=first_pass)
-    live = batch.rows[counts]
+        with_gradient = _score(batch, objective, settings.group_size, everything=first_pass)
+    live = batch.rows[with_gradient]
     with watch.phase("wait"):
         terms = batch_terms(
             batch,
             objective,
-            group_size=group_size,
+            group_size=settings.group_size,
             num_mini_batches=num_mini_batches,
-            max_tokens=max_tokens,
-            seed=seed,
+            max_tokens=settings.max_tokens,
+            seed=settings.seed,
         )
-    bonus, following = _entropy_bonus(objective, terms, entropy_coefficient)
+    state: dict[str, Tensor | float | None] = {"policy/held_back_share": terms.held_back_share}
+    next_coefficient = settings.entropy_coefficient
+    if (control := objective.entropy_control) is not None and terms.mean_entropy is not None:
+        bonus = control.in_force(next_coefficient, terms.mean_entropy)
+        next_coefficient = control.following(next_coefficient, terms.mean_entropy)
+        objective = replace(objective, entropy_control=None, entropy_coefficient=bonus)
+        state["policy/entropy_coefficient"] = bonus
     totals: dict[str, Tensor] = {}
     with watch.phase("train"):
         for update in range(num_updates):
             record = update == 0 and not first_pass
             for index in range(num_mini_batches):
                 rows = live[terms.mini_batch[live] == index]
-                sums = batch.run(partial(_gradient, batch, objective, terms, rows, index, backward, record, bonus))
+                sums = batch.run(partial(_gradient, batch, objective, terms, rows, index, record))
                 for name, value in {**sums, "grad_norm": step()}.items():
                     totals[name] = totals.get(name, 0) + value
     metrics = update_metrics(
@@ -119,34 +133,19 @@ def improve(
         num_steps=num_updates * num_mini_batches,
         reference=batch.reference is not None,
     )
-    metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | _state_metrics(batch, terms, bonus)
-    return UpdateReport(metrics, batch.old, batch.entropy, batch.experience, counts, batch.budget.tokens, following)
+    state["train/micro_batch_tokens"] = float(batch.budget.tokens)
+    metrics |= gap_metrics(batch) | correction_metrics(batch, objective)
+    metrics |= {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
+    return UpdateReport(
+        metrics, batch.old, batch.entropy, batch.experience, with_gradient, batch.budget.tokens, next_coefficient
+    )
 
 
-def _entropy_bonus(objective: Objective, terms: BatchTerms, coefficient: float) -> tuple[float | None, float]:
-    """Return the adaptive entropy coefficient for this batch and the one for the next batch; without
-    ``entropy_control`` these are None and the given coefficient."""
-    control, entropy = objective.entropy_control, terms.mean_entropy
-    if control is None or entropy is None:
-        return None, coefficient
-    return control.in_force(coefficient, entropy), control.following(coefficient, entropy)
-
-
-def _state_metrics(batch: Batch, terms: BatchTerms, bonus: float | None) -> dict[str, Tensor]:
-    found = {"train/micro_batch_tokens": torch.tensor(float(batch.budget.tokens))}
-    if bonus is not None:
-        found["policy/entropy_coefficient"] = torch.tensor(bonus)
-    if terms.held_back_share is not None:
-        found["policy/held_back_share"] = terms.held_back_share
-    return found
-
-
-def _score(batch: Batch, objective: Objective, group_size: int, *, everything: bool) -> Tensor:
+def _score(batch: Batch, objective: ResolvedObjective, group_size: int, *, everything: bool) -> Tensor:
     """Run the forward passes without gradient; returns [B] bool, the rows that need a gradient.
 
-    Args:
-        everything: True also scores rows that need a gradient, because the loss needs old log-probabilities before the
-            first backward pass.
+    With ``everything``, rows that need a gradient are scored too, because the loss needs old log-probabilities before
+    the first backward pass.
     """
     if objective.kl_coefficient > 0:
         batch.score_reference()
@@ -154,32 +153,27 @@ def _score(batch: Batch, objective: Objective, group_size: int, *, everything: b
         batch.score(batch.rows)
         if objective.kl_in == "reward" and batch.reference is not None:
             batch.experience = _kl_in_reward(batch, batch.reference, objective, group_size)
-    counts = batch.experience.mask.any(dim=1)
+    with_gradient = batch.experience.mask.any(dim=1)
     if not objective.every_row_counts:
-        counts &= batch.experience.advantages != 0
+        with_gradient &= batch.experience.advantages != 0
     if not everything:
-        batch.score(batch.rows[~counts])
-    return counts
+        batch.score(batch.rows[~with_gradient])
+    return with_gradient
 
 
 def _gradient(
     batch: Batch,
-    objective: Objective,
+    objective: ResolvedObjective,
     terms: BatchTerms,
     rows: Tensor,
     mini_batch: int,
-    backward: Callable[[Tensor], None],
     record: bool,
-    bonus: float | None,
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one optimizer step; returns sums of metrics over its micro-batches, by name.
+    """Accumulate the gradient of one optimizer step, from those of the mini-batch's rows that need one.
 
-    Args:
-        rows: rows of the mini-batch that need a gradient.
-        bonus: adaptive entropy coefficient, or None without ``entropy_control``.
-        record: whether to store log-probabilities and entropies of the pass as those before the first update.
-        max_tokens: most tokens per pass.
+    Returns sums of metrics over the micro-batches, by name. If ``record`` is set, log-probabilities and entropies of
+    the pass are stored as those before the first update.
     """
     experience = batch.experience
     sums: dict[str, Tensor] = {}
@@ -190,34 +184,35 @@ def _gradient(
             part.write(batch.entropy, stats.entropy.detach())
         mask = part.read(experience.mask)
         old, sampler = part.read(batch.old), part.read(experience.sampler_logprobs)
-        loss, surrogate, kl = objective.loss(
-            stats.logprobs,
-            stats.entropy,
+        inputs = LossInputs(
+            logprobs=stats.logprobs,
+            entropy=stats.entropy,
             old_logprobs=sampler if objective.ratio_against == "sampler" else old,
             ref_logprobs=None if batch.reference is None else part.read(batch.reference),
             advantages=experience.advantages[part.rows],
+            importance=objective.importance(old - sampler, mask).weights,
             mask=mask,
             kept=part.read(terms.kept),
-            importance=objective.importance(old - sampler, mask).weights,
-            divisor=terms.divisors[mini_batch],
             counted=part.read(terms.counted),
-            policy_divisor=terms.policy_divisors[mini_batch],
-            entropy_coefficient=bonus,
             penalized=None if terms.penalized is None else part.read(terms.penalized),
+            divisor=terms.divisors[mini_batch],
+            policy_divisor=terms.policy_divisors[mini_batch],
         )
-        # Backward runs in this thread, since switching to autograd's thread takes longer than a small pass.
+        loss, surrogate, kl = objective.loss(inputs)
+        # Backward runs in this thread, since switching to autograd's thread takes longer than a small pass. Lightning's
+        # manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers of them.
         with torch.autograd.set_multithreading_enabled(False):
-            backward(loss)
+            loss.backward()
         for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
             sums[name] = sums.get(name, 0) + value
     return sums
 
 
-def _kl_in_reward(batch: Batch, reference: Tensor, objective: Objective, group_size: int) -> Experience:
+def _kl_in_reward(batch: Batch, reference: Tensor, objective: ResolvedObjective, group_size: int) -> Experience:
     experience = batch.experience
-    kl = kl_estimate(batch.old, reference, experience.sampled, objective.kl_estimator).sum(dim=1)
+    kl = kl_estimate(batch.old, reference, experience.sampled, objective.kl).sum(dim=1)
     advantages, penalty, scored = (
         values.view(-1, group_size)
         for values in (experience.advantages, objective.kl_coefficient * kl, experience.scored)
     )
-    return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.comparison).flatten())
+    return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.baseline).flatten())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from qerl_pl.base.folder import base_folder
 from qerl_pl.cli.words import accept_words
 from qerl_pl.common.run_folder import run_named_after
 from qerl_pl.objective import Objective
+from qerl_pl.objective.objective import completed
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
@@ -216,13 +216,13 @@ def test_a_published_objective_is_one_word(name, expected, resolved):
     found = objective_of(resolved, "--model.objective", name)
     parts = ("surrogate", "aggregation", "baseline", "clip_low", "clip_high")
     assert tuple(found[part] for part in parts) == expected
-    assert found == asdict(Objective(preset=name)), "what is printed is what is in force"
+    assert Objective(**found).resolve() == Objective(preset=name).resolve(), "what is printed is what is in force"
 
 
 def test_single_settings_stand_on_top_of_the_word_wherever_either_is_given(resolved, tmp_path):
     (tmp_path / "word.yaml").write_text("model:\n  objective: gspo\n")
     (tmp_path / "mapping.yaml").write_text("model:\n  objective: {preset: gspo, clip_high: 0.7}\n")
-    expected = asdict(Objective(preset="gspo")) | {"clip_high": 0.7}
+    expected = completed(vars(Objective(preset="gspo"))) | {"clip_high": 0.7}
     one = "--model.objective.clip_high"
     assert objective_of(resolved, "-c", str(tmp_path / "word.yaml"), one, "0.7") == expected
     assert objective_of(resolved, "-c", str(tmp_path / "mapping.yaml")) == expected

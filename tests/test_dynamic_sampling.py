@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.objective.advantages import group_advantages
 from qerl_pl.rewards.base import RewardTable
@@ -46,11 +47,15 @@ def scored(
     )
     rows = tuple(prompt for prompt in prompts for _ in range(size))
     completions = tuple(Completion((row,), (0.0,), end, text=str(row)) for row, end in enumerate(ends))
-    return ScoredBatch(rows, tuple("" for _ in rows), completions, table, size)
+    return ScoredBatch.of(rows, [""] * len(rows), completions, table, size)
 
 
-def signal(groups: ScoredBatch, **settings: Any) -> torch.Tensor:
-    return groups.signal(**{"filter_truncated": False, **settings})
+def signal(groups: ScoredBatch, **settings: Any) -> list[bool]:
+    """Groups with a signal under other settings."""
+    made = ScoredBatch.of(
+        groups.prompts, groups.prompt_texts, groups.completions, groups.table, groups.group_size, **settings
+    )
+    return made.has_signal.tolist()
 
 
 def prompts(signals: Sequence[bool], start: int = 0) -> list[Prompt]:
@@ -67,11 +72,9 @@ def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Promp
         calls.append(len(some))
         return evaluation(some)
 
-    everything, refills = settings.fill(
-        batch, iter(more), sample, lambda found: sum(ranks.gather_values(int(signal(found).sum())))
-    )
+    everything, refills = settings.fill(batch, iter(more), sample, Stopwatch())
     size = len(batch) * ranks.num_ranks()
-    return everything, refills, settings.choose(everything, signal(everything), batch_size=size), calls
+    return everything, refills, settings.choose(everything, batch_size=size), calls
 
 
 @given(
@@ -106,13 +109,13 @@ def test_a_batch_that_is_full_samples_nothing_more():
 
 def test_a_short_batch_is_an_error_where_one_is_asked_for():
     short = evaluation(prompts([True, False]))
-    chosen = DynamicSampling(when_short="smaller").choose(short, signal(short), batch_size=2)
+    chosen = DynamicSampling(when_short="smaller").choose(short, batch_size=2)
     assert chosen is not None
     assert chosen.num_groups == 1
     with pytest.raises(RuntimeError, match=r"1 groups with a signal among 2.*needs 2"):
-        DynamicSampling(when_short="error").choose(short, signal(short), batch_size=2)
+        DynamicSampling(when_short="error").choose(short, batch_size=2)
     none = evaluation(prompts([False, False]))
-    assert DynamicSampling().choose(none, signal(none), batch_size=2) is None
+    assert DynamicSampling().choose(none, batch_size=2) is None
 
 
 @pytest.mark.parametrize(("field", "value"), [("max_refills", 0), ("oversample", 0.9), ("oversample", float("nan"))])
@@ -126,20 +129,20 @@ def test_selecting_and_adding_keep_rows_with_their_rewards():
     both = one + other
     assert both.rows() == one.rows() + other.rows()
     assert both.select(torch.tensor([3, 0])).rows() == other.rows()[G:] + one.rows()[:G]
-    assert signal(both).tolist() == [True, False, False, True]
+    assert both.has_signal.tolist() == [True, False, False, True]
 
 
 def test_a_group_has_a_signal_if_a_row_in_the_loss_has_an_advantage():
     rewards = [[1, 1, 1, 0], [0, 0.2, 0, 0.2], [1, 1, 0, None], [1, 1, None, None], [0, 0, 0, 0]]
     cut_off = [[False, False, False, True], [True] * 4, [True, True, False, True], [False] * 4, [True, *[False] * 3]]
     groups = scored(rewards, finished=[[not cut for cut in group] for group in cut_off])
-    assert signal(groups).tolist() == [True, True, True, False, False]
+    assert groups.has_signal.tolist() == [True, True, True, False, False]
     found = signal(groups, filter_truncated=True)
-    assert found.tolist() == [True, False, True, False, False]
+    assert found == [True, False, True, False, False]
     # By the definition: what the loss sees of a group.
     advantages = group_advantages(groups.rewards, groups.scored)
     in_loss = groups.scored & ~torch.tensor(cut_off)
-    assert found.tolist() == [bool(row[keep].any()) for row, keep in zip(advantages, in_loss, strict=True)]
+    assert found == [bool(row[keep].any()) for row, keep in zip(advantages, in_loss, strict=True)]
 
 
 def test_a_metric_has_to_differ_too():
@@ -148,8 +151,8 @@ def test_a_metric_has_to_differ_too():
     mixed = [1.2, 0.0, 1.2, 0.0]
     answers = [[0.0] * 4, [1.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0, float("nan"), 0.0, 1.0]]
     groups = scored([form_alone, right_alone, mixed, [1, None, 1, 1]], accuracy=answers)
-    assert signal(groups).tolist() == [True, True, True, False]
-    assert signal(groups, metric="accuracy").tolist() == [False, False, True, False]
+    assert groups.has_signal.tolist() == [True, True, True, False]
+    assert signal(groups, metric="accuracy") == [False, False, True, False]
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), max_size=20))))
@@ -208,17 +211,17 @@ def test_oversampling_takes_fewer_rounds_for_a_few_more_groups(share, oversample
 
     class Counted:  # an evaluation of which nothing but the number of groups with a signal is asked
         def __init__(self, num: int) -> None:
-            self.num, self.good = num, sum(rng.random() < share for _ in range(num))
+            self.has_signal = torch.tensor([rng.random() < share for _ in range(num)])
 
         def __add__(self, other: Counted) -> Counted:
-            self.num, self.good = self.num + other.num, self.good + other.good
+            self.has_signal = torch.cat([self.has_signal, other.has_signal])
             return self
 
     settings = DynamicSampling(oversample=oversample)
     for _ in range(2000):
         supply = iter(prompts([True] * 400))
-        everything, refills = settings.fill(prompts([True] * 8), supply, lambda p: Counted(len(p)), lambda e: e.good)  # pyright: ignore
-        found.append((1 + refills, everything.num, everything.good >= 8))  # pyright: ignore
+        everything, refills = settings.fill(prompts([True] * 8), supply, lambda p: Counted(len(p)), Stopwatch())  # pyright: ignore
+        found.append((1 + refills, len(everything.has_signal), everything.has_signal.sum() >= 8))
     means = [sum(values) / len(found) for values in zip(*found, strict=True)]
     assert means[0] == pytest.approx(rounds, abs=0.15)
     assert means[1] == pytest.approx(groups, rel=0.03)

@@ -25,7 +25,8 @@ from qerl_pl.common.checks import LARGEST, require_finite
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective
-from qerl_pl.objective.covariance import CovarianceControl
+from qerl_pl.objective.entropy_control import CovarianceControl
+from qerl_pl.objective.objective import completed
 from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.guard import RewardError
 from qerl_pl.rollout.base import Sampling
@@ -191,10 +192,10 @@ def test_what_an_objective_holds_makes_it_again():
         {"surrogate": "cispo"},
     ]
     for own in changes:
-        made = Objective(**own)
-        assert Objective(**{field.name: getattr(made, field.name) for field in fields(Objective)}) == made
+        made = Objective(**own).resolve()
+        assert Objective(**completed(vars(Objective(**own)))).resolve() == made
         assert made.at_noise(0.1) == made
-    uncorrected = Objective(correction_high=3.0, correction_level="sequence", correct_noise=False)
+    uncorrected = Objective(correction_high=3.0, correction_level="sequence", correct_noise=False).resolve()
     assert uncorrected.at_noise(0.1).correction == "none"
 
 

@@ -15,12 +15,11 @@ from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import batch_std, group_advantages
 from qerl_pl.objective.correction import Rejection
-from qerl_pl.objective.covariance import CovarianceControl
-from qerl_pl.objective.entropy_control import EntropyControl
+from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.update import improve
+from qerl_pl.update import UpdateSettings, improve
 from tests.two_ranks import on_two_ranks
 
 GROUP, PROMPT, LONGEST = 2, 3, 9
@@ -58,7 +57,6 @@ def batch_of(advantages: list[list[float]]) -> Experience:
         sampled=sampled,
         mask=mask,
         sampler_logprobs=torch.where(sampled, -5.5 + torch.randn(num_rows, LONGEST, generator=generator), 0.0),
-        rewards=torch.zeros(num_rows),
         scored=torch.ones(num_rows, dtype=torch.bool),
         advantages=torch.tensor(advantages).flatten(),
     )
@@ -90,15 +88,16 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
     report = improve(
         policy,
         experience,
-        objective,
-        group_size=GROUP,
-        temperature=1.0,
-        max_tokens=LONGEST - PROMPT,
-        num_updates=2,
-        num_mini_batches=mini_batches,
-        entropy_coefficient=0.01,
-        micro_batch_tokens=2 * LONGEST,
-        backward=Tensor.backward,
+        objective.resolve(),
+        UpdateSettings(
+            group_size=GROUP,
+            temperature=1.0,
+            max_tokens=LONGEST - PROMPT,
+            num_updates=2,
+            num_mini_batches=mini_batches,
+            entropy_coefficient=0.01,
+            micro_batch_tokens=2 * LONGEST,
+        ),
         step=step,
         watch=Stopwatch(),
     )

@@ -47,7 +47,6 @@ from qerl_pl.common.phases import phase
 from qerl_pl.common.program import quoted_from_environment
 from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
-from qerl_pl.objective.published import DERIVED
 from qerl_pl.settings.changes import keep_old_config
 from qerl_pl.settings.hyperparameters import hyperparameters, log_hyperparameters
 from qerl_pl.settings.trainer import check_trainer
@@ -150,8 +149,6 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments(("model.base", "model.base_format"), "data.tokenizer", compute_fn=base_folder)
         parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
         parser.link_arguments("data.stop", "model.stop")
-        # None marks an objective's setting as not given, so that its value follows from the preset.
-        parser.set_defaults({f"model.objective.{name}": None for name in DERIVED})
         parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from qerl_pl.cli.errors import in_short
 from qerl_pl.cli.help_text import HelpFormatter, in_order
-from qerl_pl.objective.published import completed
+from qerl_pl.objective.objective import completed
 
 OPTION = "--model.objective"
 

@@ -66,7 +66,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout as tensors: B rows, each a prompt and its completion, with rewards and advantages. In fields [B, S],
+    """One rollout as tensors: B rows, each a prompt and its completion, with advantages. In fields [B, S],
     position s is about token s (e.g. its log-probability), not about token s + 1."""
 
     tokens: Tensor
@@ -79,8 +79,6 @@ class Experience:
     """[B, S] bool, True for tokens in the loss: sampled tokens of rows that have a reward and were not filtered out."""
     sampler_logprobs: Tensor
     """[B, S] fp32, log-probabilities in nats that the rollout engine returned; 0 where ``sampled`` is False."""
-    rewards: Tensor
-    """[B] fp32, weighted sum of the rewards of each completion."""
     scored: Tensor
     """[B] bool, False for rows that no reward could score."""
     advantages: Tensor

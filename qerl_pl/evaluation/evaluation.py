@@ -53,7 +53,7 @@ class Evaluation:
         rows = None if self._cache is None else self._cache.read(prompts, num_rows=num_rows)
         if rows is None:
             watch = Stopwatch()
-            rows = self._loop.evaluate(prompts, sampling=self._sampling, seed=self._seed, watch=watch).rows()
+            rows = self._loop.sample_and_score(prompts, sampling=self._sampling, seed=self._seed, watch=watch).rows()
             if self._cache is not None:
                 self._cache.write(prompts, rows)
         self._add(rows)

@@ -1,5 +1,6 @@
 """Objectives: losses, advantages and corrections as pure functions, and the settings that choose among them."""
 
 from qerl_pl.objective.objective import Objective
+from qerl_pl.objective.resolved import LossInputs, ResolvedObjective
 
-__all__ = ["Objective"]
+__all__ = ["LossInputs", "Objective", "ResolvedObjective"]

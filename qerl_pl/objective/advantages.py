@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Baseline = Literal["normalized", "batch_normalized", "centered", "leave_one_out"]
+AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
+"""Computes advantages [P, G], 0 on unscored rows, from the first two arguments of ``group_advantages``."""
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Find the groups with a signal: those in which two scored rewards differ.
+    """Find the groups with a signal, [P] bool: those in which two scored rewards differ.
 
     Args:
         rewards: [P, G], any value where ``scored`` is False.
         scored: [P, G] bool, True where the reward is known.
-
-    Returns:
-        [P] bool.
 
     Raises:
         ValueError: the shapes differ or are not [P, G], or a scored reward is not finite.
@@ -37,7 +37,7 @@ def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
 def group_advantages(
     rewards: Tensor,
     scored: Tensor,
-    baseline: Baseline = "normalized",
+    baseline: Baseline | AdvantageFunction = "normalized",
     *,
     eps: float = 1e-4,
     std_of_batch: Tensor | None = None,
@@ -56,6 +56,7 @@ def group_advantages(
     Args:
         rewards: [P, G] fp32, anything where ``scored`` is False.
         scored: [P, G] bool, True where the reward is known.
+        baseline: one of the rules above, or a function of the user's own, whose value is taken as it is.
         eps: added to a std, in units of the reward.
         std_of_batch: [] from ``batch_std`` over the groups of all ranks, for "batch_normalized"; None: over these rows.
 
@@ -66,6 +67,8 @@ def group_advantages(
         ValueError: see ``has_signal``.
     """
     signal = has_signal(rewards, scored).unsqueeze(1)
+    if callable(baseline):
+        return baseline(rewards, scored)
     values = torch.where(scored, rewards, 0.0).double()
     count = scored.sum(dim=1, keepdim=True).clamp(min=2)  # groups with fewer have no signal
     centered = torch.where(scored, values - values.sum(dim=1, keepdim=True) / count, 0.0)
@@ -83,33 +86,20 @@ def group_advantages(
 
 
 def batch_std(rewards: Tensor) -> Tensor:
-    """Compute the unbiased std of rewards, [] fp64; 0 for fewer than two rewards.
-
-    Args:
-        rewards: [N] scored rewards, gathered from all ranks that share the batch.
-    """
+    """Compute the unbiased std, [] fp64, of N scored rewards, gathered from all ranks; 0 if N < 2."""
     return rewards.double().std() if len(rewards) > 1 else rewards.new_zeros((), dtype=torch.float64)
 
 
-def less_penalty(advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline = "normalized") -> Tensor:
-    """Subtract a penalty from advantages, compared within its group: A - (penalty - its group's baseline).
+def less_penalty(
+    advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline | AdvantageFunction = "normalized"
+) -> Tensor:
+    """Subtract a penalty [P, G] from advantages, compared within its group: A - (penalty - its group's baseline).
 
     "centered" and "leave_one_out" are linear, so this equals ``group_advantages(rewards - penalty)``: RLOO's KL in the
-    reward (arXiv 2402.14740). With the other two, the rewards are divided by a std and the penalty is only centered. If
-    the penalty were divided too, by a std that includes it, its noise would get full size in groups of equal rewards,
-    whatever its coefficient; divided by the rewards' std, the same would happen in groups of nearly equal rewards.
-
-    Args:
-        advantages: [P, G] from ``group_advantages``.
-        penalty: [P, G], in units of the advantage; anything where ``scored`` is False.
-        scored: [P, G] bool, as for ``group_advantages``.
-        baseline: as for ``group_advantages``.
-
-    Returns:
-        [P, G], linear in the penalty; 0 on unscored rows if the advantages are 0 there.
-
-    Raises:
-        ValueError: see ``has_signal``, applied to the penalty.
+    reward (arXiv 2402.14740). With the others, the penalty is only centered. If it were divided by a std that includes
+    it, its noise would get full size in groups of equal rewards, whatever its coefficient; divided by the rewards' std,
+    the same would happen in groups of nearly equal rewards.
     """
-    linear: Baseline = "centered" if baseline in ("normalized", "batch_normalized") else baseline
-    return advantages - group_advantages(penalty, scored, linear)
+    return advantages - group_advantages(
+        penalty, scored, "leave_one_out" if baseline == "leave_one_out" else "centered"
+    )

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common.checks import require_finite, require_no_nan
+from qerl_pl.objective.losses import MAX_LOG_RATIO
 
 Mode = Literal["none", "truncate", "mask"]
 Level = Literal["token", "sequence", "geometric"]
-
-MAX_LOG_RATIO = 20.0  # nats; keeps exp finite in fp32
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,7 @@ def importance_weights(
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Compute ratios of trainer to sampler, and whether each has a valid token: per token, [B, S], or per row, [B,
-    1]."""
+    """Compute ratios of trainer to sampler, and whether each has a valid token: [B, S], or [B, 1] per row."""
     values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
     if level != "token":
         units = mask.any(dim=1, keepdim=True)
@@ -162,8 +160,7 @@ def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tenso
 
 
 def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> Tensor:
-    """Compute the effective sample size of n weights w as a share of n, (sum w)^2 / (n sum w^2); 0 if all weights are
-    0."""
+    """Compute (sum w)^2 / (n sum w^2), the effective sample size of n weights w as a share of n; 0 if all are 0."""
     return weight_sum.square() / (num_units * square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)
 
 
@@ -187,12 +184,8 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(log_ratio: Tensor) -> Mismatch:
-    """Compute statistics of log(trainer / sampler), or of a part of it such as the effect of noise.
-
-    Args:
-        log_ratio: [N] nats of sampled tokens, any float dtype, gathered from all ranks, because percentiles cannot be
-            averaged.
-    """
+    """Compute statistics of log(trainer / sampler), [N] nats of the sampled tokens of all ranks (percentiles cannot be
+    averaged), or of a part of it such as the effect of noise."""
     values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)

@@ -47,17 +47,12 @@ class PolicyLoss(NamedTuple):
 
 
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
-    """Count what the loss is averaged over; sum it over the whole batch (micro-batches and ranks) before use.
-
-    A row without a valid token does not count as a sequence: it was filtered out or could not be scored.
+    """Count what the loss is averaged over, [] int64; sum it over the whole batch (micro-batches and ranks) before use.
 
     Args:
-        mask: [B, S] bool, True on tokens that count in the loss.
+        mask: [B, S] bool, True on tokens that count in the loss. A row without one was filtered out or not scored.
         aggregation: "token": valid tokens; "sequence": rows with a valid token; "constant": such rows x max_tokens.
-        max_tokens: longest completion that could have been sampled, in tokens; used by "constant" alone.
-
-    Returns:
-        [] int64.
+        max_tokens: longest completion that could have been sampled, in tokens.
     """
     if aggregation == "token":
         return mask.sum()
@@ -66,16 +61,13 @@ def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) ->
 
 
 def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tensor:
-    """Compute the weight of a row's tokens in the loss.
+    """Compute the weight of a row's tokens in the loss, [B] fp64, finite also where the divisor or a row's length is 0.
 
     Args:
         mask: [B, S] bool, whole rows.
         aggregation: "token" and "constant": 1 / divisor; "sequence": 1 / (divisor x the row's valid tokens).
         divisor: [] sum of ``count_divisor`` over the whole batch. Where gradients are averaged over W ranks rather
             than summed, pass the sum divided by W.
-
-    Returns:
-        [B] fp64, finite also where the divisor or a row's length is 0; the losses cast it to the logprobs' dtype.
     """
     divisor = divisor.to(mask.device, torch.float64)
     divisor = torch.where(divisor > 0, divisor, 1.0)
@@ -85,16 +77,7 @@ def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tens
 
 
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """Reduce a per-token quantity (a KL, an entropy) as the policy losses do.
-
-    Args:
-        values: [B, S], anything where the mask is False.
-        mask: [B, S] bool.
-        weights: [B] from ``row_weights``.
-
-    Returns:
-        [] sum over valid tokens of weight x value.
-    """
+    """Reduce values [B, S] (a KL, an entropy) as the policy losses do, with the weights [B] of ``row_weights``."""
     return (torch.where(mask, values, 0.0) * weights.unsqueeze(1).to(values.dtype)).sum()
 
 
@@ -130,7 +113,7 @@ def clipped_policy_loss(
     Raises:
         ValueError: a shape differs from the above, or a bound is not in its range.
     """
-    log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
+    log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     return _clipped(log_ratio, log_ratio, gain, mask, clip_low, clip_high, max_ratio)
 
 
@@ -157,7 +140,7 @@ def sequence_policy_loss(
         whole: [B, S] bool, True on all sampled tokens of a row, of which ``mask`` may select a part; the ratio is taken
             over all of them, whichever tokens carry the loss. None: ``mask``.
     """
-    log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
+    log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     whole = mask if whole is None else whole
     token_log_ratio = _log_ratio(logprobs, old_logprobs, whole)
     mean = token_log_ratio.sum(dim=1, keepdim=True) / whole.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
@@ -182,13 +165,13 @@ def cispo_policy_loss(
     ``clipped_policy_loss``, but ``max_ratio`` is refused. The paper sets no lower bound and does not publish its upper
     one; a ratio of at most 5 is our default.
     """
-    log_ratio, gain = _prepare(logprobs, old_logprobs, advantages, mask, weights, importance)
+    log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     low, high = _bounds(clip_low, clip_high)
     if max_ratio is not None:
         raise ValueError(f"max_ratio is {max_ratio}; CISPO's 1 + clip_high holds for both signs: leave max_ratio out")
     ratio = log_ratio.detach().exp()
     loss = -(ratio.clamp(low, high) * gain * torch.where(mask, logprobs, 0.0)).sum()
-    return _result(loss, ratio, ratio < low, ratio > high, log_ratio, mask)
+    return with_sums(loss, ratio, ratio < low, ratio > high, log_ratio, mask)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKind) -> Tensor:
@@ -217,42 +200,27 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
 
 
 def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Compute importance weights per token for KL estimates at tokens that an older policy sampled; they have no
-    gradient.
+    """Compute importance weights [B, S] for KL estimates at tokens that an older policy sampled, without a gradient.
 
     A KL estimator expects tokens sampled from the policy itself. After the first update on a batch, the tokens are
     those of an older policy, and E_new[k] = E_old[(new / old) k] per token (the ratio in the KL term of arXiv
     2512.02556, which also lets a gradient through it). Quantities that depend only on the tokens before, such as the
-    exact entropy, need no weight: the weight's mean over the next token is 1, so it would only add noise.
-
-    Args:
-        logprobs: [B, S] nats under the policy being trained.
-        old_logprobs: [B, S] nats, under the policy before the first update on this batch.
-        mask: [B, S] bool.
-        importance: [B, S] constant importance weights between trainer and sampler; None: 1.
-
-    Returns:
-        [B, S] without a gradient, 1 x importance where the policies agree; 0 or 1 in padding.
+    exact entropy, need no weight: the weight's mean over the next token is 1, so it would only add noise. The weights
+    are multiplied by ``importance`` [B, S], those between trainer and sampler.
     """
     ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     return ratio if importance is None else ratio * importance
 
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the entropy that a ``share`` of the tokens reaches or exceeds (arXiv 2506.01939: tau for the share rho).
+    """Find the entropy [] that a ``share`` of the tokens reaches or exceeds (arXiv 2506.01939: tau for the share rho).
 
-    Tokens with at least this entropy are kept. The paper divides the loss by all tokens, so the divisor is counted with
-    the full mask.
+    The number of these tokens is rounded up; with no token the threshold is +inf. The paper divides the loss by all
+    tokens, so the divisor is counted with the full mask.
 
     Args:
         entropy: [N] nats of the valid tokens, gathered from all ranks that share the batch.
-        share: part of the tokens to keep, in (0, 1]; their number is rounded up, and ties are kept.
-
-    Returns:
-        [] nats; +inf where there is no token.
-
-    Raises:
-        ValueError: the share is out of range.
+        share: part of the tokens to keep, in (0, 1]; ValueError otherwise.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")
@@ -279,12 +247,13 @@ def _clipped(
     if max_ratio is not None:
         high = torch.where(gain < 0, max_ratio, high)
     loss = -(ratio.clamp(low, high) * gain).sum()
-    return _result(loss, ratio, ratio < low, ratio > high, token_log_ratio, mask)
+    return with_sums(loss, ratio, ratio < low, ratio > high, token_log_ratio, mask)
 
 
-def _result(
+def with_sums(
     loss: Tensor, ratio: Tensor, below: Tensor, above: Tensor, token_log_ratio: Tensor, mask: Tensor
 ) -> PolicyLoss:
+    """Add the sums for metrics to a loss; ``below`` and ``above`` [B, S] bool are the tokens that were clipped."""
     log_ratio = token_log_ratio.detach()
     k3 = torch.expm1(log_ratio) - log_ratio
     ratio_sum = torch.where(mask, ratio.detach(), 0.0).sum()
@@ -292,7 +261,7 @@ def _result(
 
 
 def _log_ratio(logprobs: Tensor, other: Tensor, mask: Tensor) -> Tensor:
-    """Compute the log of the ratio, [B, S], 0 in padding; masks before subtracting, because inf - inf is NaN."""
+    # masked before subtracting, because inf - inf is NaN
     difference = torch.where(mask, logprobs, 0.0) - torch.where(mask, other, 0.0)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -304,7 +273,7 @@ def _bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
     return max(0.0, 1 - clip_low), 1 + clip_high
 
 
-def _prepare(
+def prepared(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -312,8 +281,8 @@ def _prepare(
     weights: Tensor,
     importance: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-ratio [B, S], and its ratio's factor in the loss, [B, S]: advantage x row weight x importance
-    weight."""
+    """Check the arguments of a policy loss; returns the log-ratio [B, S], and its ratio's factor in the loss, [B, S]:
+    advantage x row weight x importance weight."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:
@@ -328,3 +297,10 @@ def _prepare(
     if importance is not None:
         gain = gain * importance
     return _log_ratio(logprobs, old_logprobs, mask), torch.where(mask, gain.detach(), 0.0)
+
+
+SURROGATES: dict[str, Callable[..., PolicyLoss]] = {
+    "clipped": clipped_policy_loss,
+    "sequence": sequence_policy_loss,
+    "cispo": cispo_policy_loss,
+}

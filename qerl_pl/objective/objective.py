@@ -1,35 +1,41 @@
-"""The objective of a run as configured by YAML: surrogate, averaging, corrections, KL and entropy terms."""
+"""The objective of a run as YAML says it, the published objectives, and what follows from settings that are given."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from qerl_pl.common.checks import require_finite, require_no_nan
 from qerl_pl.objective.advantages import Baseline
-from qerl_pl.objective.correction import Correction, Level, Mode, Rejection, importance_weights
-from qerl_pl.objective.covariance import CovarianceControl
-from qerl_pl.objective.entropy_control import EntropyControl
-from qerl_pl.objective.losses import (
-    MAX_LOG_RATIO,
-    Aggregation,
-    KLKind,
-    PolicyLoss,
-    cispo_policy_loss,
-    clipped_policy_loss,
-    drift_weights,
-    kl_estimate,
-    row_weights,
-    sequence_policy_loss,
-    weighted_sum,
-)
-from qerl_pl.objective.published import Preset, completed
+from qerl_pl.objective.correction import Level, Mode, Rejection
+from qerl_pl.objective.custom import OwnAdvantages, OwnSurrogate
+from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
+from qerl_pl.objective.losses import SURROGATES, Aggregation, KLKind
+from qerl_pl.objective.resolved import ResolvedObjective
 
+Preset = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 Surrogate = Literal["clipped", "sequence", "cispo"]
-SURROGATES = {"clipped": clipped_policy_loss, "sequence": sequence_policy_loss, "cispo": cispo_policy_loss}
+
+DEFINING = ("surrogate", "aggregation", "baseline")
+"""Settings that define a published objective; all others may be changed without contradicting its name."""
+
+PUBLISHED: dict[Preset, dict[str, Any]] = {
+    # arXiv 2503.14476: only DAPO's loss. Its dynamic sampling, overlong filtering and length reward have settings of
+    # their own.
+    "dapo": {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized", "clip_high": 0.28},
+    # arXiv 2402.03300, without its KL (there kl_coefficient is 0.04)
+    "grpo": {"surrogate": "clipped", "aggregation": "sequence", "baseline": "normalized", "clip_high": 0.2},
+    # arXiv 2503.20783
+    "dr_grpo": {"surrogate": "clipped", "aggregation": "constant", "baseline": "centered", "clip_high": 0.2},
+    # arXiv 2507.18071
+    "gspo": {"surrogate": "sequence", "aggregation": "sequence", "baseline": "normalized"},
+    # arXiv 2506.13585
+    "cispo": {"surrogate": "cispo", "aggregation": "token", "baseline": "normalized"},
+}
+
+CLIP_BOUNDS = {"clipped": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (math.inf, 4.0)}
+"""Distances of the ratio's lower and upper bound from 1, by surrogate: DAPO's, GSPO's, and our choice for CISPO."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Objective:
     Args:
         preset: "dapo", "grpo", "dr_grpo", "gspo" or "cispo". It fixes surrogate, aggregation and baseline, which cannot
             be set to other values, and sets the clip bounds. null: DAPO's loss with the given settings changed.
-        surrogate: "clipped" per token (GRPO, DAPO, Dr. GRPO), "sequence" ratio (GSPO), or "cispo".
+        surrogate: "clipped" per token (GRPO, DAPO, Dr. GRPO), "sequence" ratio (GSPO), "cispo", or the import path of a
+            function of your own (docs/extending.md).
         aggregation: mean over tokens (DAPO), over sequences (GRPO), or over max_tokens per sequence (Dr. GRPO). null:
             "sequence" with the "sequence" surrogate, else "token".
         clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own (0.2, 3e-4 or none).
@@ -52,8 +59,9 @@ class Objective:
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
             Not for "cispo", whose bounds hold for both signs.
         baseline: how rewards become advantages inside a group: less its mean and divided by its std ("normalized") or
-            by that of the batch ("batch_normalized"), less the mean alone ("centered"), or "leave_one_out". null:
-            "centered" with the "constant" aggregation (Dr. GRPO), else "normalized".
+            by that of the batch ("batch_normalized"), less the mean alone ("centered"), "leave_one_out", or by a
+            function of your own, given by its import path (docs/extending.md). null: "centered" with the "constant"
+            aggregation (Dr. GRPO), else "normalized".
         ratio_against: denominator of the surrogate's ratio. "trainer": the trainer's own probabilities before the first
             update, so the ratio starts at 1 and contains no noise. "sampler": the engine's probabilities, noise
             included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the clip
@@ -95,12 +103,12 @@ class Objective:
     """
 
     preset: Preset | None = None
-    surrogate: Surrogate | None = None
+    surrogate: Surrogate | str | None = None
     aggregation: Aggregation | None = None
     clip_low: float | None = None
     clip_high: float | None = None
     max_ratio: float | None = None
-    baseline: Baseline | None = None
+    baseline: Baseline | str | None = None
     ratio_against: Literal["trainer", "sampler"] = "trainer"
     correction: Mode | None = None
     correction_level: Level | None = None
@@ -119,257 +127,63 @@ class Objective:
     top_entropy_share: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in completed(vars(self)).items():
-            object.__setattr__(self, name, value)
-        section = "model.objective"
-        require_no_nan(section, clip_low=self.clip_low, clip_high=self.clip_high, correction_high=self.correction_high)
-        require_finite(
-            section,
-            max_ratio=self.max_ratio,
-            correction_low=self.correction_low,
-            kl_coefficient=self.kl_coefficient,
-            entropy_coefficient=self.entropy_coefficient,
-            top_entropy_share=self.top_entropy_share,
-        )
-        self._check_kl()
-        for name in ("clip_low", "clip_high", "kl_coefficient"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"model.objective.{name} is {value}; expected 0 or more")
-        if self.max_ratio is not None:
-            self._check_max_ratio(self.max_ratio)
-        if self.entropy_control is not None and self.entropy_coefficient:
-            raise ValueError(
-                f"model.objective.entropy_coefficient is {self.entropy_coefficient} and entropy_control is set, which "
-                "chooses it; expected one of them"
-            )
-        self._check_correction()
-        self._check_effects()
-        if not 0 < self.top_entropy_share <= 1:
-            raise ValueError(
-                f"model.objective.top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1"
-            )
+        self.resolve()
 
-    def _check_effects(self) -> None:
-        """Refuse settings that are not at their defaults and have no effect with the others."""
-        level = "geometric" if self.surrogate == "sequence" else "token"
-        kind = None if self.covariance is None else self.covariance.kind
-        without: list[tuple[bool, str, dict[str, tuple[object, object]]]] = [
-            (
-                self.kl_coefficient == 0,
-                "kl_coefficient is 0",
-                {"kl_in": (self.kl_in, "loss"), "kl": (self.kl, "k3" if self.kl_in == "loss" else "k1")},
-            ),
-            (
-                self.correction == "none",
-                "correction is 'none'",
-                {
-                    "correction_low": (self.correction_low, 0.0),
-                    "correction_high": (self.correction_high, 2.0),
-                    "correction_level": (self.correction_level, level),
-                },
-            ),
-            (
-                kind == "clip",
-                "covariance.kind is 'clip'",
-                {"covariance.coefficient": (self.covariance and self.covariance.coefficient, 1.0)},
-            ),
-            (
-                kind == "kl",
-                "covariance.kind is 'kl'",
-                {
-                    "covariance.low": (self.covariance and self.covariance.low, 1.0),
-                    "covariance.high": (self.covariance and self.covariance.high, 5.0),
-                },
-            ),
-        ]
-        for is_so, why, settings in without:
-            for name, (value, default) in settings.items() if is_so else ():
-                if value != default:
-                    raise ValueError(
-                        f"model.objective.{name} is {value!r} and {why}, with which it has no effect; leave it out"
-                    )
+    def resolve(self) -> ResolvedObjective:
+        """Return the objective with values in place of nulls and functions in place of import paths.
 
-    def _check_correction(self) -> None:
-        if not 0 <= self.correction_low <= 1:
-            raise ValueError(f"model.objective.correction_low is {self.correction_low}; expected 0 or more, at most 1")
-        if not self.correction_high >= 1:
-            raise ValueError(
-                f"model.objective.correction_high is {self.correction_high}; expected 1 or more: the weight where "
-                "trainer and sampler are equal is 1"
-            )
-        if self.correction == "mask" and self.correction_low == self.correction_high:
-            raise ValueError(
-                "model.objective.correction_low and correction_high are both 1; every token but those of equal "
-                "log-probabilities would leave the loss: set them apart, e.g. 0.5 and 2"
-            )
-        if self.ratio_against == "sampler" and self.correction != "none":
-            raise ValueError(
-                f"model.objective.ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would "
-                "make up for the sampler a second time; set one of them to its default"
-            )
-        if self.correction_divisor == "kept" and self.correction != "mask" and self.rejection is None:
-            raise ValueError(
-                "model.objective.correction_divisor is 'kept' and nothing is left out; expected correction: mask or a "
-                "rejection"
-            )
-        if not self.correct_noise and not self.corrects:
-            raise ValueError(
-                "model.objective.correct_noise is false and nothing is corrected; expected a correction or a rejection"
-            )
-
-    def _check_kl(self) -> None:
-        if self.kl_in == "loss" and self.kl == "k1":
-            raise ValueError(
-                "model.objective.kl is 'k1' and kl_in 'loss': its gradient is zero in expectation, so nothing is held; "
-                "expected k3 (GRPO's) or k2, or kl_in: reward"
-            )
-        if self.kl_in == "reward" and self.kl != "k1":
-            raise ValueError(
-                f"model.objective.kl is {self.kl!r} and kl_in 'reward': only k1's gradient there is that of the KL ("
-                "that of the others vanishes near the base, so nothing is held); expected k1, or kl_in: loss"
-            )
-
-    def _check_max_ratio(self, max_ratio: float) -> None:
-        if self.surrogate == "cispo":
-            raise ValueError(
-                f"model.objective.max_ratio is {max_ratio} and surrogate is 'cispo', whose 1 + clip_high holds for "
-                "both signs of the advantage; expected null"
-            )
-        assert self.clip_high is not None
-        highest = 1 + self.clip_high
-        if not max_ratio > highest:
-            raise ValueError(
-                f"model.objective.max_ratio is {max_ratio}; expected more than 1 + clip_high = {highest:g}, or null"
-            )
-
-    def at_noise(self, sigma: float) -> Objective:
-        """Return the objective for a rollout that was sampled with AQN of this standard deviation, see
-        ``correct_noise``."""
-        if sigma == 0 or self.correct_noise:
-            return self
-        off: dict[str, Any] = {"correction": "none", "correction_divisor": "all", "rejection": None}
-        bounds = {"correction_low": 0.0, "correction_high": 2.0, "correction_level": None}
-        return replace(self, **off, **bounds, correct_noise=True)
-
-    @property
-    def corrects(self) -> bool:
-        """Tell whether importance weights or rejection correct the difference between trainer and sampler."""
-        return self.correction != "none" or self.rejection is not None
-
-    def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
-        """Compute the importance weights for log(trainer / sampler), [B, S] nats, at the tokens of a mask."""
-        assert self.correction is not None
-        assert self.correction_level is not None
-        return importance_weights(
-            log_ratio,
-            mask,
-            mode=self.correction,
-            level=self.correction_level,
-            low=self.correction_low,
-            high=self.correction_high,
-            rejection=self.rejection,
-        )
-
-    @property
-    def averaging(self) -> Aggregation:
-        """Return the aggregation, with the default filled in."""
-        assert self.aggregation is not None
-        return self.aggregation
-
-    @property
-    def comparison(self) -> Baseline:
-        """Return the baseline, with the default filled in."""
-        assert self.baseline is not None
-        return self.baseline
-
-    @property
-    def kl_estimator(self) -> KLKind:
-        """Return the KL's estimator, with the default filled in."""
-        assert self.kl is not None
-        return self.kl
-
-    @property
-    def needs_first_pass(self) -> bool:
-        """Tell whether the loss needs log-probabilities or entropies of the whole batch before the first backward
-        pass."""
-        kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
-        return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or self.follows_entropy
-
-    @property
-    def follows_entropy(self) -> bool:
-        """Tell whether the loss depends on the policy's entropy before the update."""
-        return self.entropy_control is not None or self.covariance is not None
-
-    @property
-    def every_row_counts(self) -> bool:
-        """Tell whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss."""
-        bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
-        penalty = self.covariance is not None and self.covariance.kind == "kl"
-        return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")
-
-    def loss(
-        self,
-        logprobs: Tensor,
-        entropy: Tensor,
-        *,
-        old_logprobs: Tensor,
-        ref_logprobs: Tensor | None,
-        advantages: Tensor,
-        mask: Tensor,
-        kept: Tensor,
-        importance: Tensor | None,
-        divisor: Tensor,
-        counted: Tensor | None = None,
-        policy_divisor: Tensor | None = None,
-        entropy_coefficient: float | None = None,
-        penalized: Tensor | None = None,
-    ) -> tuple[Tensor, PolicyLoss, Tensor]:
-        """Compute the loss of one micro-batch; the sum over micro-batches is the loss of the batch.
-
-        Args:
-            logprobs: [B, S] nats under the policy; carries the gradient.
-            entropy: [B, S] nats; carries a gradient where there is an entropy bonus.
-            old_logprobs: [B, S] nats, the denominator of the surrogate's ratio.
-            ref_logprobs: [B, S] nats under the base model; needed by a KL term in the loss.
-            advantages: [B] advantage of each row.
-            mask: [B, S] bool, tokens in the loss.
-            kept: [B, S] bool, tokens of ``mask`` that have a policy loss (all, or those of the highest entropy).
-            importance: [B, S] constant importance weights of the tokens; None: 1.
-            divisor: [] divisor of the batch's loss, see ``qerl_pl.objective.losses.count_divisor``.
-            counted: [B, S] bool, tokens of ``mask`` over which the policy loss is averaged; None: all of them.
-            policy_divisor: [] divisor of the policy loss, if it is not ``divisor``.
-            entropy_coefficient: adaptive coefficient of ``entropy_control`` on this batch; None: the fixed one.
-            penalized: [B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None: none.
-
-        Returns:
-            The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
+        Raises:
+            ValueError: a value is out of range, contradicts another or has no effect with it, or an import path names
+                no suitable function.
         """
-        weights = policy_weights = row_weights(mask, self.averaging, divisor)
-        if counted is not None and policy_divisor is not None:
-            policy_weights = row_weights(counted, self.averaging, policy_divisor)
-        settings: dict[str, Any] = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        if self.max_ratio is not None:
-            settings["max_ratio"] = self.max_ratio
-        if self.surrogate == "sequence":
-            settings["whole"] = mask
-        surrogate = SURROGATES[str(self.surrogate)](
-            logprobs, old_logprobs, advantages, kept, policy_weights, importance=importance, **settings
-        )
-        total, kl_sum = surrogate.loss, torch.zeros_like(surrogate.k1)
-        if ref_logprobs is not None:
-            kl = kl_estimate(logprobs, ref_logprobs, mask, self.kl_estimator)
-            kl_sum = kl.detach().sum()
-            if self.kl_in == "loss":
-                drift = drift_weights(logprobs, old_logprobs, mask, importance)
-                total = total + self.kl_coefficient * weighted_sum(kl * drift, mask, weights)
-        if penalized is not None and self.covariance is not None:
-            change = torch.where(penalized, logprobs, 0.0) - torch.where(penalized, old_logprobs, 0.0)
-            change = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            distance = torch.expm1(change) - change  # KL(old || new) at the old policy's tokens
-            distance = distance if importance is None else distance * importance
-            total = total + self.covariance.coefficient * weighted_sum(distance, penalized, policy_weights)
-        bonus = self.entropy_coefficient if entropy_coefficient is None else entropy_coefficient
-        if bonus:
-            total = total - bonus * weighted_sum(entropy, mask, weights)
-        return total, surrogate, kl_sum
+        values = completed(vars(self))
+        del values["preset"]
+        bounds = {name: values[name] for name in ("clip_low", "clip_high", "max_ratio") if values[name] is not None}
+        if (surrogate := SURROGATES.get(values["surrogate"])) is None:
+            surrogate = OwnSurrogate.load(values["surrogate"], **bounds)
+        if (baseline := values["baseline"]) not in get_args(Baseline):
+            baseline = OwnAdvantages.load(baseline)
+        return ResolvedObjective(**values | {"surrogate": surrogate, "baseline": baseline})
+
+
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the settings of an objective, all of them by name, that are null and follow from others.
+
+    The "constant" aggregation goes with "centered" rewards, as in Dr. GRPO, which weighs every token and every prompt
+    equally. Sampler and trainer always differ a little, so importance weights correct it unless the ratio is taken
+    against the sampler: one weight per token, or with the "sequence" surrogate one per row, of the form of GSPO's
+    ratio. A surrogate of the user's own has its own clip bounds.
+
+    Raises:
+        ValueError: a setting contradicts the preset, or is no known word.
+    """
+    settings = dict(given)
+    preset: Preset | None = settings["preset"]
+    for name, value in PUBLISHED[preset].items() if preset is not None else ():
+        if settings[name] is None:
+            settings[name] = value
+        elif name in DEFINING and settings[name] != value:
+            raise ValueError(
+                f"model.objective.{name} is {settings[name]!r} and preset is {preset!r}, which has {value!r}: "
+                f"leave {name} out (or null), or the preset, whose other values may be given one by one"
+            )
+    usual = {
+        "surrogate": lambda: "clipped",
+        "aggregation": lambda: "sequence" if settings["surrogate"] == "sequence" else "token",
+        "baseline": lambda: "centered" if settings["aggregation"] == "constant" else "normalized",
+        "clip_low": lambda: CLIP_BOUNDS.get(settings["surrogate"], (None, None))[0],
+        "clip_high": lambda: CLIP_BOUNDS.get(settings["surrogate"], (None, None))[1],
+        "kl": lambda: "k3" if settings["kl_in"] == "loss" else "k1",
+        "correction": lambda: "none" if settings["ratio_against"] == "sampler" else "truncate",
+        "correction_level": lambda: "geometric" if settings["surrogate"] == "sequence" else "token",
+    }
+    for name, value in usual.items():  # in this order, because some follow from earlier ones
+        if settings[name] is None:
+            settings[name] = value()
+    for name, known in (("surrogate", get_args(Surrogate)), ("baseline", get_args(Baseline))):
+        if settings[name] not in known and "." not in settings[name]:
+            raise ValueError(
+                f"model.objective.{name} is {settings[name]!r}; expected {', '.join(known)}, or the import path of a "
+                "function, such as my_module.my_function"
+            )
+    return settings

@@ -10,10 +10,10 @@ from itertools import islice
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from qerl_pl.common import ranks
 from qerl_pl.common.checks import CheckFailed
+from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Prompt
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -64,7 +64,7 @@ class DynamicSampling:
         prompts: Sequence[Prompt],
         more_prompts: Iterator[Prompt],
         sample: Callable[[Sequence[Prompt]], ScoredBatch],
-        count: Callable[[ScoredBatch], int],
+        watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
         """Sample until the batch is full of groups with a signal, ``max_refills`` is reached, or prompts run out.
 
@@ -74,7 +74,7 @@ class DynamicSampling:
             prompts: this rank's prompts of the batch, at least one and equally many on every rank.
             more_prompts: further prompts, the same on every rank.
             sample: function that samples and scores completions of the given prompts of this rank.
-            count: function that counts the groups with a signal over all ranks.
+            watch: stopwatch for the phase "wait".
 
         Returns:
             All groups that this rank sampled, and the number of times that further prompts were sampled. Group j of
@@ -90,43 +90,37 @@ class DynamicSampling:
 
         own, num_more = next_share(most - batch_size)
         num_sampled += num_more
-        evaluation = sample([*prompts, *own])
+        sampled = sample([*prompts, *own])
         for refill in range(self.max_refills):
-            found = count(evaluation)
-            if found >= batch_size:
-                return evaluation, refill
-            size = math.ceil(self.oversample * (batch_size - found) * num_sampled / found) if found else most
-            own, num_more = next_share(min(size, most))
+            with watch.phase("wait"):
+                num_useful = sum(ranks.gather_values(int(sampled.has_signal.sum())))
+            if num_useful >= batch_size:
+                return sampled, refill
+            missing = self.oversample * (batch_size - num_useful)
+            own, num_more = next_share(min(math.ceil(missing * num_sampled / num_useful), most) if num_useful else most)
             if not num_more:
-                return evaluation, refill
+                return sampled, refill
             num_sampled += num_more
             if own:
-                evaluation += sample(own)
-        return evaluation, self.max_refills
+                sampled += sample(own)
+        return sampled, self.max_refills
 
-    def choose(
-        self, evaluation: ScoredBatch, signal: Tensor, *, batch_size: int, may_move: bool = True
-    ) -> ScoredBatch | None:
+    def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
         """Choose the first ``batch_size`` groups with a signal among those of all ranks, and return the ones that this
-        rank trains on. Every rank must call this.
+        rank trains on, None if it has none. Every rank must call this.
 
         Args:
-            evaluation: this rank's groups, as returned by ``fill``.
-            signal: [P] bool, True for groups with a signal.
+            sampled: this rank's groups, as returned by ``fill``.
             batch_size: groups to choose over all ranks.
             may_move: whether groups may be sent to another rank than the one that sampled them.
-
-        Returns:
-            This rank's groups to train on; None if it has none.
 
         Raises:
             CheckFailed: there are fewer than ``batch_size`` groups with a signal, and ``when_short`` is "error".
         """
-        shares, rank = ranks.gather_values(signal.tolist()), ranks.rank()
-        found = sorted(
+        shares, rank = ranks.gather_values(sampled.has_signal.tolist()), ranks.rank()
+        places = sorted(
             own + index * len(shares) for own, flags in enumerate(shares) for index, flag in enumerate(flags) if flag
-        )
-        places = found[:batch_size]
+        )[:batch_size]
         if len(places) < batch_size and self.when_short == "error":
             raise CheckFailed(
                 f"dynamic sampling found {len(places)} groups with a signal among {sum(map(len, shares))}, and a batch "
@@ -136,18 +130,14 @@ class DynamicSampling:
         sampled_by = [place % len(shares) for place in places]
         trained_by = balanced(sampled_by, len(shares)) if may_move else sampled_by
 
-        def groups(given: bool) -> list[int]:
-            """List the chosen groups that this rank sampled: those that it sends to other ranks if ``given``, and those
-            that it trains on itself if not."""
-            moves = zip(places, sampled_by, trained_by, strict=True)
-            return [place // len(shares) for place, old, new in moves if old == rank and (new != old) == given]
-
-        parts = [evaluation.select(torch.tensor(groups(given=False)))] if groups(given=False) else []
+        moves = list(zip(places, sampled_by, trained_by, strict=True))
+        stay = [place // len(shares) for place, old, new in moves if old == rank == new]
+        leave = [place // len(shares) for place, old, new in moves if old == rank != new]
+        parts = [sampled.select(torch.tensor(stay))] if stay else []
         if trained_by != sampled_by:
-            given = groups(given=True)
-            offered = ranks.gather_values(evaluation.select(torch.tensor(given)) if given else None)
+            offered = ranks.gather_values(sampled.select(torch.tensor(leave)) if leave else None)
             taken: Counter[int] = Counter()
-            for old, new in zip(sampled_by, trained_by, strict=True):
+            for _, old, new in moves:
                 part = offered[old]
                 if old == new or part is None:
                     continue
@@ -158,15 +148,8 @@ class DynamicSampling:
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:
-    """Assign each group to a rank, such that the ranks' counts differ by at most one and the fewest groups move.
-
-    Args:
-        owners: rank that has each group now.
-        num_ranks: number of ranks W.
-
-    Returns:
-        The new rank of each group.
-    """
+    """Return a new rank for each group, given the ranks that have them now, such that the ranks' numbers of groups
+    differ by at most one and the fewest groups move."""
     counts = Counter(owners)
     base, extra = divmod(len(owners), num_ranks)
     by_count = sorted(range(num_ranks), key=lambda rank: -counts[rank])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,28 +16,25 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Experience, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
-from qerl_pl.objective.advantages import Baseline, batch_std, group_advantages
+from qerl_pl.objective.advantages import AdvantageFunction, Baseline, batch_std, group_advantages
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
-from qerl_pl.rollout.collate import collate
 from qerl_pl.rollout.decode import completion_texts
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
 from qerl_pl.rollout.ends import check_ends
-from qerl_pl.rollout.scored import ScoredBatch
+from qerl_pl.rollout.scored import ScoredBatch, collate
 
 
 @dataclass(frozen=True)
 class Rollout:
     """Result of one rollout: all scored completions, and the training data made from them."""
 
-    evaluation: ScoredBatch
+    sampled: ScoredBatch
     """All completions that this rank sampled."""
     chosen: ScoredBatch
-    """Completions that this rank trains on: all of ``evaluation`` or, with dynamic sampling, the groups that were
-    assigned to this rank, some of which other ranks may have sampled."""
-    signal: Tensor
-    """[P] bool, True for groups of ``evaluation`` that have a row in the loss with an advantage other than 0."""
+    """Completions that this rank trains on: all of ``sampled`` or, with dynamic sampling, the groups that were assigned
+    to this rank, some of which other ranks may have sampled."""
     experience: Experience
     """The rows of ``chosen`` as tensors."""
     num_refills: int
@@ -57,8 +55,7 @@ class RolloutLoop:
         tokenizer: tokenizer of the base, which decodes completions.
         baseline: rule by which advantages are computed from the rewards of a group.
         filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
-        dynamic_sampling: settings by which groups without a signal (all advantages 0) are replaced; None keeps such
-            groups.
+        dynamic_sampling: settings by which groups without a signal are replaced; None keeps such groups.
         max_unscored_share: stop the run if a larger share of rows could not be scored by any reward.
     """
 
@@ -68,7 +65,7 @@ class RolloutLoop:
         rewards: Sequence[WeightedReward],
         tokenizer: PreTrainedTokenizerBase,
         *,
-        baseline: Baseline = "normalized",
+        baseline: Baseline | AdvantageFunction = "normalized",
         filter_truncated: bool = False,
         dynamic_sampling: DynamicSampling | None = None,
         max_unscored_share: float = 0.05,
@@ -76,7 +73,7 @@ class RolloutLoop:
         self.engine = engine
         self.rewards = rewards
         self.tokenizer = tokenizer
-        self.baseline: Baseline = baseline
+        self.baseline: Baseline | AdvantageFunction = baseline
         self.filter_truncated = filter_truncated
         self.dynamic_sampling = dynamic_sampling
         self.max_unscored_share = max_unscored_share
@@ -124,73 +121,34 @@ class RolloutLoop:
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
-
         # The batch and the prompts that dynamic sampling adds can have the same seed, because the engine derives each
         # completion's seed from this seed and the prompt.
-        own_seed = derive_seed(seed, "refill")
-
-        def sample(some: Sequence[Prompt]) -> ScoredBatch:
-            return self.evaluate(some, sampling=sampling, seed=own_seed, watch=watch)
-
-        def count(evaluation: ScoredBatch) -> int:
-            with watch.phase("wait"):
-                return sum(ranks.gather_values(int(self.signal(evaluation).sum())))
-
-        teaches = True
+        sample = partial(self.sample_and_score, sampling=sampling, seed=derive_seed(seed, "refill"), watch=watch)
+        num_refills, in_loss = 0, True
         if self.dynamic_sampling is None:
-            evaluation, num_refills = sample(prompts), 0
-            chosen, signal = evaluation, self.signal(evaluation)
+            sampled = chosen = sample(prompts)
         else:
-            evaluation, num_refills = self.dynamic_sampling.fill(prompts, more_prompts, sample, count)
-            signal, batch_size = self.signal(evaluation), len(prompts) * ranks.num_ranks()
+            sampled, num_refills = self.dynamic_sampling.fill(prompts, more_prompts, sample, watch)
             with watch.phase("wait"):
                 same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
-                found = self.dynamic_sampling.choose(evaluation, signal, batch_size=batch_size, may_move=same_noise)
+                batch_size = len(prompts) * ranks.num_ranks()
+                with_signal = self.dynamic_sampling.choose(sampled, batch_size=batch_size, may_move=same_noise)
             # if no group has a signal, one group is passed on, without being in the loss, because a batch must not be
             # empty
-            teaches, chosen = found is not None, found or evaluation.select(torch.arange(1))
+            in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
         with watch.phase("wait"):
-            self._check_scored(evaluation.table)
-        experience = self._experience(chosen, in_loss=teaches)
-        rollout = Rollout(evaluation, chosen, signal, experience, num_refills, num_noisy_norms)
+            self._check_scored(sampled.table)
+        experience = self._experience(chosen, in_loss=in_loss)
+        rollout = Rollout(sampled, chosen, experience, num_refills, num_noisy_norms)
         for observe in self.observers:
             with watch.phase("check"):
                 observe(rollout)
         self.engine.sleep()
         return rollout
 
-    def _check_scored(self, table: RewardTable) -> None:
-        unscored = 1 - ranks.gather(table.scored.float()).mean().item()
-        if unscored > self.max_unscored_share:
-            reasons = ranks.gather_values("" if table.scored.all() else table.common_reason())
-            raise CheckFailed(
-                f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
-                f"({self.max_unscored_share:.1%}); the most frequent reason: {next(filter(None, reasons))}. Look at "
-                "the answers of these prompts, or raise the limit"
-            )
-
-    def signal(self, evaluation: ScoredBatch) -> Tensor:
-        """Return [P] bool, True for groups (the completions of one prompt) that have a signal under this run's
-        settings: a row in the loss with an advantage other than 0."""
-        metric = None if self.dynamic_sampling is None else self.dynamic_sampling.metric
-        return evaluation.signal(filter_truncated=self.filter_truncated, metric=metric)
-
-    def _experience(self, chosen: ScoredBatch, *, in_loss: bool) -> Experience:
-        table, std_of_batch = chosen.table, None
-        if self.baseline == "batch_normalized":
-            std_of_batch = batch_std(ranks.gather(chosen.rewards[chosen.scored & in_loss]))
-        return collate(
-            chosen.prompts,
-            chosen.completions,
-            rewards=table.total,
-            scored=table.scored,
-            advantages=group_advantages(
-                chosen.rewards, chosen.scored, self.baseline, std_of_batch=std_of_batch
-            ).flatten(),
-            in_loss=chosen.in_loss(filter_truncated=self.filter_truncated) & in_loss,
-        )
-
-    def evaluate(self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch) -> ScoredBatch:
+    def sample_and_score(
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch
+    ) -> ScoredBatch:
         """Sample completions of prompts with the engine's current adapter and noise, and score them."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
@@ -208,5 +166,37 @@ class RolloutLoop:
             completions = [replace(row, text=text) for row, text in zip(completions, decoded, strict=True)]
             repeated = [prompt for prompt in prompts for _ in range(size)]
             table = score_rewards(self.rewards, repeated, completions, seed=seed, progress=self.progress)
-        prompt_texts = tuple(text for text in texts for _ in range(size))
-        return ScoredBatch(tuple(repeated), prompt_texts, tuple(completions), table, size)
+        return ScoredBatch.of(
+            repeated,
+            [text for text in texts for _ in range(size)],
+            completions,
+            table,
+            size,
+            filter_truncated=self.filter_truncated,
+            baseline=self.baseline,
+            metric=None if self.dynamic_sampling is None else self.dynamic_sampling.metric,
+        )
+
+    def _check_scored(self, table: RewardTable) -> None:
+        unscored = 1 - ranks.gather(table.scored.float()).mean().item()
+        if unscored > self.max_unscored_share:
+            reasons = ranks.gather_values("" if table.scored.all() else table.common_reason())
+            raise CheckFailed(
+                f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
+                f"({self.max_unscored_share:.1%}); the most frequent reason: {next(filter(None, reasons))}. Look at "
+                "the answers of these prompts, or raise the limit"
+            )
+
+    def _experience(self, chosen: ScoredBatch, *, in_loss: bool) -> Experience:
+        std_of_batch = None
+        if self.baseline == "batch_normalized":
+            std_of_batch = batch_std(ranks.gather(chosen.rewards[chosen.scored & in_loss]))
+        return collate(
+            chosen.prompts,
+            chosen.completions,
+            scored=chosen.table.scored,
+            advantages=group_advantages(
+                chosen.rewards, chosen.scored, self.baseline, std_of_batch=std_of_batch
+            ).flatten(),
+            in_loss=chosen.in_loss & in_loss,
+        )

@@ -1,4 +1,4 @@
-"""Sampled and scored completions."""
+"""Sampled and scored completions, and the tensors of a batch that are made of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.objective.advantages import group_advantages, has_signal
+from qerl_pl.common.types import Completion, Experience, Prompt
+from qerl_pl.objective.advantages import AdvantageFunction, Baseline, group_advantages, has_signal
 from qerl_pl.rewards.base import RewardTable
 
 
@@ -29,6 +29,43 @@ class ScoredBatch:
     """Rewards of the B rows."""
     group_size: int
     """Completions per prompt, G."""
+    in_loss: Tensor
+    """[B] bool, True for rows that count in the loss: they have a score and were not filtered out."""
+    has_signal: Tensor
+    """[P] bool, True for groups with a signal: those in which a row that counts in the loss has an advantage other than
+    0."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        prompt_texts: Sequence[str],
+        completions: Sequence[Completion],
+        table: RewardTable,
+        group_size: int,
+        *,
+        filter_truncated: bool = False,
+        baseline: Baseline | AdvantageFunction = "centered",
+        metric: str | None = None,
+    ) -> ScoredBatch:
+        """Find the rows that count in the loss, and the groups with a signal.
+
+        Args:
+            filter_truncated: rows that were cut off at max_tokens do not count in the loss.
+            baseline: rule for advantages; all those of ours are 0 for the same rows.
+            metric: name of a reward whose scores must also differ within a group that has a signal; None: none.
+        """
+        finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
+        in_loss = table.scored & (finished | (not filter_truncated))
+        grouped = (values.view(-1, group_size) for values in (table.total, table.scored, in_loss))
+        rewards, scored, counts = grouped
+        # "centered" advantages are exactly 0 for the rows whose advantage is 0 with any of our rules
+        advantages = group_advantages(rewards, scored, baseline if callable(baseline) else "centered")
+        signal = (counts & (advantages != 0)).any(dim=1)
+        if metric is not None:
+            scores = table.components[metric].view(-1, group_size)
+            signal &= has_signal(scores, ~scores.isnan())
+        return cls(tuple(prompts), tuple(prompt_texts), tuple(completions), table, group_size, in_loss, signal)
 
     @property
     def num_groups(self) -> int:
@@ -45,34 +82,8 @@ class ScoredBatch:
         """Mask of rows with a score, [P, G] bool."""
         return self.table.scored.view(-1, self.group_size)
 
-    def in_loss(self, *, filter_truncated: bool) -> Tensor:
-        """Return [B] bool, True for rows that count in the loss: they have a score and, if ``filter_truncated`` is set,
-        were not cut off at max_tokens."""
-        finished = torch.tensor([completion.finished for completion in self.completions], dtype=torch.bool)
-        return self.table.scored & (finished | (not filter_truncated))
-
-    def signal(self, *, filter_truncated: bool, metric: str | None = None) -> Tensor:
-        """Find the groups with a signal, that is, in which a row that counts in the loss has an advantage other than 0.
-
-        Args:
-            filter_truncated: see ``in_loss``.
-            metric: name of a reward whose scores must also differ within the group; None: advantages alone decide.
-
-        Returns:
-            [P] bool, True for groups with a signal.
-        """
-        counts = self.in_loss(filter_truncated=filter_truncated).view(-1, self.group_size)
-        # these advantages are exactly 0 for the rows whose advantage is 0 with every baseline
-        centered = group_advantages(self.rewards, self.scored, "centered")
-        found = (counts & (centered != 0)).any(dim=1)
-        if metric is not None:
-            scores = self.table.components[metric].view(-1, self.group_size)
-            found &= has_signal(scores, ~scores.isnan())
-        return found
-
     def group_numbers(self) -> dict[str, list[float]]:
-        """Return numbers of each group by name: mean length and the logarithm of its spread, share of finished
-        completions, mean reward (of groups with a score only) and share of distinct completions."""
+        """Return numbers of each group by name; the mean reward is of groups with a score only."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)
@@ -103,6 +114,8 @@ class ScoredBatch:
                 self.table.metrics,
             ),
             self.group_size,
+            self.in_loss[rows],
+            self.has_signal[groups],
         )
 
     def __add__(self, other: ScoredBatch) -> ScoredBatch:
@@ -122,6 +135,8 @@ class ScoredBatch:
                 | {name: values for name, values in mine.metrics.items() if name not in theirs.metrics},
             ),
             self.group_size,
+            torch.cat([self.in_loss, other.in_loss]),
+            torch.cat([self.has_signal, other.has_signal]),
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -149,3 +164,49 @@ def _log_spread(values: Sequence[int]) -> float:
     """Return log(1 + standard deviation)."""
     mean = sum(values) / len(values)
     return math.log1p(math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)))
+
+
+def collate(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    *,
+    scored: Tensor,
+    advantages: Tensor,
+    in_loss: Tensor,
+) -> Experience:
+    """Build the right-padded tensors of B rows, each a prompt and its completion.
+
+    Args:
+        scored: [B] bool, False for rows that no reward could score.
+        advantages: [B] fp32.
+        in_loss: [B] bool, False for rows that are left out of the loss.
+
+    Raises:
+        ValueError: the arguments have different numbers of rows, or a completion has different numbers of tokens and
+            log-probabilities.
+    """
+    if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
+        raise ValueError(
+            f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "
+            f"advantages and {len(in_loss)} flags; expected equal numbers"
+        )
+    lengths = [len(p.tokens) + len(c.tokens) for p, c in zip(prompts, completions, strict=True)]
+    tokens = torch.zeros((len(lengths), max(lengths)), dtype=torch.int64)  # [B, S]; padding is token 0
+    sampled = torch.zeros_like(tokens, dtype=torch.bool)
+    sampler_logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if len(completion.tokens) != len(completion.logprobs):
+            raise ValueError(f"row {row} has {len(completion.tokens)} tokens and {len(completion.logprobs)} logprobs")
+        start, end = len(prompt.tokens), lengths[row]
+        tokens[row, :end] = torch.tensor(prompt.tokens + completion.tokens)
+        sampled[row, start:end] = True
+        sampler_logprobs[row, start:end] = torch.tensor(completion.logprobs)
+    return Experience(
+        tokens=tokens,
+        lengths=torch.tensor(lengths),
+        mask=sampled & in_loss.unsqueeze(1),
+        sampled=sampled,
+        sampler_logprobs=sampler_logprobs,
+        scored=scored,
+        advantages=advantages,
+    )

@@ -277,9 +277,10 @@ def check_run_length(
             "expected kind: clip, or more model.updates_per_rollout or model.mini_batches"
         )
     if ratio_is_1:
-        usual = Objective(preset=objective.preset, surrogate=objective.surrogate)
+        resolved = objective.resolve()
+        usual = Objective(preset=objective.preset, surrogate=objective.surrogate).resolve()
         for name in ("clip_low", "clip_high", "max_ratio"):
-            if (value := getattr(objective, name)) != getattr(usual, name):
+            if (value := getattr(resolved, name)) != getattr(usual, name):
                 rank_zero_warn(
                     f"model.objective.{name} is {value} and a rollout has one optimizer step, in which the ratio is 1: "
                     "it has no effect, unless model.updates_per_rollout or model.mini_batches is more than 1"

@@ -32,12 +32,8 @@ PEAK_BF16 = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Look up the peak of a GPU in dense bf16 operations per second; None if it is not known.
-
-    Args:
-        device_name: name of the GPU from ``torch.cuda.get_device_name``; the longest entry of ``PEAK_BF16`` whose words
-            are all in it is taken.
-    """
+    """Look up a GPU's peak by its name from ``torch.cuda.get_device_name``: the longest entry of ``PEAK_BF16`` whose
+    words are all in it; None if there is none."""
     words = device_name.replace("-", " ").split()
     known = [name for name in PEAK_BF16 if all(word in words for word in name.split())]
     return PEAK_BF16[max(known, key=len)] if known else None
@@ -64,8 +60,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, policy: Policy) -> ModelSize:
-        """Count the weights of a policy's linears and LoRA matrices in its modules, and compute the sizes of head and
-        attention from its configuration."""
+        """Return the sizes of a policy's model."""
         config, head = policy.config, policy.model.get_output_embeddings()
         linears = [module for module in policy.model.modules() if isinstance(module, nn.Linear | FrozenLinear)]
         adapter = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_" in name and p.ndim == 2)
@@ -115,7 +110,7 @@ def training_flops(size: ModelSize, lengths: Tensor, sampled: Tensor, reused: Te
 
 
 def _pairs(lengths: Tensor, window: int | None) -> float:
-    """Return twice the area of the attention matrices below the diagonal and within the window, over all rows."""
+    # twice the area of the attention matrices below the diagonal and within the window, over all rows
     lengths = lengths.to(torch.float64)
     outside = 0.0 if window is None else (lengths - window).clamp(min=0).square().sum()
     return float(lengths.square().sum() - outside)

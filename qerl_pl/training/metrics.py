@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from qerl_pl.common import ranks
 from qerl_pl.common.metrics import Mean, Pooled, over_ranks, total
-from qerl_pl.objective import Objective
+from qerl_pl.objective import ResolvedObjective
 from qerl_pl.objective.correction import effective_share, mismatch
 from qerl_pl.training.passes import Batch
 
@@ -34,8 +34,7 @@ class EffectiveShare(Metric):
         self.add_state("sums", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> None:
-        """Add a batch, given as scalars: the number of importance weights (one per token or per sequence), their sum
-        and the sum of their squares."""
+        """Add the number of a batch's importance weights, their sum and the sum of their squares, [] each."""
         self.sums += torch.stack([num_units, weight_sum, square_sum]).double()
 
     def compute(self) -> Tensor:
@@ -54,48 +53,44 @@ def update_metrics(
 ) -> dict[str, Tensor]:
     """Convert sums over all updates on a batch to means per token.
 
-    Metrics of the policy loss are averaged over the tokens that have a policy loss, and the KL to the base over all
-    tokens in the loss.
-
     Args:
         totals: sums over all updates by name; sums of the loss are missing if this rank had no row in the loss.
-        num_tokens: [] number of tokens in the loss in rows that have a gradient.
-        num_kept: [] number of these tokens that have a policy loss.
+        num_tokens: [] tokens in the loss in rows that have a gradient, over which the KL to the reference is averaged.
+        num_kept: [] those of these tokens that have a policy loss, over which its metrics are averaged.
         num_updates: epochs over the batch.
         num_steps: optimizer steps.
-        reference: whether the KL to the base model was measured.
+        reference: whether the KL to the reference was measured.
     """
     zero = torch.zeros_like(num_tokens)
     # the divisors are means over ranks, so the mean of this over ranks is the loss of the whole batch
     per_step = totals.get("loss", zero) / num_steps
-    found = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
+    metrics = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
     carried = {name: num_kept for name in PER_TOKEN if name != "policy/kl_ref"}
     carried |= {"policy/kl_ref": num_tokens} if reference else {}
     for name, count in carried.items():
         value = _share(totals.get(PER_TOKEN[name], zero) / num_updates, count)
         if not value.isnan() or over_ranks(total(), count) > 0:
-            found[name] = value
-    return found
+            metrics[name] = value
+    return metrics
 
 
-def correction_metrics(batch: Batch, objective: Objective) -> dict[str, Tensor]:
-    """Return metrics of the importance weights by which the objective corrects the difference between trainer and
-    sampler: share of weights outside their bounds, share of rejected rows, and effective sample size. Empty without
-    correction, or if no rank has a weight."""
+def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, Tensor]:
+    """Return metrics of the importance weights between trainer and sampler; none without correction, or if no rank has
+    a weight."""
     if not objective.corrects:
         return {}
     experience = batch.experience
     whole = objective.importance(batch.old - experience.sampler_logprobs, experience.mask)
     if ranks.mean(whole.num_units.double()) == 0:
         return {}
-    found = {
+    metrics = {
         "correction/effective_share": over_ranks(EffectiveShare(), whole.num_units, whole.weight_sum, whole.square_sum)
     }
     if objective.correction != "none":
-        found["correction/outside_share"] = _share(whole.num_outside, whole.num_units)
+        metrics["correction/outside_share"] = _share(whole.num_outside, whole.num_units)
     if objective.rejection is not None:
-        found["correction/rejected_share"] = _share(whole.num_rejected, whole.num_rows)
-    return found
+        metrics["correction/rejected_share"] = _share(whole.num_rejected, whole.num_rows)
+    return metrics
 
 
 def gap() -> Pooled:
@@ -107,8 +102,7 @@ def gap() -> Pooled:
 def gap_metrics(batch: Batch) -> dict[str, Tensor]:
     """Return statistics of log(p_trainer / p_sampler) over the sampled tokens, before the first update on the batch."""
     log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
-    found = over_ranks(gap(), log_ratio)
-    return {f"gap/{name}": value for name, value in found.items()}
+    return {f"gap/{name}": value for name, value in over_ranks(gap(), log_ratio).items()}
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

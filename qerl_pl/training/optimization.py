@@ -45,26 +45,17 @@ def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameter
 
 
 def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torch.device) -> float:
-    """Return by how much an optimizer changes a weight of 0 in its first step, with a gradient of 1; infinity and NaN
-    become NaN."""
+    """Return by how much an optimizer changes a weight of 0 in its first step, with a gradient of 1."""
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     weight.grad = torch.ones_like(weight)
     build([{"params": [weight]}]).step()
     change = weight.detach()[0, 0].item()
-    return change if math.isfinite(change) else math.nan
+    return change if math.isfinite(change) else math.nan  # an infinite one would pass as a number below 0
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Split parameters into groups for an optimizer, so that weight decay acts on matrices only.
-
-    Norm weights and biases have no weight decay: it pulls towards 0, and the neutral value of a norm weight is near 1.
-
-    Args:
-        parameters: parameters of the policy; those without requires_grad are left out.
-
-    Returns:
-        The matrices; then, if there are any, the vectors with weight_decay 0.
-    """
+    """Split the trained ones of some parameters into groups for an optimizer: matrices, and vectors without weight
+    decay, which would pull norm weights towards 0, while their neutral value is near 1."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -73,15 +64,8 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse a checkpoint's optimizer state that belongs to other parameters than those that are trained now.
-
-    Args:
-        saved: the optimizer states of a Lightning checkpoint: one, or none.
-        groups: parameter groups of the new optimizer, from ``parameter_groups``.
-
-    Raises:
-        ValueError: the groups differ in their numbers of parameters.
-    """
+    """Raise ValueError if a checkpoint's optimizer states (one, or none) are of other numbers of parameters than
+    ``parameter_groups`` gives now."""
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in groups]
@@ -94,16 +78,11 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
 
 
 def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the factor on the learning rate at an optimizer step.
+    """Return the factor on the learning rate of the optimizer step after ``step`` others.
 
-    The warm-up goes from 1 / warmup_steps to 1. It does not start at 0, because a step at rate 0 would waste a rollout.
-
-    Args:
-        step: optimizer steps taken before this one.
-        schedule: after the warm-up, "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at total_steps.
-        warmup_steps: length of the warm-up.
-        total_steps: optimizer steps of the whole run.
+    After the warm-up, "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at ``total_steps``.
     """
+    # The warm-up begins at 1 / warmup_steps and not at 0, because a step at rate 0 would waste a rollout.
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant_with_warmup":
@@ -120,8 +99,7 @@ def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int,
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copy the settings of each of an optimizer's parameter groups, with the learning rate to which the schedule's
-    factor is not yet applied."""
+    """Copy the settings of an optimizer's parameter groups, without the rate that the schedule sets."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
@@ -129,13 +107,8 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
-    """Restore an optimizer's settings (e.g. betas) after a checkpoint was loaded over them, and log every difference.
-
-    Args:
-        optimizer: optimizer with the checkpoint's settings.
-        scheduler: learning-rate scheduler at the checkpoint's step.
-        settings: result of ``group_settings`` before the checkpoint was loaded.
-    """
+    """Restore the settings (e.g. betas) that ``group_settings`` gave before a checkpoint was loaded over them, and log
+    every difference. The scheduler is at the checkpoint's step."""
     changed = {}
     groups = optimizer.param_groups
     for group, own, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):
@@ -155,12 +128,7 @@ def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor
     and AdamW goes on by its momentum and decays the weights, as after a gradient that is almost 0. TRL and verl do the
     same.
 
-    Args:
-        parameters: all parameters of the policy.
-        max_norm: largest norm of the gradient over all parameters; 0 disables clipping.
-
-    Returns:
-        [] the gradient norm before clipping.
+    Returns the norm [] of all gradients before they are clipped to ``max_norm``; 0 disables clipping.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     ranks.average_gradients(trained)

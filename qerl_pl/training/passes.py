@@ -38,11 +38,7 @@ class Part:
 class Batch:
     """Experience on the policy's device, with buffers for the trainer's log-probabilities and entropies.
 
-    Args:
-        policy: the policy, in training mode.
-        experience: B rows (prompt and completion).
-        temperature: sampling temperature; the trainer's logits are divided by it too.
-        micro_batch_tokens: most tokens in one pass; a longer row is a pass by itself.
+    The arguments are explained in ``UpdateSettings``; the policy is in training mode.
     """
 
     def __init__(self, policy: Policy, experience: Experience, *, temperature: float, micro_batch_tokens: int) -> None:
@@ -53,23 +49,16 @@ class Batch:
         self.budget = MicroBatchBudget(micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
-        """[B, S] fp32 nats, the trainer's log-probabilities before the first update on the batch; 0 for prompts and
-        padding, and until they are computed."""
-        self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, the policy's entropies before the first update on the batch; 0 for prompts and padding, and
+        """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 for prompts and padding, and
         until they are computed."""
+        self.entropy = torch.zeros_like(self.old)
+        """[B, S] fp32 nats, the policy's entropies, likewise."""
         self.reference: Tensor | None = None
-        """[B, S] fp32 nats, the base model's log-probabilities, or None if they are not needed."""
+        """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
         """Call ``work`` with the limit on the tokens per pass; if GPU memory runs out, call it again with a smaller
-        limit.
-
-        Args:
-            work: function that may run out of GPU memory.
-            with_gradient: whether ``work`` has a backward pass; if so, more activations may be recomputed instead of
-                stored.
-        """
+        limit or, if it has a backward pass (``with_gradient``), with more activations recomputed."""
         longest = int(self.experience.lengths.max())
         more = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
@@ -88,13 +77,11 @@ class Batch:
             yield Part(self.experience, rows[chunk.to(rows.device)])
 
     def score(self, rows: Tensor) -> None:
-        """Compute log-probabilities and entropies of the given rows without gradient; store them in ``old`` and
-        ``entropy``."""
+        """Fill in ``old`` and ``entropy`` of the given rows, without gradient."""
         self._evaluate(rows, self.old, self.entropy)
 
     def score_reference(self) -> None:
-        """Compute the log-probabilities of all rows under the reference, the policy at its start, and store them in
-        ``reference``."""
+        """Fill in ``reference``: the log-probabilities of all rows under the policy at its start."""
         self.reference = torch.zeros_like(self.old)
         with self.policy.as_reference():
             self._evaluate(self.rows, self.reference)

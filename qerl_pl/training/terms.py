@@ -10,30 +10,39 @@ from torch import Tensor
 
 from qerl_pl.common import ranks
 from qerl_pl.common.seeding import derive_seed
-from qerl_pl.objective import Objective
-from qerl_pl.objective.covariance import CovarianceControl, held_back_number, largest_threshold, token_covariance
+from qerl_pl.objective import ResolvedObjective
+from qerl_pl.objective.entropy_control import CovarianceControl, largest_threshold, token_covariance
 from qerl_pl.objective.losses import count_divisor, entropy_threshold
 from qerl_pl.training.passes import Batch
 
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches."""
+    """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches.
+
+    How the masks of one row are related (P: prompt, x: True):
+
+        experience.sampled   P P P x x x x x x   what the policy sampled
+        experience.mask      P P P x x x x x x   all of it, or nothing in a row that is left out of the loss
+        counted              P P P x x . x x x   part of mask: without tokens of importance 0, if the divisor is "kept"
+        kept                 P P P . x x . x .   part of mask: high entropy, not held back by Clip-Cov
+        penalized            P P P . . . x . .   part of mask: KL-Cov
+
+    The policy loss is the sum over ``kept``, averaged over ``counted``; KL and entropy terms are means over ``mask``.
+    """
 
     mini_batch: Tensor
     """[B] int64, index of each row's mini-batch."""
     kept: Tensor
     """[B, S] bool, True for tokens that have a policy loss."""
     counted: Tensor
-    """[B, S] bool, True for tokens that count in the divisor of the policy loss; some of them may have no policy
-    loss."""
+    """[B, S] bool, True for tokens that count in the divisor of the policy loss."""
     divisors: Tensor
     """[M] divisor of the KL and entropy terms of each mini-batch, averaged over the ranks."""
     policy_divisors: Tensor
     """[M] divisor of the policy loss of each mini-batch, averaged over the ranks."""
     penalized: Tensor | None
-    """[B, S] bool, True for tokens whose loss has a penalty on the KL to the policy before the update (KL-Cov); None
-    without KL-Cov."""
+    """[B, S] bool, True for tokens with a penalty on the KL to the policy before the update; None without KL-Cov."""
     held_back_share: Tensor | None
     """[] share of the tokens of all ranks that covariance control (Clip-Cov, KL-Cov) restrains; None without it."""
     mean_entropy: float | None
@@ -42,18 +51,10 @@ class BatchTerms:
 
 
 def batch_terms(
-    batch: Batch, objective: Objective, *, group_size: int, num_mini_batches: int, max_tokens: int, seed: int
+    batch: Batch, objective: ResolvedObjective, *, group_size: int, num_mini_batches: int, max_tokens: int, seed: int
 ) -> BatchTerms:
-    """Compute masks and divisors of a batch. Every rank must call this, with the same settings and its own rows.
-
-    Args:
-        batch: the batch, with old log-probabilities and entropies if the objective needs them before the first update.
-        objective: settings of the loss.
-        group_size: completions per prompt.
-        num_mini_batches: optimizer steps per epoch over the batch.
-        max_tokens: limit on the completion length during sampling.
-        seed: seed of the random choices on this batch; the same on all ranks.
-    """
+    """Compute masks and divisors of a batch, which has old log-probabilities and entropies if the objective needs them
+    before the first update. Every rank must call this, with the same settings (``UpdateSettings``) and its own rows."""
     experience = batch.experience
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
@@ -72,7 +73,7 @@ def batch_terms(
     mini_batch = mini_batches(len(experience.lengths) // group_size, num_mini_batches).repeat_interleave(group_size)
     mini_batch = mini_batch.to(batch.rows.device)
     counts = [
-        count_divisor(mask[mini_batch == index], objective.averaging, max_tokens=max_tokens)
+        count_divisor(mask[mini_batch == index], objective.aggregation, max_tokens=max_tokens)
         for mask in (experience.mask, counted)
         for index in range(num_mini_batches)
     ]
@@ -87,19 +88,19 @@ def batch_terms(
 
 
 def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Choose the tokens that covariance control restrains. Returns them, [B, S] bool, and their share [] of the tokens
-    of all ranks. Every rank must call this."""
+    """Choose the tokens that covariance control restrains, [B, S] bool; also returns their share [] of the tokens of
+    all ranks. Every rank must call this."""
     mask, advantages = batch.experience.mask, batch.experience.advantages
     logprobs = batch.old[mask].double()
     per_token = advantages.unsqueeze(1).expand_as(mask)[mask].double()
     sums = ranks.mean(torch.stack([logprobs.sum(), per_token.sum(), mask.sum().double()]))
     mean_logprob, mean_advantage = sums[:2] / sums[2].clamp(min=torch.finfo(sums.dtype).tiny)
     values = token_covariance(batch.old, advantages, mean_logprob=mean_logprob, mean_advantage=mean_advantage)
-    number = held_back_number(len(ranks.gather(logprobs)), control.share)
+    num_tokens = len(ranks.gather(logprobs))
     candidates, order = mask, values
     if control.kind == "clip":
         candidates, order = mask & (values > control.low) & (values < control.high), _draws(batch, group_size, seed)
-    held = candidates & (order >= largest_threshold(ranks.gather(order[candidates]), number))
+    held = candidates & (order >= largest_threshold(ranks.gather(order[candidates]), control.share, num_tokens))
     counts = ranks.mean(torch.stack([held.sum(), mask.sum()]).double())
     return held, counts[0] / counts[1].clamp(min=torch.finfo(counts.dtype).tiny)  # a mean may be less than a token
 

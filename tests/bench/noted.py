@@ -65,7 +65,7 @@ class Readings(Callback):
             self._pass_tokens.append(arguments[0].numel())
 
     def _after_rollout(self, pl_module: Any, rollout: Rollout) -> None:
-        now = rollout.evaluation.group_numbers()
+        now = rollout.sampled.group_numbers()
         for name, values in now.items():
             if self._before.get(name) and values:
                 # the same comparison as RolloutEvidence's, which warns
@@ -86,7 +86,7 @@ class Readings(Callback):
             of_token = kv_token_bytes(
                 shape, plan.run.engine.itemsize(plan.run.itemsize), plan.run.engine.kv_cache_dtype
             )
-            rows = zip(rollout.evaluation.prompts, rollout.evaluation.completions, strict=True)
+            rows = zip(rollout.sampled.prompts, rollout.sampled.completions, strict=True)
             tokens = sum(len(prompt.tokens) + len(row.tokens) for prompt, row in rows)
             Readings.noted["kv_cache_share"].append(tokens * of_token / plan.kv_cache_bytes)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import train
 from qerl_pl.common.types import Completion, Prompt
@@ -42,12 +43,12 @@ def folder(tmp_path: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_own_data_reward_and_callback_train_as_the_page_says(folder, monkeypatch):
+def test_own_data_reward_loss_and_callback_train_as_the_page_says(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.argv", ["train.py"])
     [line] = re.findall(r"^qerl (fit .* --smoke)$", PAGE.read_text(), re.MULTILINE)
     train.main([*shlex.split(line), "--model.engine", "qerl_pl.rollout.hf.TransformersEngine"])
-    run_dir = folder / "runs" / "quickstart_mine-smoke"
+    run_dir = folder / "runs" / "quickstart_mine_mine_loss-smoke"
     assert load_last(run_dir)["global_step"] == 3
     rows = [json.loads(line) for path in run_dir.glob("completions/train-*.jsonl") for line in path.open()]
     problems = [json.loads(line) for line in (folder / "problems.jsonl").open()]
@@ -55,6 +56,8 @@ def test_own_data_reward_and_callback_train_as_the_page_says(folder, monkeypatch
     assert {row["answer"] for row in rows} <= {problem["answer"] for problem in problems}
     assert sum(row["level"] == 1 for row in problems) > 100 < sum(row["level"] == 2 for row in problems)
     assert any(row["rewards"]["closeness"] > 0 for row in rows)
+    objective = yaml.safe_load((run_dir / "config.yaml").read_text())["model"]["objective"]
+    assert (objective["surrogate"], objective["baseline"]) == ("my_loss.pulled_back", "my_loss.above_median")
     curves = read_curves(run_dir)
     assert min(curves["rollout/longest"].values) >= 2
     assert "train/closeness" in curves

@@ -18,7 +18,7 @@ from qerl_pl.objective import Objective
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.recompute import Recompute
 from qerl_pl.training.passes import Batch
-from qerl_pl.update import UpdateReport, improve
+from qerl_pl.update import UpdateReport, UpdateSettings, improve
 from tests.memory.conftest import policy_of, small_config
 
 LENGTHS = (40, 31, 24, 24, 20, 12, 9, 8)
@@ -39,7 +39,6 @@ def experience() -> Experience:
         sampled=sampled,
         mask=sampled,
         sampler_logprobs=torch.where(sampled, -5.5, 0.0),
-        rewards=advantages.clone(),
         scored=torch.ones(rows, dtype=torch.bool),
         advantages=advantages,
     )
@@ -72,13 +71,14 @@ def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[Upda
     report = improve(
         policy,
         experience(),
-        objective,
-        group_size=2,
-        temperature=1.0,
-        max_tokens=max(LENGTHS) - PROMPT,
-        num_updates=2,
-        micro_batch_tokens=tokens,
-        backward=Tensor.backward,
+        objective.resolve(),
+        UpdateSettings(
+            group_size=2,
+            temperature=1.0,
+            max_tokens=max(LENGTHS) - PROMPT,
+            num_updates=2,
+            micro_batch_tokens=tokens,
+        ),
         step=step,
         watch=Stopwatch(),
     )

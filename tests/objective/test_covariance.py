@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qerl_pl.common.types import Experience
-from qerl_pl.objective import Objective
-from qerl_pl.objective.covariance import CovarianceControl
+from qerl_pl.objective import LossInputs, Objective
+from qerl_pl.objective.entropy_control import CovarianceControl
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.settings.model import check_run_length
@@ -39,7 +39,6 @@ def batch(tmp_path_factory) -> Batch:
         sampled=sampled,
         mask=mask,
         sampler_logprobs=torch.zeros(ROWS, WIDTH),
-        rewards=torch.zeros(ROWS),
         scored=torch.ones(ROWS, dtype=torch.bool),
         advantages=torch.tensor([2.0, -2.0, 1.0, -1.0, 0.0, 3.0]),
     )
@@ -90,18 +89,19 @@ def test_the_penalty_is_the_distance_from_the_old_policy_at_its_tokens_alone():
     mask = torch.ones(2, 4, dtype=torch.bool)
     penalized = torch.tensor([[True, False, False, True], [False, False, True, False]])
     objective = Objective(covariance=CovarianceControl("kl", coefficient=0.7))
-    loss, _, _ = objective.loss(
-        logprobs,
-        torch.zeros_like(old),
+    inputs = LossInputs(
+        logprobs=logprobs,
+        entropy=torch.zeros_like(old),
         old_logprobs=old,
-        ref_logprobs=None,
         advantages=torch.zeros(2).double(),
         mask=mask,
         kept=mask,
-        importance=None,
+        counted=mask,
         divisor=torch.tensor(8.0),
+        policy_divisor=torch.tensor(8.0),
         penalized=penalized,
     )
+    loss, _, _ = objective.resolve().loss(inputs)
     loss.backward()
     change = (logprobs - old).detach()
     assert loss.item() == pytest.approx(0.7 * sum(math.exp(x) - 1 - x for x in change[penalized].tolist()) / 8)

@@ -12,7 +12,7 @@ from torch import Tensor
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.module import QeRLModule
-from qerl_pl.objective import Objective
+from qerl_pl.objective import LossInputs, Objective, ResolvedObjective
 from qerl_pl.objective.advantages import group_advantages
 from qerl_pl.objective.correction import Rejection
 from qerl_pl.objective.entropy_control import EntropyControl
@@ -25,7 +25,7 @@ from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.tools.tiny import make_tiny
 from qerl_pl.training.optimization import average_and_clip
-from qerl_pl.update import UpdateReport, improve
+from qerl_pl.update import UpdateReport, UpdateSettings, improve
 
 ROWS, WIDTH, PROMPT = 4, 9, 3
 
@@ -57,7 +57,6 @@ def sampled_elsewhere(policy: Policy) -> tuple[Experience, torch.Tensor]:
         sampled=sampled,
         mask=sampled,
         sampler_logprobs=own - gap,
-        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0]),
         scored=torch.ones(ROWS, dtype=torch.bool),
         advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
     )
@@ -65,20 +64,21 @@ def sampled_elsewhere(policy: Policy) -> tuple[Experience, torch.Tensor]:
 
 
 def updated(
-    policy: Policy, experience: Experience, objective: Objective, entropy_coefficient: float = 0.0
+    policy: Policy, experience: Experience, objective: Objective | ResolvedObjective, entropy_coefficient: float = 0.0
 ) -> tuple[UpdateReport, torch.Tensor]:
     """One update without a step: the report, and the gradient of every B in one vector."""
     report = improve(
         policy,
         experience,
-        objective,
-        group_size=2,
-        temperature=1.0,
-        max_tokens=WIDTH - PROMPT,
-        num_updates=1,
-        entropy_coefficient=entropy_coefficient,
-        micro_batch_tokens=2 * WIDTH,
-        backward=lambda loss: loss.backward(),
+        objective.resolve() if isinstance(objective, Objective) else objective,
+        UpdateSettings(
+            group_size=2,
+            temperature=1.0,
+            max_tokens=WIDTH - PROMPT,
+            num_updates=1,
+            entropy_coefficient=entropy_coefficient,
+            micro_batch_tokens=2 * WIDTH,
+        ),
         step=lambda: torch.zeros(()),
         watch=Stopwatch(),
     )
@@ -114,10 +114,11 @@ def test_a_ratio_against_the_sampler_is_not_corrected_a_second_time():
 
 def test_noise_that_is_kept_leaves_noise_free_rollouts_corrected(policy):
     kept = Objective(correction="truncate", correct_noise=False)
-    assert kept.at_noise(0.0) is kept
-    assert Objective(correction="truncate").at_noise(0.01).correction == "truncate"
+    resolved = kept.resolve()
+    assert resolved.at_noise(0.0) is resolved
+    assert Objective(correction="truncate").resolve().at_noise(0.01).correction == "truncate"
     experience, _ = sampled_elsewhere(policy)
-    report, gradient = updated(policy, experience, kept.at_noise(0.01))
+    report, gradient = updated(policy, experience, resolved.at_noise(0.01))
     _, plain = updated(policy, experience, Objective(correction="none"))
     assert torch.equal(gradient, plain)
     assert "correction/outside_share" not in report.metrics
@@ -146,7 +147,7 @@ def away_from_its_base(policy: Policy) -> Policy:
 
 def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coefficients_size(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
-    equal = replace(experience, rewards=torch.ones(ROWS), advantages=torch.zeros(ROWS))
+    equal = replace(experience, advantages=torch.zeros(ROWS))
     in_reward = Objective(kl_in="reward", kl_coefficient=1.0)
     _, tenth = updated(policy, equal, replace(in_reward, kl_coefficient=0.1))
     report, thousandth = updated(policy, equal, replace(in_reward, kl_coefficient=0.001))
@@ -159,7 +160,7 @@ def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coeffici
 @pytest.mark.parametrize("baseline", ["normalized", "centered", "leave_one_out"])
 def test_a_kl_in_the_reward_of_small_weight_is_next_to_none(policy, baseline):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
-    pairs = experience.rewards.view(-1, 2), experience.scored.view(-1, 2)
+    pairs = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), experience.scored.view(-1, 2)
     experience = replace(experience, advantages=group_advantages(*pairs, baseline).flatten())
     _, plain = updated(policy, experience, Objective(baseline=baseline))
     _, small = updated(policy, experience, Objective(baseline=baseline, kl_in="reward", kl_coefficient=1e-8))
@@ -226,8 +227,8 @@ def expected_kl_gradient(objective: Objective, policy: Tensor, reference: Tensor
     logits = policy.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     every = torch.ones(len(policy), 1, dtype=torch.bool)
-    assert objective.kl is not None
-    estimate = kl_estimate(logprobs.unsqueeze(1), reference.unsqueeze(1), every, objective.kl).squeeze(1)
+    kl = objective.resolve().kl
+    estimate = kl_estimate(logprobs.unsqueeze(1), reference.unsqueeze(1), every, kl).squeeze(1)
     probability = logprobs.detach().exp()
     if objective.kl_in == "loss":
         (probability * estimate).sum().backward()
@@ -306,14 +307,15 @@ def steps_of(policy: Policy, experience: Experience, num_mini_batches: int) -> l
     improve(
         policy,
         experience,
-        Objective(),
-        group_size=2,
-        temperature=1.0,
-        max_tokens=WIDTH - PROMPT,
-        num_updates=1,
-        num_mini_batches=num_mini_batches,
-        micro_batch_tokens=WIDTH,
-        backward=Tensor.backward,
+        Objective().resolve(),
+        UpdateSettings(
+            group_size=2,
+            temperature=1.0,
+            max_tokens=WIDTH - PROMPT,
+            num_updates=1,
+            num_mini_batches=num_mini_batches,
+            micro_batch_tokens=WIDTH,
+        ),
         step=step,
         watch=Stopwatch(),
     )
@@ -354,17 +356,19 @@ def test_after_an_update_the_kl_term_is_that_of_the_policy_being_trained(kind):
         logprobs = new.clone().requires_grad_()
         for token in range(6):
             probability = sampled_from[token].exp().item()
-            loss, _, _ = objective.loss(
-                logprobs[token : token + 1],
-                torch.zeros(1, 1),
+            inputs = LossInputs(
+                logprobs=logprobs[token : token + 1],
+                entropy=torch.zeros(1, 1),
                 old_logprobs=against[token : token + 1],
                 ref_logprobs=reference[token : token + 1],
                 advantages=0 * one[:1],
                 mask=every[:1],
                 kept=every[:1],
-                importance=None,
+                counted=every[:1],
                 divisor=torch.tensor(1.0),
+                policy_divisor=torch.tensor(1.0),
             )
+            loss, _, _ = objective.resolve().loss(inputs)
             (probability * loss).backward()
         assert logprobs.grad is not None
         return logprobs.grad
@@ -380,17 +384,18 @@ def test_a_ratio_of_the_sequence_is_over_all_of_it_whichever_tokens_carry_the_lo
     carry = torch.zeros_like(mask)
     carry[0, kept] = True
     objective = Objective(surrogate="sequence", aggregation="sequence", clip_low=0.9, clip_high=0.9)
-    loss, surrogate, _ = objective.loss(
-        logprobs,
-        torch.zeros_like(old),
+    inputs = LossInputs(
+        logprobs=logprobs,
+        entropy=torch.zeros_like(old),
         old_logprobs=old,
-        ref_logprobs=None,
         advantages=torch.ones(1, dtype=torch.float64),
         mask=mask,
         kept=carry,
-        importance=None,
+        counted=mask,
         divisor=torch.tensor(1.0),
+        policy_divisor=torch.tensor(1.0),
     )
+    loss, surrogate, _ = objective.resolve().loss(inputs)
     loss.backward()
     ratio, share = math.exp(0.25), len(kept) / 4
     assert float(surrogate.ratio) == pytest.approx(ratio * len(kept))
@@ -468,13 +473,14 @@ def test_an_update_without_signal_is_one_step_with_a_zero_gradient(policy, why):
     improve(
         policy,
         experience,
-        objective,
-        group_size=2,
-        temperature=1.0,
-        max_tokens=WIDTH - PROMPT,
-        num_updates=1,
-        micro_batch_tokens=WIDTH,
-        backward=Tensor.backward,
+        objective.resolve(),
+        UpdateSettings(
+            group_size=2,
+            temperature=1.0,
+            max_tokens=WIDTH - PROMPT,
+            num_updates=1,
+            micro_batch_tokens=WIDTH,
+        ),
         step=step,
         watch=Stopwatch(),
     )

@@ -13,11 +13,11 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import Rejection
-from qerl_pl.objective.covariance import CovarianceControl
+from qerl_pl.objective.entropy_control import CovarianceControl
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.update import UpdateReport, improve
+from qerl_pl.update import UpdateReport, UpdateSettings, improve
 
 GROUP, PROMPTS = 2, (1, 3, 4)
 LENGTHS = (1, 5, 2, 1, 6, 6)  # of completions
@@ -75,7 +75,6 @@ def batch(policy: Policy, *, gap: float = 0.1) -> Experience:
         sampled=sampled,
         mask=sampled & scored.unsqueeze(1),
         sampler_logprobs=torch.where(sampled, own - noise, 0.0),
-        rewards=advantages,
         scored=scored,
         advantages=advantages,
     )
@@ -88,13 +87,14 @@ def updated(
     report = improve(
         policy,
         experience,
-        objective,
-        group_size=GROUP,
-        temperature=1.0,
-        max_tokens=6,
-        num_updates=1,
-        micro_batch_tokens=micro_batch_tokens,
-        backward=Tensor.backward,
+        objective.resolve(),
+        UpdateSettings(
+            group_size=GROUP,
+            temperature=1.0,
+            max_tokens=6,
+            num_updates=1,
+            micro_batch_tokens=micro_batch_tokens,
+        ),
         step=lambda: torch.zeros(()),
         watch=Stopwatch(),
     )

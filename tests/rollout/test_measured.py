@@ -26,7 +26,7 @@ def batch_of(completions: list[tuple[int, ...]], logprob: float = -1.0) -> Score
     rows = tuple(Completion(tokens, (logprob,) * len(tokens), finished=True) for tokens in completions)
     size = len(rows)
     table = RewardTable(torch.zeros(size), torch.ones(size, dtype=torch.bool), {}, {})
-    return ScoredBatch((Prompt(PROMPT, ""),) * size, ("",) * size, rows, table, size)
+    return ScoredBatch.of((Prompt(PROMPT, ""),) * size, ("",) * size, rows, table, size)
 
 
 def measured(policy: Policy, batch: ScoredBatch, *, max_tokens: int, other_rounding: bool = False) -> Measured:

@@ -1,0 +1,158 @@
+"""Surrogate losses and advantages of a user's own, which the settings name by import path (``my_module.my_loss``)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.objective.losses import PolicyLoss, prepared, with_sums
+
+
+@dataclass(frozen=True)
+class OwnFunction:
+    """A function that the setting ``key`` names by its ``path``."""
+
+    key: str
+    path: str
+    function: Callable[..., Any]
+    takes: frozenset[str]
+    """Names of the offered arguments that it takes."""
+
+    @classmethod
+    def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> OwnFunction:
+        """Import a function, and try it on the small arguments ``offered``.
+
+        Args:
+            key: the setting.
+            path: its value.
+            offered: arguments by name; the first one must be a parameter, and no other parameter may be required.
+
+        Raises:
+            ValueError: the function does not exist, has other parameters, fails, or returns no finite numbers of the
+                shape of the first argument.
+        """
+        module, _, name = path.rpartition(".")
+        try:
+            function = getattr(import_module(module), name)
+            parameters = inspect.signature(function).parameters.values()
+        except Exception as error:  # the user's module may raise any error
+            raise ValueError(
+                f"{key} is {path!r}, which is no function that can be imported ({error}); expected an import path such "
+                "as my_module.my_function"
+            ) from error
+        required = [
+            each.name
+            for each in parameters
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        takes = offered.keys() & {each.name for each in parameters}
+        if next(iter(offered)) not in takes or not offered.keys() >= set(required):
+            raise ValueError(
+                f"{key} is {path}, whose parameters are ({', '.join(each.name for each in parameters)}); expected "
+                f"{next(iter(offered))} and, as far as it needs them, {', '.join(list(offered)[1:])}"
+            )
+        own = cls(key, path, function, frozenset(takes))
+        try:
+            own.call(offered)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{key} is {path}, which fails on a small batch: {error!r}") from error
+        return own
+
+    def call(self, offered: Mapping[str, Any]) -> Tensor:
+        """Return the value for the offered arguments that it takes; raises ValueError if it is no finite tensor of the
+        first argument's shape. Where ``scored`` is False, it becomes 0."""
+        value, shape = self.function(**{name: offered[name] for name in self.takes}), next(iter(offered.values())).shape
+        if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
+            kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{self.key} {self.path} returned {kind}; expected floating-point numbers {list(shape)}")
+        value = torch.where(offered["scored"], value, 0.0) if "scored" in offered else value
+        if not value.isfinite().all():
+            raise ValueError(f"{self.key} {self.path} returned a nan or infinite number; expected finite numbers")
+        return value
+
+
+@dataclass(frozen=True)
+class OwnSurrogate:
+    """A user's surrogate as a policy loss.
+
+    The user's function returns the loss of each token, [B, S]. It gets ``logprobs`` and ``old_logprobs`` [B, S] in
+    nats, 0 outside of ``mask`` [B, S] bool, the tokens in the loss; ``advantages`` [B, 1]; and ``clip_low``,
+    ``clip_high`` and ``max_ratio`` if these are set. Selecting tokens, importance weights and averaging are left to
+    the caller.
+    """
+
+    own: OwnFunction
+
+    @classmethod
+    def load(cls, path: str, **bounds: float) -> OwnSurrogate:
+        """Import the function and try it; raises ValueError as ``OwnFunction.load`` does."""
+        old = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+        small = {
+            "logprobs": (old + torch.tensor([0.2, -0.1, 0.0])).requires_grad_(),
+            "old_logprobs": old,
+            "advantages": torch.tensor([[1.0], [-1.0]]),
+            "mask": old < 0,
+        }
+        own = OwnFunction.load("model.objective.surrogate", path, small | bounds)
+        if unused := bounds.keys() - own.takes:
+            raise ValueError(
+                f"model.objective.{min(unused)} is {bounds[min(unused)]}, which the surrogate {path} does not take: it "
+                "has no effect; leave it out"
+            )
+        if not own.call(small | bounds).requires_grad:
+            raise ValueError(f"model.objective.surrogate {path} returned numbers that do not depend on logprobs")
+        return cls(own)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        weights: Tensor,
+        *,
+        whole: Tensor,
+        importance: Tensor | None = None,
+        **bounds: float,
+    ) -> PolicyLoss:
+        """Compute the policy loss; the arguments are those of ``losses.sequence_policy_loss``."""
+        log_ratio, factor = prepared(logprobs, old_logprobs, torch.ones_like(advantages), mask, weights, importance)
+        offered = {
+            "logprobs": torch.where(whole, logprobs, 0.0),
+            "old_logprobs": torch.where(whole, old_logprobs, 0.0),
+            "advantages": advantages.unsqueeze(1),
+            "mask": whole,
+        }
+        values = torch.where(mask, self.own.call(offered | bounds), 0.0)
+        nowhere = torch.zeros_like(mask)
+        return with_sums((values * factor).sum(), log_ratio.exp(), nowhere, nowhere, log_ratio, mask)
+
+
+@dataclass(frozen=True)
+class OwnAdvantages:
+    """A user's rule for advantages: a function of ``rewards`` [P, G] fp32, 0 where ``scored`` [P, G] bool is False.
+
+    It returns advantages [P, G]. Those of a group should depend on this group alone, because dynamic sampling replaces
+    groups, and ranks have different ones.
+    """
+
+    own: OwnFunction
+
+    @classmethod
+    def load(cls, path: str) -> OwnAdvantages:
+        """Import the function and try it; raises ValueError as ``OwnFunction.load`` does."""
+        rewards = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 0.0]])
+        small = {"rewards": rewards, "scored": torch.tensor([[True, True, True], [True, True, False]])}
+        return cls(OwnFunction.load("model.objective.baseline", path, small))
+
+    def __call__(self, rewards: Tensor, scored: Tensor) -> Tensor:
+        """Return advantages [P, G], 0 on unscored rows."""
+        return self.own.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored}).to(rewards.dtype)

@@ -1,0 +1,253 @@
+"""The loss of one micro-batch, and the values that decide it: what ``Objective`` resolves to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl_pl.common.checks import require_finite, require_no_nan
+from qerl_pl.objective.advantages import AdvantageFunction, Baseline
+from qerl_pl.objective.correction import Correction, Level, Mode, Rejection, importance_weights
+from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
+from qerl_pl.objective.losses import (
+    MAX_LOG_RATIO,
+    Aggregation,
+    KLKind,
+    PolicyLoss,
+    cispo_policy_loss,
+    clipped_policy_loss,
+    drift_weights,
+    kl_estimate,
+    row_weights,
+    sequence_policy_loss,
+    weighted_sum,
+)
+
+
+class LossInputs(NamedTuple):
+    """What the loss of one micro-batch of B rows and S tokens is computed from.
+
+    ``training.terms.BatchTerms`` shows how the masks are related; all of them are parts of ``mask``.
+    """
+
+    logprobs: Tensor
+    """[B, S] fp32 nats under the policy; carries the gradient."""
+    entropy: Tensor
+    """[B, S] fp32 nats; carries a gradient where there is an entropy bonus."""
+    old_logprobs: Tensor
+    """[B, S] fp32 nats, the denominator of the surrogate's ratio."""
+    advantages: Tensor
+    """[B] fp32."""
+    mask: Tensor
+    """[B, S] bool, tokens in the loss."""
+    kept: Tensor
+    """[B, S] bool, tokens that have a policy loss."""
+    divisor: Tensor
+    """[] divisor of the batch's loss, see ``losses.count_divisor``."""
+    counted: Tensor
+    """[B, S] bool, tokens over which the policy loss is averaged."""
+    policy_divisor: Tensor
+    """[] divisor of the policy loss."""
+    importance: Tensor | None = None
+    """[B, S] fp32, constant importance weights; None: 1."""
+    ref_logprobs: Tensor | None = None
+    """[B, S] fp32 nats under the reference; needed by a KL term in the loss."""
+    penalized: Tensor | None = None
+    """[B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None: none."""
+
+
+@dataclass(frozen=True)
+class ResolvedObjective:
+    """An ``Objective``, which explains the fields, with values in place of nulls and functions in place of paths."""
+
+    surrogate: Callable[..., PolicyLoss]
+    aggregation: Aggregation
+    clip_low: float | None
+    clip_high: float | None
+    max_ratio: float | None
+    baseline: Baseline | AdvantageFunction
+    ratio_against: Literal["trainer", "sampler"]
+    correction: Mode
+    correction_level: Level
+    correction_low: float
+    correction_high: float
+    correction_divisor: Literal["all", "kept"]
+    correct_noise: bool
+    rejection: Rejection | None
+    filter_truncated: bool
+    kl_coefficient: float
+    kl: KLKind
+    kl_in: Literal["loss", "reward"]
+    entropy_coefficient: float
+    entropy_control: EntropyControl | None
+    covariance: CovarianceControl | None
+    top_entropy_share: float
+
+    def __post_init__(self) -> None:
+        section = "model.objective"
+        require_no_nan(section, clip_low=self.clip_low, clip_high=self.clip_high, correction_high=self.correction_high)
+        finite = ("max_ratio", "correction_low", "kl_coefficient", "entropy_coefficient", "top_entropy_share")
+        require_finite(section, **{name: getattr(self, name) for name in finite})
+        for fault in (*self._out_of_range(), *self._contradictions(), *self._without_effect()):
+            raise ValueError(f"{section}.{fault}")
+
+    def _out_of_range(self) -> Iterator[str]:
+        for name in ("clip_low", "clip_high", "kl_coefficient"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                yield f"{name} is {value}; expected 0 or more"
+        if self.max_ratio is not None and self.surrogate is cispo_policy_loss:
+            yield (
+                f"max_ratio is {self.max_ratio} and surrogate is 'cispo', whose 1 + clip_high holds for both signs of "
+                "the advantage; expected null"
+            )
+        elif self.max_ratio is not None and not self.max_ratio > (highest := 1 + (self.clip_high or 0.0)):
+            yield f"max_ratio is {self.max_ratio}; expected more than 1 + clip_high = {highest:g}, or null"
+        if not 0 <= self.correction_low <= 1:
+            yield f"correction_low is {self.correction_low}; expected 0 or more, at most 1"
+        if not self.correction_high >= 1:
+            yield (
+                f"correction_high is {self.correction_high}; expected 1 or more: the weight where trainer and sampler "
+                "are equal is 1"
+            )
+        if not 0 < self.top_entropy_share <= 1:
+            yield f"top_entropy_share is {self.top_entropy_share}; expected more than 0 and at most 1"
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.kl_in == "loss" and self.kl == "k1":
+            yield (
+                "kl is 'k1' and kl_in 'loss': its gradient is zero in expectation, so nothing is held; expected k3 "
+                "(GRPO's) or k2, or kl_in: reward"
+            )
+        if self.kl_in == "reward" and self.kl != "k1":
+            yield (
+                f"kl is {self.kl!r} and kl_in 'reward': only k1's gradient there is that of the KL (that of the others "
+                "vanishes near the base, so nothing is held); expected k1, or kl_in: loss"
+            )
+        if self.entropy_control is not None and self.entropy_coefficient:
+            yield (
+                f"entropy_coefficient is {self.entropy_coefficient} and entropy_control is set, which chooses it; "
+                "expected one of them"
+            )
+        if self.correction == "mask" and self.correction_low == self.correction_high:
+            yield (
+                "correction_low and correction_high are both 1; every token but those of equal log-probabilities would "
+                "leave the loss: set them apart, e.g. 0.5 and 2"
+            )
+        if self.ratio_against == "sampler" and self.correction != "none":
+            yield (
+                f"ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would make up for the "
+                "sampler a second time; set one of them to its default"
+            )
+        if self.correction_divisor == "kept" and self.correction != "mask" and self.rejection is None:
+            yield "correction_divisor is 'kept' and nothing is left out; expected correction: mask or a rejection"
+        if not self.correct_noise and not self.corrects:
+            yield "correct_noise is false and nothing is corrected; expected a correction or a rejection"
+
+    def _without_effect(self) -> Iterator[str]:
+        """Find settings that are not at their defaults and have no effect with the others."""
+        level = "geometric" if self.surrogate is sequence_policy_loss else "token"
+        usual_kl = "k3" if self.kl_in == "loss" else "k1"
+        without: list[tuple[bool, str, dict[str, tuple[object, object]]]] = [
+            (
+                self.kl_coefficient == 0,
+                "kl_coefficient is 0",
+                {"kl_in": (self.kl_in, "loss"), "kl": (self.kl, usual_kl)},
+            ),
+            (
+                self.correction == "none",
+                "correction is 'none'",
+                {
+                    "correction_low": (self.correction_low, 0.0),
+                    "correction_high": (self.correction_high, 2.0),
+                    "correction_level": (self.correction_level, level),
+                },
+            ),
+        ]
+        if self.covariance is not None:
+            other = ("coefficient",) if self.covariance.kind == "clip" else ("low", "high")
+            usual = CovarianceControl(self.covariance.kind)
+            values = {f"covariance.{name}": (getattr(self.covariance, name), getattr(usual, name)) for name in other}
+            without.append((True, f"covariance.kind is {self.covariance.kind!r}", values))
+        for is_so, why, settings in without:
+            for name, (value, default) in settings.items() if is_so else ():
+                if value != default:
+                    yield f"{name} is {value!r} and {why}, with which it has no effect; leave it out"
+
+    def at_noise(self, sigma: float) -> ResolvedObjective:
+        """Return the objective for a rollout that was sampled with AQN of this standard deviation."""
+        if sigma == 0 or self.correct_noise:
+            return self
+        level = "geometric" if self.surrogate is sequence_policy_loss else "token"
+        off: dict[str, Any] = {"correction": "none", "correction_divisor": "all", "rejection": None}
+        bounds = {"correction_low": 0.0, "correction_high": 2.0, "correction_level": level}
+        return replace(self, **off, **bounds, correct_noise=True)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether importance weights or rejection correct the difference between trainer and sampler."""
+        return self.correction != "none" or self.rejection is not None
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether the loss needs log-probabilities or entropies of the whole batch before the first backward pass."""
+        kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
+        follows_entropy = self.entropy_control is not None or self.covariance is not None
+        return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or follows_entropy
+
+    @property
+    def every_row_counts(self) -> bool:
+        """Whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss."""
+        bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
+        penalty = self.covariance is not None and self.covariance.kind == "kl"
+        return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")
+
+    def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
+        """Compute the importance weights for log(trainer / sampler), [B, S] nats, at the tokens of a mask."""
+        return importance_weights(
+            log_ratio,
+            mask,
+            mode=self.correction,
+            level=self.correction_level,
+            low=self.correction_low,
+            high=self.correction_high,
+            rejection=self.rejection,
+        )
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, PolicyLoss, Tensor]:
+        """Compute the loss of one micro-batch; the sum over micro-batches is the loss of the batch.
+
+        Returns:
+            The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
+        """
+        logprobs, old_logprobs, importance = inputs.logprobs, inputs.old_logprobs, inputs.importance
+        weights = row_weights(inputs.mask, self.aggregation, inputs.divisor)
+        policy_weights = row_weights(inputs.counted, self.aggregation, inputs.policy_divisor)
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high, "max_ratio": self.max_ratio}
+        settings: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
+        if self.surrogate not in (clipped_policy_loss, cispo_policy_loss):
+            settings["whole"] = inputs.mask
+        surrogate = self.surrogate(
+            logprobs, old_logprobs, inputs.advantages, inputs.kept, policy_weights, importance=importance, **settings
+        )
+        total, kl_sum = surrogate.loss, torch.zeros_like(surrogate.k1)
+        if inputs.ref_logprobs is not None:
+            kl = kl_estimate(logprobs, inputs.ref_logprobs, inputs.mask, self.kl)
+            kl_sum = kl.detach().sum()
+            if self.kl_in == "loss":
+                drift = drift_weights(logprobs, old_logprobs, inputs.mask, importance)
+                total = total + self.kl_coefficient * weighted_sum(kl * drift, inputs.mask, weights)
+        if inputs.penalized is not None and self.covariance is not None:
+            penalized = inputs.penalized
+            change = torch.where(penalized, logprobs, 0.0) - torch.where(penalized, old_logprobs, 0.0)
+            change = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            distance = torch.expm1(change) - change  # KL(old || new) at the old policy's tokens
+            distance = distance if importance is None else distance * importance
+            total = total + self.covariance.coefficient * weighted_sum(distance, penalized, policy_weights)
+        if self.entropy_coefficient:
+            total = total - self.entropy_coefficient * weighted_sum(inputs.entropy, inputs.mask, weights)
+        return total, surrogate, kl_sum
