@@ -47,24 +47,25 @@ class OwnFunction:
                 "as my_module.my_function"
             ) from error
         required = [
-            each.name
-            for each in parameters
-            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         ]
-        takes = offered.keys() & {each.name for each in parameters}
+        takes = offered.keys() & {parameter.name for parameter in parameters}
         if next(iter(offered)) not in takes or not offered.keys() >= set(required):
             raise ValueError(
-                f"{key} is {path}, whose parameters are ({', '.join(each.name for each in parameters)}); expected "
-                f"{next(iter(offered))} and, as far as it needs them, {', '.join(list(offered)[1:])}"
+                f"{key} is {path}, whose parameters are ({', '.join(parameter.name for parameter in parameters)}); "
+                f"expected {next(iter(offered))} and, as far as it needs them, {', '.join(list(offered)[1:])}"
             )
-        own = cls(key, path, function, frozenset(takes))
+        loaded = cls(key, path, function, frozenset(takes))
         try:
-            own.call(offered)
+            loaded.call(offered)
         except ValueError:
             raise
         except Exception as error:
             raise ValueError(f"{key} is {path}, which fails on a small batch: {error!r}") from error
-        return own
+        return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
         """Return the value for the offered arguments that it takes; raises ValueError if it is no finite tensor of the
@@ -101,15 +102,15 @@ class OwnSurrogate:
             "advantages": torch.tensor([[1.0], [-1.0]]),
             "mask": old < 0,
         }
-        own = OwnFunction.load("model.objective.surrogate", path, small | bounds)
-        if unused := bounds.keys() - own.takes:
+        loaded = OwnFunction.load("model.objective.surrogate", path, small | bounds)
+        if unused := bounds.keys() - loaded.takes:
             raise ValueError(
                 f"model.objective.{min(unused)} is {bounds[min(unused)]}, which the surrogate {path} does not take: it "
                 "has no effect; leave it out"
             )
-        if not own.call(small | bounds).requires_grad:
+        if not loaded.call(small | bounds).requires_grad:
             raise ValueError(f"model.objective.surrogate {path} returned numbers that do not depend on logprobs")
-        return cls(own)
+        return cls(loaded)
 
     def __call__(
         self,

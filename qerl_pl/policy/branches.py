@@ -39,14 +39,12 @@ class _Branch:
     """Probability of all tokens that follow, together."""
 
     def begin(self, tokens: Sequence[int], logprobs: Sequence[float], at: int, numbers: Sequence[float]) -> None:
-        """Begin a branch with the token in place ``at`` of a completion, if there is one."""
         if at < len(tokens):
             probability = math.exp(logprobs[at])
             self.following[tokens[at]] = _Branch(probability, _Rest(tokens, logprobs, at + 1), list(numbers))
             self.mass += probability
 
     def pass_by(self, numbers: Sequence[float]) -> None:
-        """Count one more completion."""
         if self.rest is not None:
             self.begin(*self.rest, self.sums)  # the sums are still the numbers of the only completion
             self.rest = None
@@ -65,8 +63,8 @@ def branch_evidence(
     least) the mean of the group so far. The log-probabilities that the engine reported for them give the probability M
     of E. In the alternatives, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of a token is o / (1 +
     (o - 1) M) in E and 1 / (1 + (o - 1) M) outside. E depends on earlier completions only, so the product of these
-    ratios is a martingale as those of ``evidence`` are, whatever the numbers are. It is one as far as the engine gives
-    equal prefixes equal probabilities; rounding errors of the probabilities have either sign and add up little.
+    ratios is a martingale as those of ``evidence`` are, as far as the engine gives equal prefixes equal probabilities;
+    rounding errors of the probabilities have either sign and add up little.
 
     Args:
         groups: tokens and log-probabilities in nats of each completion of P groups.
@@ -76,10 +74,10 @@ def branch_evidence(
         Evidence for each share of groups, number, direction and o, [len(SHARES) * F * 2 * len(ODDS)] fp64 in nats.
     """
     num_numbers = len(numbers[0][0]) if numbers else 0
-    found = torch.zeros(num_numbers * 2 * len(ODDS), len(groups), dtype=torch.float64)
-    for index, (group, given) in enumerate(zip(groups, numbers, strict=True)):
-        found[:, index] = torch.tensor(_of_group(group, given), dtype=torch.float64)
-    return in_shares(found)
+    evidence = torch.zeros(num_numbers * 2 * len(ODDS), len(groups), dtype=torch.float64)
+    for index, (group, numbers_of_group) in enumerate(zip(groups, numbers, strict=True)):
+        evidence[:, index] = torch.tensor(_of_group(group, numbers_of_group), dtype=torch.float64)
+    return in_shares(evidence)
 
 
 def _of_group(
@@ -87,19 +85,19 @@ def _of_group(
 ) -> list[float]:
     evidence = [0.0] * (len(numbers[0]) * 2 * len(ODDS))
     root = _Branch(1.0, _Rest(*group[0], 0), list(numbers[0]))
-    for (tokens, logprobs), own in zip(group[1:], numbers[1:], strict=True):
+    for (tokens, logprobs), own_numbers in zip(group[1:], numbers[1:], strict=True):
         means = [total / root.count for total in root.sums]
         branch = root
-        branch.pass_by(own)
+        branch.pass_by(own_numbers)
         for place, token in enumerate(tokens):
             if branch.following and branch.mass <= CERTAIN:
                 for which, ratio in enumerate(_log_ratios(branch, token, means)):
                     evidence[which] += ratio
             if token not in branch.following:
-                branch.begin(tokens, logprobs, place, own)
+                branch.begin(tokens, logprobs, place, own_numbers)
                 break
             branch = branch.following[token]
-            branch.pass_by(own)
+            branch.pass_by(own_numbers)
     return evidence
 
 
@@ -108,7 +106,7 @@ def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator
     taken = branch.following.get(token)
     for number, mean in enumerate(means):
         for sign in (1, -1):
-            inside = [each for each in branch.following.values() if sign * (each.sums[number] / each.count - mean) <= 0]
-            mass = min(1.0, sum(each.probability for each in inside))
+            inside = [way for way in branch.following.values() if sign * (way.sums[number] / way.count - mean) <= 0]
+            mass = min(1.0, sum(way.probability for way in inside))
             for odds in ODDS:
                 yield (taken in inside) * math.log(odds) - math.log1p((odds - 1) * mass)

@@ -1,14 +1,10 @@
 """Gated delta nets (arXiv 2412.06464) on packed rows, such that the state of each row starts at zero.
 
-These layers of Qwen3.5 have no attention: information about earlier tokens comes from a causal convolution over the
-last few tokens and a recurrent state. transformers' implementation in torch ignores where packed rows end, so a row
-would continue from the state of the previous row. Here the rows are padded on the right for the convolution and the
-recurrence, and packed again afterwards. Both operations are causal, so padding does not change results of tokens before
-it. Linears, gate and norm run on packed tokens.
-
-Rows of similar lengths are computed together, so that less than half of a group's chunks of 64 tokens are padding.
-Backward recomputes convolution and recurrence, one group of rows at a time, so their intermediate results, which are 17
-times as large as their inputs, are never in memory for all tokens.
+transformers' implementation in torch ignores where packed rows end, so a row would continue from the state of the
+previous row. Here the rows are padded on the right for the convolution and the recurrence, which are causal, so that
+padding does not change results of tokens before it, and packed again. Rows of similar lengths are computed together, so
+that less than half of a group's chunks of 64 tokens are padding. Backward recomputes convolution and recurrence, one
+group at a time, so their intermediate results, 17 times as large as their inputs, are never in memory for all tokens.
 """
 
 from __future__ import annotations
@@ -47,28 +43,25 @@ class Groups:
         """[T] int64, index of each packed token among the tokens of all groups."""
 
     def of(self, starts: Tensor) -> Groups:
-        """Group the rows that begin at ``starts`` (see ``packing.Packed``). If these are the same as in the last call,
-        nothing is computed."""
+        """Group the rows that begin at ``starts`` (see ``packing.Packed``); the same ``starts`` as in the last call
+        cost nothing."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()
-        own: Any = {"device": starts.device}
+        options: Any = {"device": starts.device}
         self.indices, self.inside = [], []
         for rows in grouped(lengths):
             sizes = [lengths[row] for row in rows]
-            self.indices.append(torch.cat([torch.arange(first[row], first[row + 1]) for row in rows]).to(**own))
-            self.inside.append((torch.arange(max(sizes)) < torch.tensor(sizes).unsqueeze(1)).to(**own))
+            self.indices.append(torch.cat([torch.arange(first[row], first[row + 1]) for row in rows]).to(**options))
+            self.inside.append((torch.arange(max(sizes)) < torch.tensor(sizes).unsqueeze(1)).to(**options))
         self.inverse = torch.cat(self.indices).argsort()
         self._starts = starts
         return self
 
 
 def grouped(lengths: Sequence[int]) -> list[list[int]]:
-    """Divide rows into groups, longest rows first.
-
-    The shortest row of a group has more than half as many chunks of 64 tokens as the longest one. Rows without tokens
-    are left out.
-    """
+    """Divide rows with tokens into groups, longest rows first, such that the shortest row of a group has more than half
+    as many chunks as the longest one."""
     groups: list[list[int]] = []
     chunks = [ceil(length / CHUNK) for length in lengths]
     for row in sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]):
@@ -82,8 +75,7 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def use_packed_delta_nets(model: PreTrainedModel) -> None:
-    """Make a model's gated delta nets accept packed rows, which are given by ``cu_seq_lens_q``; calls without it run
-    the layers' original forward."""
+    """Make a model's gated delta nets accept packed rows, given by ``cu_seq_lens_q``."""
     groups = Groups()
     for module in model.modules():
         known: Any = module
@@ -100,8 +92,6 @@ def _forward(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute a gated delta net on packed hidden states [1, T, H]; if ``cu_seq_lens_q`` is None, call the layer's
-    original forward."""
     if cu_seq_lens_q is None:
         return plain(hidden_states, *args, **kwargs)
     mixed, z = apply_linears(hidden_states, [module.in_proj_qkv, module.in_proj_z])
@@ -114,20 +104,19 @@ def _forward(
 
 
 def _scan_groups(module: Any, mixed: Tensor, b: Tensor, a: Tensor, groups: Groups) -> Tensor:
-    """Compute the convolution and the recurrence of each packed row, [T, value heads, D]; backward recomputes both."""
     outputs = []
     for index, inside in zip(groups.indices, groups.inside, strict=True):
         scan = partial(_scan, module, inside=inside)
-        own = [tensor.index_select(0, index) for tensor in (mixed, b, a)]
+        inputs = [tensor.index_select(0, index) for tensor in (mixed, b, a)]
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(scan, *own, use_reentrant=False, preserve_rng_state=False))
+            outputs.append(checkpoint(scan, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
-            outputs.append(scan(*own))
+            outputs.append(scan(*inputs))
     return torch.cat(outputs).index_select(0, groups.inverse)
 
 
 def _scan(module: Any, mixed: Tensor, b: Tensor, a: Tensor, *, inside: Tensor) -> Tensor:
-    """Compute convolution and recurrence of rows of similar lengths.
+    """Compute convolution and recurrence of rows of similar lengths, [T, value heads, D].
 
     Args:
         module: the layer.
@@ -135,9 +124,6 @@ def _scan(module: Any, mixed: Tensor, b: Tensor, a: Tensor, *, inside: Tensor) -
         b: [T, value heads]; its sigmoid is the step size of the recurrence.
         a: [T, value heads], from which the decay of the recurrent state is computed.
         inside: [B, S] bool, True for tokens and False for padding.
-
-    Returns:
-        [T, value heads, D].
     """
 
     def pad(packed: Tensor) -> Tensor:

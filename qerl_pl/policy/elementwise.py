@@ -1,10 +1,9 @@
 """Norms, rotary embeddings and SwiGLU as one fused kernel each for forward and backward, from the library liger-kernel.
 
 transformers computes each of these operations as a chain of element-wise kernels, whose intermediate results autograd
-keeps: norms keep their input in fp32, SwiGLU keeps the activated gate. liger-kernel's kernels round at the same places
-as these chains, keep less for backward, and work in place where possible: rotary embeddings overwrite queries and keys,
-and SwiGLU's backward overwrites its inputs with their gradients. Linears that read the same input become one node of
-the autograd graph (``apply_linears``). Attention and residual sums are not changed.
+keeps. liger-kernel's kernels round at the same places, keep less for backward, and work in place where possible: rotary
+embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inputs with their gradients. Linears that
+read the same input become one node of the autograd graph (``apply_linears``).
 """
 
 from __future__ import annotations
@@ -56,14 +55,8 @@ def liger_elementwise() -> Elementwise:
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Return whether to use liger-kernel on a GPU; with the setting "auto", it is used if it is installed.
-
-    Args:
-        setting: ``model.fused_elementwise``.
-
-    Raises:
-        ValueError: the setting is true and liger-kernel is not installed.
-    """
+    """Return whether to use liger-kernel on a GPU, given ``model.fused_elementwise``; raises ValueError if that is true
+    and the library is not installed."""
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
         raise ValueError(f"model.fused_elementwise is true and {not_installed(PACKAGE)}, or say auto")
@@ -71,11 +64,11 @@ def fused_wanted(setting: FusedSetting) -> bool:
 
 
 def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
-    """Replace the forward methods of a model's norms, MLPs and attention modules by ones that use the given operations.
+    """Make the norms, MLPs and attention modules of a model, as instances and without changing classes, use the given
+    operations.
 
-    Only the module instances are changed, no class. Modules keep their own forward if in their family they compute
-    another function (``Family.elementwise``), if they are MLPs with an activation other than SiLU, or, in the case of
-    attention, while a KV cache is in use (sampling).
+    Modules keep their own forward if in their family they compute another function (``Family.elementwise``), if they
+    are MLPs with an activation other than SiLU, or, in the case of attention, while a KV cache is in use (sampling).
     """
     parts = FAMILIES[model.config.model_type].elementwise
     for module in model.modules():
@@ -107,10 +100,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute what the attention modules of Llama, Mistral, Granite, Qwen2 and Qwen3 in transformers compute, with a
-    fused rotary embedding.
-
-    With a KV cache (``past_key_values``), ``plain`` is called, which is the module's original forward.
-    """
+    fused rotary embedding; with a KV cache, call the module's original forward ``plain``."""
     if past_key_values is not None:
         return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)

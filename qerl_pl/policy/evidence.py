@@ -46,13 +46,13 @@ COPIED = ("any earlier", "the previous", "the first", "the one half a group earl
 
 
 def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tensor:
-    """Compute the log-probabilities of tokens under q = softmax(logits) and under K alternatives to q.
+    """Compute the log-probabilities of tokens under q = softmax(logits) and under K alternatives, ``ALTERNATIVES``.
 
-    The alternatives are listed in ``ALTERNATIVES``: for each b of ``POWERS``, q^b normalised, that is, q at another
-    temperature; for each m of ``NUCLEI`` and k of ``TOPS``, q with top_p = m or top_k = k, mixed with a share
-    ``OUTSIDE`` of q itself; for each o of ``END_ODDS``, q with the odds of the end tokens multiplied by o, because an
-    engine that ends completions too early or too late, or chooses among completions by their length, samples end tokens
-    more or less often than the policy; and q mixed with a share ``RANDOM`` of uniform tokens.
+    These are, for each b of ``POWERS``, q^b normalised, that is, q at another temperature; for each m of ``NUCLEI`` and
+    k of ``TOPS``, q with top_p = m or top_k = k, mixed with a share ``OUTSIDE`` of q itself; for each o of
+    ``END_ODDS``, q with the odds of the end tokens multiplied by o, because an engine that ends completions too early
+    or too late, or chooses among completions by their length, samples end tokens more or less often than the policy;
+    and q mixed with a share ``RANDOM`` of uniform tokens.
 
     Args:
         logits: [R, V] fp32 or fp64, already divided by the sampling temperature.
@@ -63,7 +63,7 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
         [R, 1 + K] in nats, in the dtype of the logits; column 0 is log q.
     """
     log_q = logits.log_softmax(dim=1)
-    q, own = log_q.exp(), log_q.gather(1, targets.unsqueeze(1))  # [R, V], [R, 1]
+    q, log_q_target = log_q.exp(), log_q.gather(1, targets.unsqueeze(1))  # [R, V], [R, 1]
 
     def total(values: Tensor) -> Tensor:
         return values.sum(dim=1, keepdim=True)
@@ -76,52 +76,41 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     square = q.square()
     above_one += [total(square), total(square.square())]
     masses = zip(POWERS, below_one + above_one, strict=True)
-    columns = [own, *(power * own - mass.log() for power, mass in masses)]
+    columns = [log_q_target, *(power * log_q_target - mass.log() for power, mass in masses)]
     # In descending order of q, a token occupies the part [likelier, at_least] of the interval [0, 1]; tokens of equal q
     # share one part evenly.
-    likelier, at_least = (total(q.where(mask, 0)) for mask in (log_q > own, log_q >= own))
+    likelier, at_least = (total(q.where(mask, 0)) for mask in (log_q > log_q_target, log_q >= log_q_target))
     width = (at_least - likelier).clamp(min=torch.finfo(q.dtype).tiny)
     for mass in NUCLEI:
         inside = ((mass - likelier) / width).clamp(0, 1) / mass
-        columns.append(own + (OUTSIDE + (1 - OUTSIDE) * inside).log())
+        columns.append(log_q_target + (OUTSIDE + (1 - OUTSIDE) * inside).log())
     largest = log_q.topk(min(max(TOPS), log_q.shape[1]), dim=1).values
     for size in TOPS:
         least = largest[:, min(size, largest.shape[1]) - 1].unsqueeze(1)
-        inside = (own >= least) / total(q.where(log_q >= least, 0))  # tokens as likely as the k-th are all kept
-        columns.append(own + (OUTSIDE + (1 - OUTSIDE) * inside).log())
+        inside = (log_q_target >= least) / total(
+            q.where(log_q >= least, 0)
+        )  # tokens as likely as the k-th are all kept
+        columns.append(log_q_target + (OUTSIDE + (1 - OUTSIDE) * inside).log())
     at_end, mass = torch.isin(targets, ends).unsqueeze(1), total(q[:, ends])
-    columns += [own + at_end * math.log(odds) - ((odds - 1) * mass).log1p() for odds in END_ODDS]
-    columns.append(((1 - RANDOM) * own.exp() + RANDOM / q.shape[1]).log())
+    columns += [log_q_target + at_end * math.log(odds) - ((odds - 1) * mass).log1p() for odds in END_ODDS]
+    columns.append(((1 - RANDOM) * log_q_target.exp() + RANDOM / q.shape[1]).log())
     return torch.cat(columns, dim=1)
 
 
 def in_shares(evidence: Tensor) -> Tensor:
-    """Combine evidence of independent units (rows or groups) for alternatives that change each unit with probability s,
-    for each s of ``SHARES``.
-
-    Args:
-        evidence: [K, N] in nats, of N units for K alternatives.
-
-    Returns:
-        [len(SHARES) * K] in nats; the first K entries are those of the first share.
-    """
+    """Combine evidence [K, N] in nats of N independent units (rows or groups) for K alternatives that change each unit
+    with probability s, for each s of ``SHARES``: [len(SHARES) * K], in the order of the shares."""
     shares = torch.tensor(SHARES, dtype=evidence.dtype).reshape(-1, 1, 1)
     return torch.logaddexp((1 - shares).log(), shares.log() + evidence).sum(dim=2).flatten()
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
-    """Accumulate the evidence that at this or an earlier rollout, sampling changed from p to an alternative.
+    """Accumulate the evidence [K] of each rollout that at it or an earlier one, sampling changed from p to an
+    alternative.
 
     The result is the logarithm of the Shiryaev-Roberts sum over the rollouts at which the change may have begun, M_n =
-    (1 + M_{n-1}) exp(evidence_n) (an e-detector, arXiv 2203.03532). M_n - n is a martingale under draws from p, so the
-    probability that M exceeds c within the first n rollouts is at most n / c.
-
-    Args:
-        before: [K] log M_{n-1}; -inf before the first rollout.
-        evidence: [K] sums of log A - log p over the tokens of this rollout, in nats.
-
-    Returns:
-        [K] log M_n.
+    (1 + M_{n-1}) exp(evidence_n) (an e-detector, arXiv 2203.03532); ``before`` is log M_{n-1}, -inf at first. M_n - n
+    is a martingale under draws from p, so the probability that M exceeds c within n rollouts is at most n / c.
     """
     return torch.logaddexp(torch.zeros_like(before), before) + evidence
 
@@ -143,19 +132,14 @@ class Draw(NamedTuple):
 
 def copy_evidence(draws: Iterable[Draw]) -> Tensor:
     """Compute the evidence that completions are copies of each other, or avoid each other, and are not independent
-    draws.
+    draws from the policy p.
 
-    Let p(x) be the policy's probability of completion x. The null hypothesis is that all completions are independent
-    draws from p. In each alternative hypothesis, for a share of the prompts (``SHARES``), a completion repeats an
-    earlier completion of the same prompt (one of those that ``COPIED`` lists) with probability r (``COPY_RATES``), and
-    is a draw from p otherwise; or it is, with probability r (``REDRAW_RATES``), drawn from the completions that its
-    group does not have yet. The evidence is the logarithm of the likelihood ratio of the alternative to the null
-    hypothesis. Under the null hypothesis the mean of 1{x equals a given earlier completion} / p(x) is 1, and that of
-    1{x is new} / p(all that is new) too, so this likelihood ratio is a martingale as the others of this module are.
-    Equal completions add almost no evidence if p(x) is nearly 1, because then they are expected.
-
-    Args:
-        draws: one per completion.
+    In each alternative, for a share of the prompts (``SHARES``), a completion repeats an earlier completion of the same
+    prompt (one of those that ``COPIED`` lists) with probability r (``COPY_RATES``), and is a draw from p otherwise; or
+    it is, with probability r (``REDRAW_RATES``), drawn from the completions that its group does not have yet. For draws
+    from p, the mean of 1{x equals a given earlier completion} / p(x) is 1, and that of 1{x is new} / p(all that is new)
+    too, so the likelihood ratios are martingales as the others of this module are. Equal completions add almost no
+    evidence if p(x) is nearly 1, because then they are expected.
 
     Returns:
         Evidence for each share and alternative, [len(SHARES) * (len(COPY_RATES) * len(COPIED) + len(REDRAW_RATES))]
@@ -178,25 +162,21 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
 
 
 def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]) -> Iterator[Draw]:
-    """Prepare the arguments of ``copy_evidence`` from rows (digest of prompt, digest of completion, log-probability).
-
-    Args:
-        seen: digests of prompt and completion, of earlier rollouts.
-        rows: this rollout's completions.
-    """
+    """Prepare the arguments of ``copy_evidence`` from this rollout's rows (digest of prompt, digest of completion,
+    log-probability) and the digests of prompt and completion that were ``seen`` in earlier rollouts."""
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     sizes, groups = Counter(prompt for prompt, _, _ in rows), defaultdict(list)
     drawn = defaultdict[int, dict[int, float]](dict)
     for prompt, completion, logprob in rows:
-        group, own, half = groups[prompt], drawn[prompt], sizes[prompt] // 2
+        group, own_chances, half = groups[prompt], drawn[prompt], sizes[prompt] // 2
         others = (group[-1:], group[:1], group[len(group) - half :][:1] if 0 < half <= len(group) else [])
         any_earlier = both[prompt, completion] / prompts[prompt] if prompts[prompt] else math.nan
-        equal = (any_earlier, *(float(each[0] == completion) if each else math.nan for each in others))
-        yield Draw(prompt, equal, logprob, 1 - math.fsum(own.values()), completion not in own)
+        equal = (any_earlier, *(float(places[0] == completion) if places else math.nan for places in others))
+        yield Draw(prompt, equal, logprob, 1 - math.fsum(own_chances.values()), completion not in own_chances)
         prompts[prompt] += 1
         both[prompt, completion] += 1
         group.append(completion)
-        own.setdefault(completion, math.exp(min(logprob, 0.0)))
+        own_chances.setdefault(completion, math.exp(min(logprob, 0.0)))
 
 
 def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
@@ -216,24 +196,18 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
         Evidence for each share and alternative, [len(SHARES) * (len(SLOPES) + 2) * F] in nats.
     """
     slopes = torch.tensor(SLOPES, dtype=torch.float64).reshape(-1, 1, 1)
-    found = values.new_zeros(len(SLOPES) + 2, *values.shape[:2], dtype=torch.float64)
+    evidence = values.new_zeros(len(SLOPES) + 2, *values.shape[:2], dtype=torch.float64)
     for place in range(1, values.shape[2]):
-        own, earlier = values[:, :, place : place + 1], values[:, :, :place]
-        ties = (earlier == own).sum(dim=2) + 1
-        rank = ((earlier < own).sum(dim=2) + uniforms[:, :, place] * ties) / (place + 1)
+        value, earlier = values[:, :, place : place + 1], values[:, :, :place]
+        ties = (earlier == value).sum(dim=2) + 1
+        rank = ((earlier < value).sum(dim=2) + uniforms[:, :, place] * ties) / (place + 1)
         rank = rank.double().clamp(1e-9, 1 - 1e-9)
         steep = math.log(STEEPNESS) + (STEEPNESS - 1) * torch.stack([rank.log(), (-rank).log1p()])
-        found += torch.cat([(slopes * (2 * rank - 1)).log1p(), steep])
-    return in_shares(found.flatten(0, 1))
+        evidence += torch.cat([(slopes * (2 * rank - 1)).log1p(), steep])
+    return in_shares(evidence.flatten(0, 1))
 
 
 def log_false_alarm(evidence: Tensor) -> float:
-    """Return the logarithm of an upper bound on the probability that independent draws give at least this evidence.
-
-    The bound is for the mixture of all alternatives with equal weights. For evidence from ``accumulated``, the bound is
-    on the probability per rollout.
-
-    Args:
-        evidence: [K] in nats.
-    """
+    """Return the logarithm of an upper bound on the probability that independent draws give at least this evidence [K],
+    for the mixture of all alternatives with equal weights; after ``accumulated``, the probability per rollout."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

@@ -28,14 +28,8 @@ class Jump(NamedTuple):
 
 
 def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
-    """Compare a positive value with earlier values, by median and median absolute deviation of their logarithms.
-
-    Args:
-        value: the current value.
-        history: the earlier values.
-        floor: values below this are raised to it before the comparison.
-        least: number of earlier values below which there is no comparison.
-    """
+    """Compare a positive value with at least ``least`` earlier ones, by median and median absolute deviation of their
+    logarithms; values below ``floor`` are raised to it."""
     if len(history) < least:
         return Jump(1.0, 0.0)
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
@@ -47,10 +41,8 @@ def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2
 
 def change(now: Sequence[float], before: Sequence[float]) -> float:
     """Return the probability, by Welch's t test, that two samples of group means differ as much as these although their
-    groups are of one distribution.
-
-    Each sample gets the other's mean as one further value, so that a few equal values are no certainty.
-    """
+    groups are of one distribution. Each sample gets the other's mean as one further value, so that a few equal values
+    are no certainty."""
     first, second = (torch.tensor(values, dtype=torch.float64) for values in (now, before))
     first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
     values = torch.cat([first, second])
@@ -70,25 +62,18 @@ def far_share(log_ratio: Tensor) -> float:
 
 
 def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
-    """Return the difference between two log-probabilities of a token as a difference of logits.
+    """Return the difference between two log-probabilities [N] of a token, in nats, as a difference of logits [N], at
+    most 1, so that no token decides alone.
 
     If the logits z_v of two implementations differ by e_v, then the log-probability of token y differs by about sum_v
     p_v (e_y - e_v): 1 - p_y times a mean of differences of the errors. Divided by 1 - p_y, differences are therefore of
     one size for all tokens, whatever the entropy is. What changes log-probabilities themselves, such as rounding them,
     is not: it shows at the tokens that the policy is nearly certain of.
-
-    Args:
-        trainer: [N] log-probabilities in nats.
-        sampler: [N] log-probabilities of the same tokens by the other implementation, in nats.
-
-    Returns:
-        [N] nats, at most 1, so that no token decides alone.
     """
     others = torch.maximum(-trainer.expm1(), -sampler.expm1()).clamp(min=LEAST_OTHERS)
     return ((trainer - sampler).abs() / others).clamp(max=1.0)
 
 
 def high_gap(row_gaps: Tensor) -> float:
-    """Return the gap that a thirty-second of the rows reach, at least two, given the mean |log-ratio| of each row
-    [B]."""
+    """Return the gap that a thirty-second of the rows reach, at least two, given the mean |log-ratio| of each row."""
     return row_gaps.sort(descending=True).values[min(max(2, -(-len(row_gaps) // 32)), len(row_gaps)) - 1].item()

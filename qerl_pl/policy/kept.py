@@ -1,13 +1,12 @@
 """Selective gradient checkpointing: store the results of a block's expensive operations, and recompute the other
 operations in backward.
 
-torch.utils.checkpoint runs a block twice: in forward, without keeping the activations that backward needs, and in
-backward, to recompute them. With ``keeping`` as its ``context_fn``, matrix products and attention store their results
-in the first run and read them in the second. The element-wise operations between them (norms, rotary embeddings,
-activations, sums) are cheap and run again. torch's own selective checkpointing selects operations by their dispatcher
-names. That does not work here: adapted linears write into memory that an autograd node allocated, and weights are
-dequantised by kernels that are not registered with the dispatcher. The code of adapted linears and of attention
-therefore calls the methods of ``Kept``.
+torch.utils.checkpoint runs a block in forward without keeping activations, and again in backward. With ``keeping`` as
+its ``context_fn``, matrix products and attention store their results in the first run and read them in the second; the
+element-wise operations between them run again. torch's own selective checkpointing selects operations by their
+dispatcher names, which does not work here: adapted linears write into memory that an autograd node allocated, and
+weights are dequantised by kernels that are not registered with the dispatcher. The code of adapted linears and of
+attention therefore calls the methods of ``Kept``.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ T = TypeVar("T")
 
 
 class Kept:
-    """Stored results of the expensive operations of one block, from its run in forward, in the order in which they were
-    computed."""
+    """Stored results of the expensive operations of one block, in the order in which forward computed them."""
 
     def __init__(self) -> None:
         self._results: deque[Tensor] = deque()
@@ -37,11 +35,8 @@ class Kept:
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """Remove and return the next stored result, a leaf tensor of the autograd graph.
-
-        Raises:
-            RuntimeError: no stored result is left, because backward runs a second time over the same graph.
-        """
+        """Remove and return the next stored result, a leaf of the autograd graph; raises RuntimeError if none is left,
+        because backward runs a second time over the same graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"
@@ -49,8 +44,8 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a result and store it, and let autograd keep all tensors that its backward needs, so that no part of
-        the computation is repeated; in the recomputation, return the stored result."""
+        """Compute a result and store it, and let autograd keep all tensors that its backward needs; in the
+        recomputation, return the stored result."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):
@@ -59,11 +54,8 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Compute a value that only functions passed to ``whole`` use; in the recomputation, return ``instead``.
-
-        The value is not needed in the recomputation, because ``whole`` then returns a stored result without calling its
-        function.
-        """
+        """Compute a value that only functions passed to ``whole`` use; in the recomputation, which does not call these
+        functions, return ``instead``."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
@@ -71,8 +63,7 @@ class Kept:
 
 
 def _same(tensor: Tensor) -> Tensor:
-    """Keep a tensor that autograd saves as it is; this hook replaces the hook of torch.utils.checkpoint, which would
-    drop the tensor."""
+    """Replace the hook of torch.utils.checkpoint, which would drop a tensor that autograd saves."""
     return tensor
 
 
@@ -84,21 +75,18 @@ _ACTIVE = _Active()
 
 
 def active() -> Kept | None:
-    """Return the stored results of the block that this thread is running; None if the block does not use selective
-    checkpointing."""
+    """Return the stored results of the block that this thread is running; None without selective checkpointing."""
     return _ACTIVE.kept
 
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return context managers for a block's run in forward and its run in backward; used as ``context_fn`` of
-    torch.utils.checkpoint (non-reentrant)."""
+    """Return context managers for a block's run in forward and its run in backward (torch's ``context_fn``)."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 
 
 class _Run:
-    """Context in which a block runs, either in forward or in its recomputation; torch enters the latter again if
-    backward is called twice."""
+    """Context in which a block runs; torch enters that of the recomputation again if backward is called twice."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

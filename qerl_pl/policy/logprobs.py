@@ -39,19 +39,17 @@ def token_logprobs(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of given tokens, and the entropy of the distribution from which each token would be
-    sampled.
+    sampled; both are differentiable with respect to ``hidden``.
 
-    Both results are differentiable with respect to ``hidden``. Matrix products take inputs of their own dtype and
-    accumulate in fp32; the logits of bf16 and fp16 inputs are not rounded (``fp32_logits``), as in the rollout engines.
-    Everything else is computed in fp32 (fp64 for fp64 inputs).
+    Matrix products take inputs of their own dtype and accumulate in fp32; the logits of bf16 and fp16 inputs are not
+    rounded (``fp32_logits``), as in the rollout engines. Everything else is computed in fp32 (fp64 for fp64 inputs).
 
     Args:
         hidden: [T, H] of any floating dtype, the hidden states from which the targets are predicted.
         weight: [V, H] of the same dtype, the output embedding, frozen.
         targets: [T] int64 in [0, V).
         temperature: divides the logits, as in sampling.
-        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before they are divided by the temperature;
-            None: the model has no soft cap.
+        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before they are divided by the temperature.
         slope_in_forward: if ``hidden`` requires a gradient, compute the gradient of the log-probabilities in forward
             and not in backward; None means True on a GPU and False elsewhere.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half as many bytes in addition;
@@ -61,8 +59,7 @@ def token_logprobs(
         Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: a shape, dtype, target or temperature is not as described for the arguments, or ``weight`` requires
-            a gradient.
+        ValueError: a shape, dtype, target or temperature is not as described, or ``weight`` requires a gradient.
     """
     _check(hidden, weight, targets, temperature)
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * len(weight)))
@@ -73,8 +70,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Autograd node of ``token_logprobs`` that keeps no logits: backward uses the gradient that forward has computed,
-    or recomputes the logits."""
+    """Autograd node of ``token_logprobs`` that keeps no logits."""
 
     @staticmethod
     def forward(
@@ -92,11 +88,11 @@ class _TokenLogprobs(torch.autograd.Function):
         statistics, logit_gradient = _row_functions(hidden)
         for part in _chunks(hidden, rows):
             logits = soft_capped(fp32_logits(hidden[part], weight), logit_cap)
-            found = statistics(logits, targets[part], temperature)
-            logprobs[part], entropy[part], log_partition[part] = found
+            of_part = statistics(logits, targets[part], temperature)
+            logprobs[part], entropy[part], log_partition[part] = of_part
             if slope is not None:
-                ones = torch.ones_like(found[0])
-                d_logits = logit_gradient(logits, targets[part], temperature, *found[1:], ones, None, hidden.dtype)
+                ones = torch.ones_like(of_part[0])
+                d_logits = logit_gradient(logits, targets[part], temperature, *of_part[1:], ones, None, hidden.dtype)
                 slope[part] = _uncapped(d_logits, logits, logit_cap) @ weight
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, slope)
         ctx.temperature, ctx.logit_cap, ctx.rows = temperature, logit_cap, rows
@@ -165,8 +161,7 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
 
 
 def _uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
-    """Convert gradients with respect to soft-capped logits to gradients with respect to the logits before the cap; both
-    tensors are overwritten."""
+    """Convert gradients with respect to soft-capped logits to gradients before the cap; overwrites both tensors."""
     if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
         d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))
     return d_logits
@@ -176,9 +171,8 @@ def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """Compute logits [R, V] in fp32 (fp64 for fp64 inputs) from [R, H], [V, H] and [V] of one dtype, without autograd.
 
     Rounding logits to bf16 has a relative error of up to 2^-8, which would be a large part of the difference between
-    the trainer's and the engine's log-probabilities. CUDA multiplies bf16 matrices with an fp32 result; on other
-    devices ``HEAD_ROWS`` rows of the head are converted to fp32 at a time, so that no fp32 copy of the whole head is
-    needed.
+    the trainer's and the engine's log-probabilities. CUDA multiplies bf16 matrices with an fp32 result; elsewhere,
+    ``HEAD_ROWS`` rows of the head at a time are converted to fp32.
     """
     accumulator = _accumulator(hidden)
     if hidden.is_cuda or hidden.dtype == accumulator:
@@ -190,8 +184,7 @@ def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Apply a soft cap to logits in place: l becomes cap tanh(l / cap). If ``cap`` is None, the model has none, and the
-    logits are returned unchanged."""
+    """Apply a soft cap to logits in place: l becomes cap tanh(l / cap); without a cap, they stay as they are."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 

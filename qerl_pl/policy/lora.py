@@ -53,13 +53,13 @@ class LoraSettings:
     def __post_init__(self) -> None:
         usual = {"rank": 32, "alpha": 32, "targets": PROJECTIONS, "rslora": False}
         for name, value in usual.items():
-            given = getattr(self, name)
+            setting = getattr(self, name)
             has = value if self.start is None else getattr(self.starts_at, name)
-            if given is None:
+            if setting is None:
                 object.__setattr__(self, name, has)
-            elif self.start is not None and _sorted(given) != _sorted(has):
+            elif self.start is not None and _sorted(setting) != _sorted(has):
                 raise ValueError(
-                    f"model.lora.{name} is {_sorted(given)} and the adapter {self.start} (model.lora.start) has "
+                    f"model.lora.{name} is {_sorted(setting)} and the adapter {self.start} (model.lora.start) has "
                     f"{_sorted(has)}; set model.lora.{name} to null, which takes the adapter's"
                 )
         if self.start is not None and bool(self.starts_at.modules_to_save) != self.train_norms:
@@ -79,7 +79,7 @@ class LoraSettings:
             raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
 
     def filled_in(self) -> tuple[int, float, tuple[str, ...], bool]:
-        """Return rank, alpha, targets and rslora, none of which is null once the settings are made."""
+        """Return rank, alpha, targets and rslora, which the constructor has filled in."""
         assert self.rank is not None
         assert self.alpha is not None
         assert self.targets is not None
@@ -96,10 +96,10 @@ class LoraSettings:
 def open_settings() -> LoraSettings:
     """Return settings in which everything is left open (None), so that a command line on which only ``start`` is set
     takes the rest from that adapter; ``dataclasses.replace`` fills in the values."""
-    found = object.__new__(LoraSettings)
+    settings = object.__new__(LoraSettings)
     for field in fields(LoraSettings):
-        object.__setattr__(found, field.name, field.default)
-    return found
+        object.__setattr__(settings, field.name, field.default)
+    return settings
 
 
 def _sorted(value: Any) -> Any:
@@ -109,9 +109,9 @@ def _sorted(value: Any) -> Any:
 class LoraLinear(nn.Module, LoraLayer):
     """PEFT layer around a frozen linear, dense or quantised.
 
-    The adapter is never merged into the base weights, because 4-bit weights could not represent the update. PEFT's own
-    LoRA layer casts the input to the adapter's dtype, so fp32 master weights would mean fp32 products. Here the master
-    weights are cast to the input's dtype instead, which is also the dtype of the adapter in the rollout engine.
+    The adapter is never merged into the base, whose 4-bit weights could not represent the update. PEFT's own layer
+    casts the input to the adapter's dtype, so fp32 master weights would mean fp32 products. Here the master weights are
+    cast to the input's dtype, which is also the adapter's dtype in the rollout engine.
     """
 
     def __init__(
@@ -136,8 +136,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def adapted(self) -> Adapted | None:
-        """Return this layer's weight and adapter in the form that ``lora_products`` takes; None if the layer has no
-        adapter or uses dropout."""
+        """Return weight and adapter for ``lora_products``; None without an adapter or with dropout."""
         (name,) = self.active_adapters
         if self.disable_adapters or not isinstance(self.lora_dropout[name], nn.Identity):
             return None
@@ -164,22 +163,15 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Apply several linears to the same x [..., K]. If all of them have adapters, the result is one node of the
-    autograd graph."""
+    """Apply several linears to the same x [..., K], as one node of the autograd graph if all of them have adapters."""
     adapted = [linear.adapted() if isinstance(linear, LoraLinear) else None for linear in linears]
-    whole = [each for each in adapted if each is not None]
+    whole = [linear_adapted for linear_adapted in adapted if linear_adapted is not None]
     return lora_products(x, whole) if len(whole) == len(linears) else tuple(linear(x) for linear in linears)
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
-    """Build PEFT's configuration of the adapter, in which ``LoraLinear`` is registered as the LoRA layer for dense and
-    quantised linears.
-
-    Args:
-        settings: settings of the adapter.
-        base: name of the base that is written into the adapter's configuration.
-        norms: names of the norms of a block that ``train_norms`` trains.
-    """
+    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as the LoRA layer; ``base`` is the name of the
+    base written into it, and ``norms`` are the norms of a block that ``train_norms`` trains."""
     rank, alpha, targets, rslora = settings.filled_in()
     config = LoraConfig(
         r=rank,
@@ -197,12 +189,8 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) -> None:
-    """Refuse adapter targets that match no linear or would never be trained; PEFT accepts both silently.
-
-    Raises:
-        ValueError: a target matches no linear, or a linear that is not one of the decoder blocks' projections
-            (``Family.projections``).
-    """
+    """Raise ValueError if an adapter target matches no linear, or one that is not among the decoder blocks'
+    ``Family.projections`` and would never be trained; PEFT accepts both silently."""
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]
     if unmatched:

@@ -4,12 +4,11 @@
 
 Linears with the same input x, such as q_proj, k_proj and v_proj, may share one node. Letters: T tokens, K inputs, N
 outputs, r rank, s the scale alpha / r. The product s B is computed in fp32 and then rounded to the compute dtype
-(``scaled``). Rollout engines hold the same values. Rounding B before multiplying by s would give other values, unless s
-is a power of two. In forward and backward, the adapter's product is added by the matrix product that computes the
-base's part (beta = 1), so no [T, N] or [T, K] tensor is read or written only for an addition. Gradients of the fp32
-master weights are never rounded to the compute dtype. Autograd keeps x, x A^T, A and s B in the compute dtype; W is
-dequantised again in backward. With few tokens, the CPU's launch overhead bounds the time, so there is one autograd node
-and as few operations as possible.
+(``scaled``), as in the rollout engines: rounding B first would give other values, unless s is a power of two. The
+adapter's product is added by the matrix product that computes the base's part (beta = 1), so no [T, N] or [T, K] tensor
+is read or written only for an addition. Gradients of the fp32 master weights are never rounded to the compute dtype.
+Autograd keeps x, x A^T, A and s B in the compute dtype; W is dequantised again in backward. With few tokens, the CPU's
+launch overhead bounds the time, so there is one autograd node and as few operations as possible.
 """
 
 from __future__ import annotations
@@ -60,15 +59,8 @@ class Adapted(NamedTuple):
 
 
 def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
-    """Compute y = x W^T + bias + (x A^T) (s B)^T, differentiable with respect to x, A and B.
-
-    Args:
-        x: [..., K] of any floating dtype, in which the products are computed.
-        adapted: weight and adapter.
-
-    Returns:
-        [..., N] in the dtype of x.
-    """
+    """Compute y = x W^T + bias + (x A^T) (s B)^T, [..., N] in the dtype of x [..., K], in which the products are
+    computed; differentiable with respect to x, A and B."""
     (y,) = lora_products(x, [adapted])
     return y
 
@@ -76,12 +68,14 @@ def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
 def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
     """Compute ``lora_product`` of one input x with several adapted linears as one node of the autograd graph.
 
-    The matrices A of all linears are concatenated, so x is read once for all of them, in forward and for their
-    gradients. The linears' contributions to the gradient of x are added up by the matrix products that compute them.
+    The matrices A are concatenated, so x is read once for all of them, in forward and for their gradients. The linears'
+    parts of the gradient of x are added up by the matrix products that compute them.
     """
-    known = tuple(each.kept.take().detach() if each.kept and each.kept.recomputing else None for each in linears)
-    masters = [master for each in linears for master in (each.a, each.b)]
-    weights = tuple((each.dense, each.scaling) for each in linears)
+    known = tuple(
+        linear.kept.take().detach() if linear.kept and linear.kept.recomputing else None for linear in linears
+    )
+    masters = [master for linear in linears for master in (linear.a, linear.b)]
+    weights = tuple((linear.dense, linear.scaling) for linear in linears)
     outputs = _Adapted.apply(x, weights, known, *masters)
     ys, inner, low_b = outputs[: len(linears)], outputs[len(linears)], outputs[len(linears) + 1 :]
     with torch.no_grad():
@@ -90,23 +84,23 @@ def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
         # block's last linear, a quarter of the block's work, is not recomputed.
         rows = x.reshape(-1, x.shape[-1])  # [T, K]
         inners = inner.split([low.shape[1] for low in low_b], dim=1)
-        for each, done, y, part, low in zip(linears, known, ys, inners, low_b, strict=True):
+        for linear, done, y, part, low in zip(linears, known, ys, inners, low_b, strict=True):
             if done is not None:
                 continue
             out = y.view(-1, y.shape[-1])  # [T, N]
-            if each.bias is None:
+            if linear.bias is None:
                 torch.mm(part, low.t(), out=out)
             else:
-                torch.addmm(each.bias.to(x.dtype), part, low.t(), out=out)
-            out.addmm_(rows, each.dense(x.dtype).t())
-    for each, done, y in zip(linears, known, ys, strict=True):
-        if each.kept is not None and done is None:
-            each.kept.put(y)
+                torch.addmm(linear.bias.to(x.dtype), part, low.t(), out=out)
+            out.addmm_(rows, linear.dense(x.dtype).t())
+    for linear, done, y in zip(linears, known, ys, strict=True):
+        if linear.kept is not None and done is None:
+            linear.kept.put(y)
     return ys
 
 
 class _Adapted(torch.autograd.Function):
-    """Autograd node that computes x A^T and s B, saves what backward needs and allocates y without computing it."""
+    """Computes x A^T and s B, saves what backward needs and allocates y without computing it."""
 
     @staticmethod
     def forward(
@@ -118,7 +112,7 @@ class _Adapted(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         a, b = masters[::2], masters[1::2]
         low_a = (a[0] if len(a) == 1 else torch.cat(a)).to(x.dtype)  # [R, K], R the sum of the ranks
-        low_b = [scaled(each, scaling, x.dtype) for each, (_, scaling) in zip(b, weights, strict=True)]
+        low_b = [scaled(master_b, scaling, x.dtype) for master_b, (_, scaling) in zip(b, weights, strict=True)]
         inner = torch.mm(x.reshape(-1, x.shape[-1]), low_a.t())  # [T, R]
         ctx.save_for_backward(x, inner, low_a, *low_b)
         ctx.weights, ctx.master = weights, a[0].dtype
@@ -147,9 +141,9 @@ class _Adapted(torch.autograd.Function):
             _product(dy.t(), part, ctx.master) for dy, part in zip(dys, inner.split(ranks, dim=1), strict=True)
         ]  # [N, r] each
         dx = torch.mm(d_inner, low_a) if ctx.needs_input_grad[0] else None
-        for dy, each, (dense, scaling) in zip(dys, db, ctx.weights, strict=True):
+        for dy, master_gradient, (dense, scaling) in zip(dys, db, ctx.weights, strict=True):
             if scaling != 1:
-                each.mul_(scaling)
+                master_gradient.mul_(scaling)
             if dx is not None:
                 dx.addmm_(dy, dense(dy.dtype))
         masters = [gradient for pair in zip(da, db, strict=True) for gradient in pair]

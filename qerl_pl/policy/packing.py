@@ -57,12 +57,7 @@ class Packed:
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
-    """Pack the first ``lengths`` tokens of each row.
-
-    Args:
-        tokens: [B, S] int64.
-        lengths: [B] int64, number of tokens to take from each row; 0 leaves a row out.
-    """
+    """Pack the first ``lengths`` [B] tokens of each row of [B, S] int64; 0 leaves a row out."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     inside = columns < lengths.unsqueeze(1)  # [B, S]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -74,9 +69,8 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
     Args:
         tokens: [B, S] int64.
-        mask: [B, S] bool, True for tokens to predict, never in column 0.
-        share: whether equal prompts may be packed once for several rows. A row's prompt is its tokens before the first
-            masked one.
+        mask: [B, S] bool, True for tokens to predict, never in column 0. A row's prompt is its tokens before these.
+        share: whether equal prompts may be packed once for several rows.
 
     Returns:
         The packed rows, and for each masked token, in the order of ``mask.nonzero()``, the packed index of the token
@@ -90,14 +84,13 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
     if layout is None:
         packed = pack(tokens, lengths)
         return packed, packed.starts[rows] + columns - 1
-    own = columns - 1 - prompts[rows]  # the index behind the prompt; -1: the prompt's last token
-    before = torch.where(own < 0, layout.prompt_ends[rows], layout.own_starts[rows] + own)
+    behind_prompt = columns - 1 - prompts[rows]  # the index behind the prompt; -1: the prompt's last token
+    before = torch.where(behind_prompt < 0, layout.prompt_ends[rows], layout.own_starts[rows] + behind_prompt)
     return Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared), before
 
 
 def packed_hidden_states(model: Callable[..., Any], packed: Packed) -> Tensor:
-    """Compute the last hidden states, [T, H], of packed rows, with a decoder that ``use_packed_attention`` has
-    prepared."""
+    """Compute the last hidden states, [T, H], with a decoder that ``use_packed_attention`` has prepared."""
     starts, longest = packed.starts, packed.longest
     output = model(
         input_ids=packed.tokens.unsqueeze(0),
@@ -114,8 +107,7 @@ def packed_hidden_states(model: Callable[..., Any], packed: Packed) -> Tensor:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make a model's attention accept packed rows, which are given by ``cu_seq_lens_q``; calls without it use
-    transformers' "sdpa"."""
+    """Make a model's attention accept packed rows, given by ``cu_seq_lens_q``; calls without it use "sdpa"."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(ATTENTION)
@@ -144,7 +136,7 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention within each packed row.
+    """Compute causal attention within each packed row, [T, heads, D].
 
     Args:
         query: [T, heads, D].
@@ -154,9 +146,6 @@ def packed_attention(
         longest: tokens of the longest row.
         scale: factor of the scores q k^T; None means D^-0.5.
         window: number of tokens that a token attends to, itself included; None means all tokens before it.
-
-    Returns:
-        [T, heads, D].
     """
     if _has_varlen(query.device, query.dtype, query.shape[-1]):
         seen = (-1 if window is None else window - 1, 0)
@@ -171,8 +160,7 @@ def packed_attention(
 def packed_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Compute what ``packed_attention`` computes, row by row with full score matrices: the definition that tests
-    compare it with."""
+    """Compute ``packed_attention`` row by row with full score matrices, as its definition."""
     outputs = []
     for start, end in pairwise(starts.tolist()):
         q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))  # [heads, S, D]

@@ -98,12 +98,8 @@ class Policy(nn.Module):
         apply_recompute(self.causal_lm, how)
 
     def recompute_more(self) -> Setting | None:
-        """Switch to the next level of gradient checkpointing, which needs less memory.
-
-        Returns:
-            The new value of ``model.gradient_checkpointing``; None if there is no further level or the user's settings
-            fix the level.
-        """
+        """Switch to the next level of gradient checkpointing, which needs less memory; returns the new value of
+        ``model.gradient_checkpointing``, or None if there is no further level or the user's settings fix it."""
         less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
         if less is None or not self.recompute_is_open:
             return None
@@ -116,23 +112,18 @@ class Policy(nn.Module):
 
     @cached_property
     def _trained(self) -> dict[str, tuple[nn.Module, str]]:
-        """Map PEFT's names of trained tensors to module and attribute; cached, because PEFT's own lookup walks the
-        whole model."""
+        """Map PEFT's names of trained tensors to module and attribute; PEFT's own lookup walks the whole model."""
         live = self.model.state_dict(keep_vars=True)
         state = get_peft_model_state_dict(self.model, live, adapter_name=ADAPTER, save_embedding_layers=False)
         places = {id(own): (module, leaf) for module in self.modules() for leaf, own in module._parameters.items()}
         return {name: places[id(parameter)] for name, parameter in state.items()}
 
     def load_adapter_state(self, adapter: Mapping[str, Tensor]) -> None:
-        """Copy the values of an adapter into this policy.
-
-        Raises:
-            ValueError: a name or shape differs from this policy's adapter.
-        """
-        own = self.adapter_state()
-        check_same_tensors(adapter, own)
+        """Copy the values of an adapter; raises ValueError if its names or shapes differ from this policy's adapter."""
+        live = self.adapter_state()
+        check_same_tensors(adapter, live)
         for name, tensor in adapter.items():
-            own[name].copy_(tensor)
+            live[name].copy_(tensor)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -154,14 +145,14 @@ class Policy(nn.Module):
     def norm_modules(self) -> dict[str, nn.Module]:
         """Return the norms that AQN's noise is added to (``Family.noise_norms``) by name; PEFT's trained copies if
         norms are trained."""
-        found = {}
+        modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
                 module = getattr(block, attribute)
                 if hasattr(module, "modules_to_save"):  # PEFT's wrapper around a module that is trained in full
                     module = module.modules_to_save[ADAPTER]
-                found[f"model.layers.{index}.{attribute}"] = module
-        return found
+                modules[f"model.layers.{index}.{attribute}"] = module
+        return modules
 
     def norm_weights(self) -> dict[str, Tensor]:
         """Return the weights [H] of ``norm_modules`` without noise, e.g. ``model.layers.0.input_layernorm.weight``."""
@@ -170,13 +161,12 @@ class Policy(nn.Module):
         }
 
     def embedding_weights(self) -> dict[str, Tensor]:
-        """Return the input embedding [V, H] and, unless tied to it, the head by parameter name, sharing their
-        memory."""
+        """Return the input embedding [V, H] and, unless tied to it, the head, sharing their memory."""
         names = "model.embed_tokens.weight", "lm_head.weight"
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
-        """Return the base's packed linears by their names in the model without PEFT; empty for a dense base."""
+        """Return the base's packed linears by their names without PEFT; empty for a dense base."""
         modules = self.causal_lm.named_modules()
         return {
             name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
@@ -192,8 +182,8 @@ class Policy(nn.Module):
     ) -> TokenStats:
         """Compute log-probabilities and entropies of masked tokens, differentiable with respect to the adapter.
 
-        Rows are packed, so padding and tokens after a row's last masked token are not processed. The language-model
-        head is applied only to hidden states from which a masked token is predicted.
+        Rows are packed, so padding and tokens after a row's last masked token are not processed, and the head is
+        applied only to hidden states from which a masked token is predicted.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
@@ -213,35 +203,30 @@ class Policy(nn.Module):
     def alternative_logprobs(
         self, tokens: Tensor, mask: Tensor, *, temperature: float, end_tokens: Sequence[int]
     ) -> Tensor:
-        """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats.
-
-        The arguments are the ones of ``token_stats``, and the tokens that end a completion.
-        """
+        """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats."""
         wanted, hidden = self._predicting(tokens, mask)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(self._head)))  # ten fp32 tensors of [rows, V] at a time
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
-        found = []
+        logprobs = []
         for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
             logits = soft_capped(fp32_logits(part, self._head), self._logit_cap)
-            found.append(alternative_logprobs(logits / (temperature * self._divisor), targets, ends))
-        return torch.cat(found)
+            logprobs.append(alternative_logprobs(logits / (temperature * self._divisor), targets, ends))
+        return torch.cat(logprobs)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a pass computes a prompt that several rows share only once: on a GPU in 16 bits, if all layers have
-        full attention."""
+        """Whether a pass computes a prompt of several rows once: on a GPU in 16 bits with full attention in all
+        layers."""
         on_gpu = next(self.parameters()).is_cuda and self.dtype != torch.float32
         return on_gpu and attends_to_everything(self.config)
 
     @property
     def _divisor(self) -> float:
-        """Number by which the model divides its logits."""
-        name = self.family.logit_divisor
+        name = self.family.logit_divisor  # by which the model divides its logits
         return 1.0 if name is None else getattr(self.config, name)
 
     @property
     def _logit_cap(self) -> float | None:
-        """Soft cap of the model's logits; None if the model has none."""
         name = self.family.logit_cap
         return None if name is None else getattr(self.config, name)
 
@@ -257,19 +242,15 @@ class Policy(nn.Module):
         return mask.nonzero(as_tuple=True), hidden.index_select(0, before)
 
 
-def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Check that an adapter's tensors have the expected names and shapes.
-
-    Raises:
-        ValueError: tensors are missing, unknown, of another shape or no floating-point numbers; the message names them.
-    """
-    missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if an adapter's tensors are missing, unknown, of another shape than expected or not floating."""
+    missing, unknown = sorted(expected.keys() - adapter.keys()), sorted(adapter.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
             f"the adapter does not fit the policy: {len(missing)} tensors are missing {missing[:3]}, "
             f"{len(unknown)} are unknown {unknown[:3]}"
         )
-    for name, tensor in given.items():
+    for name, tensor in adapter.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"adapter tensor {name} is of {kind}; expected floating-point numbers")
@@ -277,44 +258,13 @@ def check_same_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tenso
             raise ValueError(f"adapter tensor {name} is {list(tensor.shape)}; expected {list(expected[name].shape)}")
 
 
-def load_policy(
-    base: str,
-    *,
-    dtype: torch.dtype,
-    lora: LoraSettings,
-    seed: int,
-    device: torch.device | str = "cpu",
-    gradient_checkpointing: Setting = "none",
-    offload_checkpoints: bool = False,
-    fused_elementwise: FusedSetting = False,
-) -> Policy:
-    """Load a base, dense or in the format that its config.json names, and add a fresh adapter.
+def load_policy(base: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", **settings: Any) -> Policy:
+    """Load a base, dense or in the format that its config.json names, on a device, and add a fresh adapter.
 
-    Args:
-        base: checkpoint folder.
-        dtype: compute dtype; the adapter's master weights are always fp32.
-        lora: settings of the adapter. B starts at 0, so a fresh policy equals the base, unless ``start`` is set.
-        seed: seed of the adapter's initial values; torch's global random state is not changed.
-        device: device of the model.
-        gradient_checkpointing: what backward recomputes, see ``recompute``; "auto" begins without recomputation.
-        offload_checkpoints: keep the inputs of recomputed blocks in host memory.
-        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
-
-    Raises:
-        ValueError: the folder holds no supported model, an adapter target is not a linear of the blocks, the adapter
-            ``lora.start`` does not fit the base, the settings of gradient checkpointing contradict each other, or fused
-            operations cannot run here.
+    The arguments are those of ``make_policy``. Raises ValueError as that does, and if the folder holds no supported
+    model.
     """
-    return make_policy(
-        load_base(base, dtype=dtype, device=device),
-        base=base,
-        dtype=dtype,
-        lora=lora,
-        seed=seed,
-        gradient_checkpointing=gradient_checkpointing,
-        offload_checkpoints=offload_checkpoints,
-        fused_elementwise=fused_elementwise,
-    )
+    return make_policy(load_base(base, dtype=dtype, device=device), base=base, dtype=dtype, **settings)
 
 
 def make_policy(
@@ -328,7 +278,21 @@ def make_policy(
     offload_checkpoints: bool = False,
     fused_elementwise: FusedSetting = False,
 ) -> Policy:
-    """Add a fresh adapter to a loaded base; the arguments are explained in ``load_policy``."""
+    """Add a fresh adapter to a loaded base.
+
+    Args:
+        model: the base.
+        base: its checkpoint folder.
+        dtype: compute dtype; the adapter's master weights are always fp32.
+        lora: settings of the adapter. B starts at 0, so a fresh policy equals the base, unless ``start`` is set.
+        seed: seed of the adapter's initial values; torch's global random state is not changed.
+        gradient_checkpointing: what backward recomputes, see ``recompute``; "auto" begins without recomputation.
+        offload_checkpoints: keep the inputs of recomputed blocks in host memory.
+        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
+
+    Raises:
+        ValueError: a setting does not fit the base, another setting or this machine.
+    """
     family = family_of(model.config.model_type, path=base)
     how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
     assert lora.targets is not None

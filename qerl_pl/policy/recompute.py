@@ -53,21 +53,15 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """List the levels of gradient checkpointing to choose from, each with less memory and more computation than the
-    previous one."""
+    """List the levels of gradient checkpointing to choose from, each with less memory than the previous one."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
 def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
-    """Return the level of gradient checkpointing that the settings give; None for "auto", with which the memory plan
-    chooses it.
-
-    Args:
-        setting: ``model.gradient_checkpointing``.
-        num_layers: blocks of the model.
-        offload_checkpoints: ``model.offload_checkpoints``; True means the level "offload".
+    """Return the level that ``model.gradient_checkpointing`` and ``model.offload_checkpoints`` mean for a model of
+    ``num_layers`` blocks; None for "auto", with which the memory plan chooses it.
 
     Raises:
         ValueError: the setting is unknown, names more blocks than the model has, or contradicts offload_checkpoints.
@@ -100,8 +94,7 @@ def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = 
 
 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Set what a model's blocks recompute, from the next forward pass on. Keeping block inputs in host memory (offload)
-    is left to callers."""
+    """Set what a model's blocks recompute, from the next forward pass on; offloading is left to callers."""
     decoder: Any = model.model
     last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):

@@ -1,9 +1,9 @@
 """Compute a model as another right implementation might: with other rounding errors.
 
 Two implementations of one model add and round in other orders, so their results differ by rounding errors, and by what
-the model makes of these. How much that is depends on the model: a pretrained one with a few huge activations magnifies
-errors that a random one averages out. It can be measured with one implementation, by adding random relative errors of
-the size of a rounding error to intermediate results (Monte Carlo arithmetic, Parker 1997).
+the model makes of these: one with a few huge activations magnifies errors that a random one averages out. It can be
+measured with one implementation, by adding random relative errors of the size of a rounding error to intermediate
+results (Monte Carlo arithmetic, Parker 1997).
 """
 
 from __future__ import annotations
@@ -23,13 +23,9 @@ SHAKES = 8
 def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]:
     """Add rounding errors to what the parts of each decoder block (norms, attention, MLP) return, inside the context.
 
-    Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e about the root mean square of a dtype's relative
-    rounding errors (2^-9 in bfloat16). Rows of a batch get errors of their own.
-
-    Args:
-        model: a Hugging Face causal language model, whose blocks are ``model.model.layers``.
-        dtype: floating dtype whose rounding errors are imitated.
-        seed: seed of the errors.
+    Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e about the root mean square of ``dtype``'s
+    relative rounding errors (2^-9 in bfloat16). Rows of a batch get errors of their own. ``model`` is a Hugging Face
+    causal language model.
     """
     error = torch.finfo(dtype).eps / 4
     generators: dict[torch.device, torch.Generator] = {}
@@ -48,23 +44,16 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
     try:
         yield
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities, and how much rounding errors change them.
+    """Compute N log-probabilities, and the root mean square changes [N] of them by other rounding errors of ``dtype``.
 
-    Args:
-        score: ``score(copies)`` computes N log-probabilities in this many rows, [copies, N].
-        model: the Hugging Face causal language model that ``score`` uses.
-        dtype: dtype whose rounding errors are meant.
-        seed: seed of the errors.
-
-    Returns:
-        [N] log-probabilities without further errors, and [N] root mean square changes by other rounding errors.
+    ``score(copies)`` computes them with ``model`` in this many rows, [copies, N].
     """
     [plain] = score(1)
     with shaken(model, dtype, seed=seed):

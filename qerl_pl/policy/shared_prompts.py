@@ -67,18 +67,14 @@ class Layout(NamedTuple):
 
 
 def attends_to_everything(config: PretrainedConfig) -> bool:
-    """Return whether every layer has attention to all earlier tokens. Layers with sliding windows or recurrent states
-    cannot share prompts."""
+    """Return whether every layer attends to all earlier tokens; layers with sliding windows or recurrent states cannot
+    share prompts."""
     return all(window is None for window in attention_windows(config))
 
 
 def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
-    """Return, for each row, the index of the first row with the same prompt: [B] int64.
-
-    Args:
-        tokens: [B, S] int64.
-        prompts: [B] int64, length of each row's prompt.
-    """
+    """Return, for each row of [B, S] int64, the index of the first row with the same prompt: [B] int64; ``prompts`` [B]
+    are the lengths of the rows' prompts."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = column < prompts.unsqueeze(1)  # [B, S]
     mixed = (column + 1) * 0x5851F42D4C957F2D  # int64 products wrap around
@@ -91,37 +87,33 @@ def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
 
 
 def reused_tokens(tokens: Tensor, prompts: Tensor) -> Tensor:
-    """Count, for each row, the tokens that need not be computed because an earlier row has the same prompt: all tokens
-    of the prompt or none, [B] int64."""
+    """Count, for each row, the prompt tokens that an earlier row with the same prompt computes: [B] int64."""
     return prompts * (first_equal(tokens, prompts) != torch.arange(len(tokens), device=tokens.device))
 
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
-    """Pack rows such that equal prompts occur only once.
+    """Pack rows such that equal prompts occur only once; None if that would save less than ``WORTH`` of the tokens, by
+    which micro-batches are planned too (``micro_batches_of_groups``).
 
     Args:
         tokens: [B, S] int64.
         prompts: [B] int64, length of each row's prompt, at least 1.
         lengths: [B] int64, number of tokens to take from each row, the prompt included.
-
-    Returns:
-        The packed rows; None if sharing would save less than the share ``WORTH`` of the tokens. Micro-batches are
-        planned by the same rule (``micro_batches_of_groups``).
     """
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = columns < prompts.unsqueeze(1)  # [B, S]
     heads, group = first_equal(tokens, prompts).unique(return_inverse=True)
-    own = lengths - prompts
+    num_own = lengths - prompts
     saved, total = torch.stack([prompts.sum() - prompts[heads].sum(), lengths.sum()]).tolist()
     if saved < WORTH * total:
         return None
-    in_group = torch.zeros_like(heads).index_add_(0, group, own)
+    in_group = torch.zeros_like(heads).index_add_(0, group, num_own)
     order = torch.argsort((in_group == 0).int(), stable=True)  # prompts without completion tokens come last
     heads, in_group, group = heads[order], in_group[order], torch.argsort(order)[group]
     rows = torch.argsort(group, stable=True)  # the completions of a prompt come one after another
-    prompt_ends, own_ends = prompts[heads].cumsum(0), own[rows].cumsum(0)
+    prompt_ends, own_ends = prompts[heads].cumsum(0), num_own[rows].cumsum(0)
     used = in_group > 0
-    numbers = prompt_ends[-1], used.sum(), (used * prompts[heads]).sum(), prompts.max(), own.max(), in_group.max()
+    numbers = prompt_ends[-1], used.sum(), (used * prompts[heads]).sum(), prompts.max(), num_own.max(), in_group.max()
     num_prompt_tokens, num_used, num_keys, longest_prompt, longest_own, longest_group = torch.stack(numbers).tolist()
     parts = (heads, in_prompt[heads]), (rows, ((columns < lengths.unsqueeze(1)) & ~in_prompt)[rows])
     return Layout(
@@ -140,7 +132,7 @@ def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | 
         if num_used
         else None,
         (prompt_ends - 1)[group],
-        num_prompt_tokens + torch.zeros_like(own).index_copy_(0, rows, own_ends - own[rows]),
+        num_prompt_tokens + torch.zeros_like(num_own).index_copy_(0, rows, own_ends - num_own[rows]),
     )
 
 
@@ -148,10 +140,7 @@ def shared_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, shared: SharedPrompts, scale: float | None
 ) -> Tensor:
     """Compute causal attention of packed rows with shared prompts, [T, heads, D]; ``starts``, ``longest`` and
-    ``shared`` are fields of ``Layout``.
-
-    On a GPU in bf16 and fp16, torch's FlashAttention 2 is used, and ``shared_attention_reference`` otherwise.
-    """
+    ``shared`` are fields of ``Layout``. On a GPU in 16 bits it is torch's FlashAttention 2."""
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _SharedAttention.apply(query, key, value, starts, longest, shared, scale)
     return shared_attention_reference(query, key, value, starts, shared, scale)
@@ -160,8 +149,7 @@ def shared_attention(
 def shared_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, shared: SharedPrompts, scale: float | None = None
 ) -> Tensor:
-    """Compute what ``shared_attention`` computes with a full score matrix [T, T]: the definition that tests compare it
-    with."""
+    """Compute ``shared_attention`` with a full score matrix [T, T], as its definition."""
     place = torch.arange(len(query))
     row = torch.zeros_like(place)  # for each token, the number of its prompt or completion
     asks, answers = torch.full_like(place, -1), torch.full_like(place, -2)  # prompt that a token attends to, or is in
@@ -171,8 +159,8 @@ def shared_attention_reference(
         answers[start:end] = index
     for index, (start, end) in enumerate(pairwise(shared.queries.tolist())):
         asks[shared.num_prompt_tokens + start : shared.num_prompt_tokens + end] = index
-    own = (row[:, None] == row) & (place[:, None] >= place)
-    seen = (own | (asks[:, None] == answers)).to(query.device)  # [T, T]
+    same_row = (row[:, None] == row) & (place[:, None] >= place)
+    seen = (same_row | (asks[:, None] == answers)).to(query.device)  # [T, T]
     q, k, v = (part.transpose(0, 1) for part in (query, key, value))  # [heads, T, D]
     k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -180,8 +168,7 @@ def shared_attention_reference(
 
 
 class _SharedAttention(torch.autograd.Function):
-    """Autograd node of two FlashAttention calls: attention within each prompt and each completion, and attention of
-    completions to their prompts."""
+    """Two FlashAttention calls: within each prompt and each completion, and of completions to their prompts."""
 
     @staticmethod
     def forward(
@@ -224,8 +211,8 @@ class _SharedAttention(torch.autograd.Function):
         behind, keys = slice(shared.num_prompt_tokens, None), slice(shared.num_keys)
         across = shared.queries, shared.keys, shared.longest_query, shared.longest_key
         parts = gradient[behind], query[behind], key[keys], value[keys], output[behind], lse[:, behind].contiguous()
-        more = flash(*parts, *across, 0.0, False, *random, scale=ctx.scale)
-        for whole, where, part in zip((d_query, d_key, d_value), (behind, keys, keys), more, strict=True):
+        gradients_across = flash(*parts, *across, 0.0, False, *random, scale=ctx.scale)
+        for whole, where, part in zip((d_query, d_key, d_value), (behind, keys, keys), gradients_across, strict=True):
             whole[where] += part
         return d_query, d_key, d_value, None, None, None, None
 

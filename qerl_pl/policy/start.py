@@ -51,31 +51,33 @@ def read_start(folder: str | Path) -> StartAdapter:
             plain LoRA of one rank and alpha), or a tensor is not finite.
     """
     folder = Path(folder)
-    said = f"model.lora.start is {folder}"
-    config = _config(folder, said)
-    _check_config(config, said)
+    where = f"model.lora.start is {folder}"
+    config = _config(folder, where)
+    _check_config(config, where)
     if not (folder / WEIGHTS).is_file():
         if (folder / PICKLE).is_file():
-            raise ValueError(f"{said}, which has {PICKLE}, a pickle that may run code; save the adapter as safetensors")
-        raise ValueError(f"{said}, which has no {WEIGHTS}; expected a folder that PEFT's save_pretrained wrote")
+            raise ValueError(
+                f"{where}, which has {PICKLE}, a pickle that may run code; save the adapter as safetensors"
+            )
+        raise ValueError(f"{where}, which has no {WEIGHTS}; expected a folder that PEFT's save_pretrained wrote")
     try:
         stored = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{said}, whose {WEIGHTS} cannot be read: {error}") from error
+        raise ValueError(f"{where}, whose {WEIGHTS} cannot be read: {error}") from error
     tensors = {name: tensor.float() for name, tensor in stored.items()}
     for name, tensor in tensors.items():
         if not stored[name].is_floating_point() or not tensor.isfinite().all():
             raise ValueError(
-                f"{said}, whose tensor {name} ({stored[name].dtype}) is not of finite floating-point numbers"
+                f"{where}, whose tensor {name} ({stored[name].dtype}) is not of finite floating-point numbers"
             )
         if name.endswith(".lora_A.weight") and tensor.shape[:1] != (config["r"],):
             raise ValueError(
-                f"{said}, whose tensor {name} has the shape {list(tensor.shape)} where {CONFIG} has r = {config['r']}; "
-                "expected one rank for all linears"
+                f"{where}, whose tensor {name} has the shape {list(tensor.shape)} where {CONFIG} has r = "
+                f"{config['r']}; expected one rank for all linears"
             )
     targets = sorted({name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")})
     if not targets:
-        raise ValueError(f"{said}, whose {WEIGHTS} has no tensor NAME.lora_A.weight: it holds no LoRA adapter")
+        raise ValueError(f"{where}, whose {WEIGHTS} has no tensor NAME.lora_A.weight: it holds no LoRA adapter")
     return StartAdapter(
         config["r"],
         config["lora_alpha"],
@@ -88,12 +90,12 @@ def read_start(folder: str | Path) -> StartAdapter:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of fp32 tensors and their names, which does not depend on the file they were read from."""
-    found = hashlib.sha256()
+    """Return a digest of fp32 tensors and their names, whatever file they were read from."""
+    sha = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(f"{name}{list(tensors[name].shape)}".encode())
-        found.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha.update(f"{name}{list(tensors[name].shape)}".encode())
+        sha.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def is_of_other_base(start: StartAdapter, *names: str) -> bool:
@@ -101,21 +103,19 @@ def is_of_other_base(start: StartAdapter, *names: str) -> bool:
 
     Names are the last parts of folders and of names on the hub; one may be longer, as that of a 4-bit copy is.
     """
-    own = Path(start.base).name.lower()
+    trained_for = Path(start.base).name.lower()
     others = [Path(name).name.lower() for name in names]
-    return bool(own) and not any(own.startswith(other) or other.startswith(own) for other in others)
+    return bool(trained_for) and not any(
+        trained_for.startswith(other) or other.startswith(trained_for) for other in others
+    )
 
 
 def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
-    """Refuse an adapter of another base before the base is loaded.
-
-    Raises:
-        ValueError: its tensors are of another number of layers or another hidden size.
-    """
-    found = {name.split(".layers.")[1].split(".")[0] for name in start.tensors if ".layers." in name}
-    if found != {str(index) for index in range(num_layers)}:
+    """Raise ValueError if an adapter is of another number of layers or another hidden size than a base."""
+    layers = {name.split(".layers.")[1].split(".")[0] for name in start.tensors if ".layers." in name}
+    if layers != {str(index) for index in range(num_layers)}:
         raise ValueError(
-            f"model.lora.start is an adapter of {len(found)} decoder layers, and model.base has {num_layers}; give an "
+            f"model.lora.start is an adapter of {len(layers)} decoder layers, and model.base has {num_layers}; give an "
             "adapter of this base that adapts the same linears in every layer"
         )
     inputs = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
@@ -127,28 +127,28 @@ def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
             )
 
 
-def _config(folder: Path, said: str) -> dict[str, Any]:
+def _config(folder: Path, where: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(
-            f"{said}, which is no folder; give one that PEFT's save_pretrained wrote. To resume a run whose folder is "
+            f"{where}, which is no folder; give one that PEFT's save_pretrained wrote. To resume a run whose folder is "
             "gone, set model.lora.start to null and rank, alpha, rslora and targets to the run's: its checkpoints hold "
             "the adapter"
         )
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{said}, which has no {CONFIG}; give a folder that PEFT's save_pretrained wrote") from None
+        raise ValueError(f"{where}, which has no {CONFIG}; give a folder that PEFT's save_pretrained wrote") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{said}, whose {CONFIG} cannot be read: {error}") from error
+        raise ValueError(f"{where}, whose {CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{said}, whose {CONFIG} is no mapping")
+        raise ValueError(f"{where}, whose {CONFIG} is no mapping")
     return config
 
 
-def _check_config(config: Mapping[str, Any], said: str) -> None:
+def _check_config(config: Mapping[str, Any], where: str) -> None:
     if config.get("peft_type") != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
         raise ValueError(
-            f"{said}, an adapter of peft_type {config.get('peft_type')!r} and task_type {config.get('task_type')!r}; "
+            f"{where}, an adapter of peft_type {config.get('peft_type')!r} and task_type {config.get('task_type')!r}; "
             "expected LORA and CAUSAL_LM"
         )
     plain = LoraConfig()
@@ -156,18 +156,18 @@ def _check_config(config: Mapping[str, Any], said: str) -> None:
     for name, value in config.items():
         if name not in known and value and value != getattr(plain, name, None):
             raise ValueError(
-                f"{said}, whose {CONFIG} has {name} = {value!r}, which is not supported; expected plain LoRA"
+                f"{where}, whose {CONFIG} has {name} = {value!r}, which is not supported; expected plain LoRA"
             )
     way = config.get("init_lora_weights")
     if isinstance(way, str) and way.lower().startswith(OTHER_BASE):
         raise ValueError(
-            f"{said}, whose initialisation (init_lora_weights = {way!r}) changed the base's weights; expected an "
+            f"{where}, whose initialisation (init_lora_weights = {way!r}) changed the base's weights; expected an "
             "adapter of the base itself (PEFT's path_initial_model_for_weight_conversion makes one of all but loftq)"
         )
     rank, alpha, saved = config.get("r"), config.get("lora_alpha"), config.get("modules_to_save") or []
     if not isinstance(rank, int) or isinstance(rank, bool) or not isinstance(alpha, int | float):
-        raise ValueError(f"{said}, whose {CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}; expected numbers")
+        raise ValueError(f"{where}, whose {CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}; expected numbers")
     if not isinstance(config.get("use_rslora"), bool | None):
-        raise ValueError(f"{said}, whose {CONFIG} has use_rslora = {config['use_rslora']!r}; expected true or false")
-    if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
-        raise ValueError(f"{said}, whose {CONFIG} has modules_to_save = {saved!r}; expected names")
+        raise ValueError(f"{where}, whose {CONFIG} has use_rslora = {config['use_rslora']!r}; expected true or false")
+    if not isinstance(saved, list) or not all(isinstance(module, str) for module in saved):
+        raise ValueError(f"{where}, whose {CONFIG} has modules_to_save = {saved!r}; expected names")

@@ -42,8 +42,7 @@ class Sampling:
             to training and evaluation.
 
     Raises:
-        ValueError: a value is out of its range, or temperature is 0 with several completions per prompt, or with top_p
-            or top_k, which would have no effect.
+        ValueError: a value is out of its range, or has no effect with temperature 0.
     """
 
     num_completions: int = 8
@@ -85,13 +84,8 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Check that the result of ``RolloutEngine.generate`` has the right numbers of groups, completions, tokens and
-    log-probabilities.
-
-    Raises:
-        CheckFailed: a number is wrong; the message names the engine, the prompt, the completion and the expected
-            number.
-    """
+    """Raise CheckFailed if the result of ``RolloutEngine.generate`` has wrong numbers of groups, completions, tokens or
+    log-probabilities, or a log-probability that is not finite."""
     if len(groups) != len(prompts):
         raise CheckFailed(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
     for index, group in enumerate(groups):
@@ -130,8 +124,7 @@ class RolloutEngine(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Limit on the tokens in the KV cache of one batch of sequences. The memory plan uses it only if ``memory`` is
-        None."""
+        """Limit on the tokens in the KV cache of one batch of sequences, for the memory plan if ``memory`` is None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -139,12 +132,8 @@ class RolloutEngine(Protocol):
         ...
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Load the policy's base and prepare sampling. On a started engine this does nothing.
-
-        Args:
-            policy: gives the base's folder, the adapter's configuration and the compute dtype.
-            max_model_len: tokens of the longest prompt and the longest completion together.
-        """
+        """Load the policy's base and prepare sampling of at most ``max_model_len`` tokens, prompt and completion
+        together. On a started engine this does nothing."""
         ...
 
     def generate(
@@ -159,9 +148,6 @@ class RolloutEngine(Protocol):
                 equal seeds get equal completions.
             adapter: False samples from the base without the adapter.
 
-        Returns:
-            One list of completions per prompt, in the order of the prompts.
-
         Raises:
             ValueError: a prompt is empty, holds an unknown token, or leaves no room for a completion. The engine can
                 still be used.
@@ -174,32 +160,20 @@ class RolloutEngine(Protocol):
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter with which completions are sampled. The norms' noise stays as it is; cached prefixes are no
-        longer used.
-
-        Raises:
-            ValueError: a name or shape differs from the policy's adapter.
-        """
+        """Set the adapter with which completions are sampled; raises ValueError if a name or shape differs from the
+        policy's. The norms' noise stays as it is; cached prefixes are no longer used."""
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Add AQN's noise to the two norms of every block that get it (``Family.noise_norms``). The noise replaces
-        earlier noise; sigma 0 restores the weights without noise bit for bit.
-
-        Returns:
-            Number of norms that have noise according to the weights read back from the engine: twice the number of
-            blocks, or 0 if sigma is 0.
-        """
+        """Add AQN's noise to the two norms of every block that get it (``Family.noise_norms``), in place of earlier
+        noise; sigma 0 restores the weights without noise bit for bit. Returns the number of norms that have noise
+        according to the weights read back from the engine: twice the number of blocks, or 0 if sigma is 0."""
         ...
 
     def fingerprint(self) -> dict[str, int]:
         """Compute checksums of the adapter and norm weights that the engine holds, to be compared with
-        ``expected_fingerprint``.
-
-        Raises:
-            CheckFailed: the engine has its own copy of the base's weights, and the copy differs from the policy's
-                base.
-        """
+        ``expected_fingerprint``; raises CheckFailed if its own copy of the base's weights differs from the policy's
+        base."""
         ...
 
     def sleep(self) -> None:
@@ -221,10 +195,8 @@ def expected_fingerprint(
     """Compute the checksums that ``RolloutEngine.fingerprint`` must return for an adapter and norm weights.
 
     Args:
-        adapter: fp32 master weights by PEFT's names; entries other than LoRA matrices are ignored, since trained norms
-            are given in ``norms``.
-        norms: norm weights, including noise, by the model's names (``model.layers.0.input_layernorm.weight``); engines
-            hold norm weights in fp32.
+        adapter: fp32 master weights by PEFT's names; trained norms in it are ignored.
+        norms: norm weights, including noise, by the model's names; engines hold them in fp32.
         scaling: LoRA's alpha / r (or alpha / sqrt r), by which engines multiply B.
         dtype: the engine's compute dtype.
     """

@@ -16,15 +16,13 @@ memory: about 24 bytes per element."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Compute a 64-bit checksum per tensor from the bits of its elements in row-major order.
+    """Compute a 64-bit checksum per tensor, of at most 4 bytes per element, from the bits of its elements in row-major
+    order.
 
     It is sum_i (b_i + 1) m_i modulo 2^64, where b_i are the bits of element i as a signed integer and m_i is a
     pseudo-random odd number that depends only on i. A single changed element always changes the sum; several changed
     elements change it unless their changes cancel; appended zeros change it too. The arithmetic is exact, so the sum
     does not depend on device or strides.
-
-    Args:
-        tensors: tensors of real dtypes with at most 4 bytes per element.
     """
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = {}
     longest: dict[torch.device, int] = {}
@@ -43,10 +41,10 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             bits = stacked.view(BITS[dtype.itemsize]).long()
             sums[device].append(((bits + 1) * factors[device][:length]).sum(1))
             order[device] += part
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for device, names in order.items():
-        found.update(zip(names, torch.cat(sums[device]).tolist(), strict=True))
-    return {name: found[name] for name in tensors}
+        by_name.update(zip(names, torch.cat(sums[device]).tolist(), strict=True))
+    return {name: by_name[name] for name in tensors}
 
 
 def _factors(length: int, device: torch.device) -> Tensor:

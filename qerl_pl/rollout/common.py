@@ -1,5 +1,4 @@
-"""Helpers of the two rollout engines (vLLM and transformers): check prompts, derive seeds, find end-of-sequence tokens,
-get trained norms from an adapter, compare tensors, pad rows."""
+"""Helpers of the rollout engines (vLLM and transformers)."""
 
 from __future__ import annotations
 
@@ -20,13 +19,7 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts of a call before sampling starts.
-
-    Args:
-        prompts: token ids.
-        vocab_size: rows of the embedding.
-        max_model_len: longest prompt plus completion, in tokens.
-        max_tokens: longest completion, in tokens; 0 if the prompts are sequences to score.
+    """Check all prompts of a call before sampling starts; ``max_tokens`` is 0 if they are sequences to score.
 
     Raises:
         ValueError: a prompt is empty, holds an unknown token, or leaves fewer than max_tokens tokens for the
@@ -46,25 +39,18 @@ def check_prompts(
 
 
 def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: int | Sequence[int]) -> list[int]:
-    """Derive a seed for each completion from the tokens of its prompt and not from the prompt's index in the call.
+    """Derive a seed for each completion, prompt by prompt, from the tokens of its prompt and not from the prompt's
+    index.
 
     The completions of a batch are therefore the same however its prompts are divided among ranks. Prompts with equal
     tokens need different seeds. If ``seed`` is a single seed, a prompt's seeds also depend on the number of equal
     prompts before it in this call; if ``seed`` has one seed per prompt, the caller has to make those of equal prompts
     differ.
-
-    Args:
-        prompts: token ids.
-        num_completions: completions per prompt.
-        seed: one seed for the call, or one per prompt.
-
-    Returns:
-        Seeds of all completions, prompt by prompt.
     """
     if not isinstance(seed, int):
         return [
-            derive_seed(own, f"prompt {list(prompt)}", copy)
-            for prompt, own in zip(prompts, seed, strict=True)
+            derive_seed(seed_of_prompt, f"prompt {list(prompt)}", copy)
+            for prompt, seed_of_prompt in zip(prompts, seed, strict=True)
             for copy in range(num_completions)
         ]
     seen: Counter[str] = Counter()
@@ -78,34 +64,30 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 
 
 def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
-    """Collect the end-of-sequence token ids of the generation config, the model config and the tokenizer.
+    """Collect the end-of-sequence token ids of the generation config, the model config and the tokenizer of a
+    checkpoint folder; missing files are skipped.
 
     Chat models often have different tokens in these three places, and each of them is meant to end the assistant's
     turn. Other settings of the generation config, such as a temperature or a repetition penalty, are not used. Tokens
     that were added to the tokenizer alone are left out: the model has no logit for them.
-
-    Args:
-        base: checkpoint folder; missing files are skipped.
-        config: the base's configuration.
     """
-    found = [config.eos_token_id]
+    places = [config.eos_token_id]
     if (Path(base) / "generation_config.json").is_file():
-        found.append(GenerationConfig.from_pretrained(base).eos_token_id)
+        places.append(GenerationConfig.from_pretrained(base).eos_token_id)
     if (Path(base) / "tokenizer_config.json").is_file():
-        found.append(_tokenizer_end(base))
-    ids = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
+        places.append(_tokenizer_end(base))
+    ids = [token for entry in places for token in (entry if isinstance(entry, list) else [entry])]
     return sorted({token for token in ids if token is not None and token < config.vocab_size})
 
 
 @cache
 def _tokenizer_end(base: str) -> int | None:
-    """Return the tokenizer's end-of-sequence token; cached, because a large tokenizer takes half a second to load."""
+    """Return the tokenizer's end token; cached, because a large tokenizer takes half a second to load."""
     return AutoTokenizer.from_pretrained(base).eos_token_id
 
 
 def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the trained norm weights in an adapter, by their names in the model without PEFT; empty if norms are not
-    trained."""
+    """Return the trained norm weights in an adapter, by their names in the model without PEFT."""
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in adapter.items() if ".lora_" not in name}
 
 
@@ -114,12 +96,11 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
     if not wanted:
         return []
     differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
-    return [name for name, each in zip(wanted, differ.tolist(), strict=True) if each]
+    return [name for name, differs in zip(wanted, differ.tolist(), strict=True) if differs]
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool that is True for tokens that are not
-    padding."""
+    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool, True for tokens of the rows."""
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     real = torch.zeros(len(rows), longest, dtype=torch.bool)

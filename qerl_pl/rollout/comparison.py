@@ -56,14 +56,8 @@ class Gap(NamedTuple):
 
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
-    """Compare N log-probabilities of an engine with the trainer's.
-
-    Args:
-        engine: [N] in nats.
-        trainer: [N] in nats.
-        rounding: [N] root mean square changes of the trainer's by other rounding errors.
-        change: mean change by the probe adapter in nats.
-    """
+    """Compare N log-probabilities of an engine with the trainer's, [N] nats each, given the root mean square changes of
+    the trainer's by other rounding errors and the mean change by the probe adapter."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
     # an error that is small by chance, or because the token is certain, says little about the errors of an engine
     multiples = difference / (rounding + 0.1 * usual).clamp(min=1e-12)
@@ -111,8 +105,8 @@ def score_gaps(
         loop: rollout loop whose engine holds the policy.
         oracle: engine of the trainer's model, with the same noise.
         policy: the trainer's policy.
-        tokens: tokens that are scored, and whose prefixes are the prompts of the samples.
         dtype: dtype whose rounding errors are measured: the coarser one of engine and trainer.
+        tokens: tokens that are scored, and whose prefixes are the prompts of the samples.
         seed: seed of the probe adapter and of rounding errors; it must differ from the previous check's, whose prefixes
             may still be cached.
         strength: strength of the probe adapter; 0 or None: no samples are compared.
@@ -121,14 +115,14 @@ def score_gaps(
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())
     for what, adapter in ((WITH_ADAPTER, True), (WITHOUT_ADAPTER, False)) if scores else ():
-        found = torch.tensor(engine.score([tokens], adapter=adapter)[0])
-        own, rounding = with_rounding(
+        scored = torch.tensor(engine.score([tokens], adapter=adapter)[0])
+        trainers, rounding = with_rounding(
             lambda copies, adapter=adapter: torch.tensor(oracle.score([tokens] * copies, adapter=adapter)),
             policy.causal_lm,
             dtype,
             seed=seed,
         )
-        gaps[what] = gap_of(found, own, rounding)
+        gaps[what] = gap_of(scored, trainers, rounding)
     if strength:
         gaps[PROBE] = probe_gap(engine, oracle, policy, tokens, dtype, seed=seed, strength=strength)
     return gaps
@@ -147,8 +141,8 @@ def probe_gap(
     """Sample one token after each of several prefixes of ``tokens`` with a probe adapter; compare its log-probability
     in engine and oracle, which have the policy's adapter before and the probe adapter afterwards.
 
-    The arguments are those of ``score_gaps``. The prefixes differ in length by two tokens: a stale prefix cache changes
-    most the first tokens after a cached block (of 16 tokens or more).
+    The prefixes differ in length by two tokens: a stale prefix cache changes most the first tokens after a cached block
+    (of 16 tokens or more).
     """
     prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
     adapter = probe_adapter(policy, strength=strength, seed=seed)
@@ -162,6 +156,6 @@ def probe_gap(
 
     [usual] = score(1)
     oracle.load_adapter(adapter)
-    own, rounding = with_rounding(score, policy.causal_lm, dtype, seed=seed)
-    found = torch.tensor([completion.logprobs[0] for completion in completions])
-    return gap_of(found, own, rounding, (usual - own).abs().mean().item())
+    trainers, rounding = with_rounding(score, policy.causal_lm, dtype, seed=seed)
+    engines = torch.tensor([completion.logprobs[0] for completion in completions])
+    return gap_of(engines, trainers, rounding, (usual - trainers).abs().mean().item())

@@ -14,12 +14,8 @@ def completion_texts(
 ) -> list[str]:
     """Decode completions with special tokens, since these may mark thoughts (``[THINK]``) or answers.
 
-    Only the tokenizer's end and padding tokens, and a special token that ended the completion, are left out.
-
-    Args:
-        tokenizer: tokenizer of the base.
-        completions: sampled completions.
-        stop: strings that ended completions; they stay in the text, also where they are special tokens.
+    Only the tokenizer's end and padding tokens, and a special token that ended the completion, are left out; strings of
+    ``stop`` stay in the text, also where they are special tokens.
     """
     special = special_tokens(tokenizer)
     silent = [tokenizer.eos_token_id, tokenizer.pad_token_id]
@@ -27,7 +23,7 @@ def completion_texts(
     texts = tokenizer.batch_decode(rows, skip_special_tokens=False)
     for index, (row, tokens) in enumerate(zip(completions, rows, strict=True)):
         ended = row.finished and tokens and tokens[-1] == row.tokens[-1] and tokens[-1] in special
-        if ended and not any(each in texts[index] for each in stop):
+        if ended and not any(text in texts[index] for text in stop):
             texts[index] = str(tokenizer.decode(tokens[:-1], skip_special_tokens=False))
     return texts
 
@@ -39,8 +35,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def as_sampled(tokenizer: PreTrainedTokenizerBase, text: str, *, stop: Sequence[str] = ()) -> str:
-    """Return the text that rewards see if the policy writes a given text: up to the first stop string, tokenised and
-    decoded."""
-    ends = [text.index(each) + len(each) for each in stop if each in text]
+    """Return what rewards see if the policy writes a text: up to the first stop string, tokenised and decoded."""
+    ends = [text.index(string) + len(string) for string in stop if string in text]
     tokens = tokenizer(text[: min(ends, default=len(text))], add_special_tokens=False).input_ids
     return completion_texts(tokenizer, [Completion(tuple(tokens), (), bool(ends))], stop=stop)[0]

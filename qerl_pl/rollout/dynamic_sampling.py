@@ -68,7 +68,7 @@ class DynamicSampling:
     ) -> tuple[ScoredBatch, int]:
         """Sample until the batch is full of groups with a signal, ``max_refills`` is reached, or prompts run out.
 
-        Collective: every rank must call it, and all ranks take the same decisions.
+        Every rank must call it, and all ranks take the same decisions.
 
         Args:
             prompts: this rank's prompts of the batch, at least one and equally many on every rank.
@@ -88,38 +88,37 @@ class DynamicSampling:
             chunk = list(islice(more_prompts, size))
             return [prompt for place, prompt in enumerate(chunk, num_sampled) if place % num_ranks == rank], len(chunk)
 
-        own, num_more = next_share(most - batch_size)
+        share, num_more = next_share(most - batch_size)
         num_sampled += num_more
-        sampled = sample([*prompts, *own])
+        sampled = sample([*prompts, *share])
         for refill in range(self.max_refills):
             with watch.phase("wait"):
                 num_useful = sum(ranks.gather_values(int(sampled.has_signal.sum())))
             if num_useful >= batch_size:
                 return sampled, refill
             missing = self.oversample * (batch_size - num_useful)
-            own, num_more = next_share(min(math.ceil(missing * num_sampled / num_useful), most) if num_useful else most)
+            share, num_more = next_share(
+                min(math.ceil(missing * num_sampled / num_useful), most) if num_useful else most
+            )
             if not num_more:
                 return sampled, refill
             num_sampled += num_more
-            if own:
-                sampled += sample(own)
+            if share:
+                sampled += sample(share)
         return sampled, self.max_refills
 
     def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
-        """Choose the first ``batch_size`` groups with a signal among those of all ranks, and return the ones that this
-        rank trains on, None if it has none. Every rank must call this.
+        """Choose the first ``batch_size`` groups with a signal among those of all ranks; every rank must call this.
 
-        Args:
-            sampled: this rank's groups, as returned by ``fill``.
-            batch_size: groups to choose over all ranks.
-            may_move: whether groups may be sent to another rank than the one that sampled them.
-
-        Raises:
-            CheckFailed: there are fewer than ``batch_size`` groups with a signal, and ``when_short`` is "error".
+        Returns those that this rank trains on, None if it has none. Groups are sent to other ranks than those that
+        sampled them only if ``may_move``. Raises CheckFailed if there are too few and ``when_short`` is "error".
         """
         shares, rank = ranks.gather_values(sampled.has_signal.tolist()), ranks.rank()
         places = sorted(
-            own + index * len(shares) for own, flags in enumerate(shares) for index, flag in enumerate(flags) if flag
+            of_rank + index * len(shares)
+            for of_rank, flags in enumerate(shares)
+            for index, flag in enumerate(flags)
+            if flag
         )[:batch_size]
         if len(places) < batch_size and self.when_short == "error":
             raise CheckFailed(

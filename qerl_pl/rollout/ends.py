@@ -22,21 +22,10 @@ def check_ends(
     tokenizer: PreTrainedTokenizerBase,
     engine: str,
 ) -> None:
-    """Check each completion's ``finished`` against its tokens.
+    """Raise CheckFailed if a completion's ``finished`` contradicts its tokens.
 
     A finished completion ends with an end token or with the token that completes a stop string, and has neither before.
-    A completion that is not finished has neither, and has ``max_tokens`` tokens.
-
-    Args:
-        groups: completions of each prompt.
-        prompts: prompts of the groups.
-        sampling: settings with which the completions were sampled.
-        end_tokens: tokens that end a completion.
-        tokenizer: decodes completions to find stop strings.
-        engine: name of the engine, for messages.
-
-    Raises:
-        CheckFailed: a completion does not end as reported; the message names the first such completion.
+    A completion that is not finished has neither, and has ``max_tokens`` tokens. ``engine`` is a name for messages.
     """
     ends = frozenset(end_tokens)
     for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
@@ -44,44 +33,45 @@ def check_ends(
         for number, (completion, stopped_at) in enumerate(zip(group, stops, strict=True)):
             tokens, where = completion.tokens, f"completion {number} of prompt {index}"
             count = len(tokens)
-            said = f"{engine} returned {where} with {count} tokens as {'' if completion.finished else 'not '}finished"
+            returned = (
+                f"{engine} returned {where} with {count} tokens as {'' if completion.finished else 'not '}finished"
+            )
             places = [place + 1 for place, token in enumerate(tokens) if token in ends]
             places_of_ends: list[int] = [*places, *([] if stopped_at is None else [stopped_at])]
             end = min(places_of_ends) if places_of_ends else None
             if end is not None and end < count:
                 what = f"the end token {tokens[end - 1]}" if end in places else "a stop string"
-                raise CheckFailed(f"{said}; it goes on after {what} in place {end}, and nothing may follow")
+                raise CheckFailed(f"{returned}; it goes on after {what} in place {end}, and nothing may follow")
             if completion.finished and end is None:
                 raise CheckFailed(
-                    f"{said}; its last token {tokens[-1]} is no end token ({_listed(ends)}) and completes no stop "
+                    f"{returned}; its last token {tokens[-1]} is no end token ({_listed(ends)}) and completes no stop "
                     "string: look for another limit of tokens, or other end tokens, in the engine"
                 )
             if not completion.finished and end is not None:
-                raise CheckFailed(f"{said}; but it ends with an end token or a stop string, so it is finished")
+                raise CheckFailed(f"{returned}; but it ends with an end token or a stop string, so it is finished")
             if not completion.finished and count != sampling.max_tokens:
                 raise CheckFailed(
-                    f"{said}; expected {sampling.max_tokens} tokens (max_tokens) of a completion that was cut: look "
-                    "for another limit in the engine"
+                    f"{returned}; expected {sampling.max_tokens} tokens (max_tokens) of a completion that was cut: "
+                    "look for another limit in the engine"
                 )
 
 
 def _stop_lengths(
     prompt: Prompt, group: Sequence[Completion], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[int | None]:
-    """Return for each completion the number of its tokens up to the end of the first stop string; None if it has no
-    stop string."""
+    """Return for each completion the number of its tokens up to the end of the first stop string, or None."""
     if not stop:
         return [None] * len(group)
     longest = max(len(completion.tokens) for completion in group)
     search = StopStrings(stop, tokenizer, [prompt.tokens] * len(group))
-    found: list[int | None] = [None] * len(group)
+    lengths: list[int | None] = [None] * len(group)
     rows = torch.tensor([[*row.tokens, *[0] * (longest - len(row.tokens))] for row in group])
     for place in range(longest):
         search(rows[:, : place + 1], None)
     for row, completion in enumerate(group):
         length = search.lengths[row]
-        found[row] = length if length is not None and length <= len(completion.tokens) else None
-    return found
+        lengths[row] = length if length is not None and length <= len(completion.tokens) else None
+    return lengths
 
 
 def _listed(ends: frozenset[int]) -> str:

@@ -1,5 +1,4 @@
-"""Rollout engine that calls transformers' ``generate`` on the trained policy itself; tests compare the vLLM engine with
-it."""
+"""Rollout engine that calls transformers' ``generate`` on the trained policy itself; tests compare vLLM's with it."""
 
 from __future__ import annotations
 
@@ -85,9 +84,11 @@ class TransformersEngine:
             for number, batch in enumerate(batches):
                 indices = [rows[row] for row in batch]
                 some = [list(prompts[index]) for index in indices]
-                own = seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
+                seed_of_batch = (
+                    seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
+                )
                 # a batch's seed depends on its prompts, because all ranks get the same ``seed``
-                torch.manual_seed(derive_seed(own, f"batch {some}", number))
+                torch.manual_seed(derive_seed(seed_of_batch, f"batch {some}", number))
                 completions = self._sample(policy, some, sampling)
                 for index, completion in zip(indices, completions, strict=True):
                     groups[index].append(completion)
@@ -111,14 +112,13 @@ class TransformersEngine:
     def score_next(
         self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int], *, copies: int = 1
     ) -> Tensor:
-        """Compute the log-probability, in nats, of one token after each of N prefixes of a sequence, in one pass over
-        ``copies`` rows that all hold the sequence: [copies, N] fp32 on the CPU.
+        """Compute the log-probability, in nats, of one token after each of N prefixes of a sequence: [copies, N] fp32
+        on the CPU, in one pass over ``copies`` rows, which differ only by errors that hooks add (``policy.shaken``).
 
         Args:
             tokens: the sequence.
             lengths: tokens of each prefix, all different, from 1 to one less than the sequence has.
             following: the token after each prefix, which need not be the sequence's own.
-            copies: number of rows, which differ only by errors that hooks add (``policy.shaken``).
         """
         policy = self._check([tokens], max_tokens=0)
         device, at = policy.causal_lm.device, list(lengths)
@@ -130,11 +130,11 @@ class TransformersEngine:
         targets = rows.clone()
         targets[:, at] = torch.tensor(following, device=device)
         with self._in_place(policy, adapter=True):
-            found = policy.token_stats(rows, mask, temperature=1.0, targets=targets[mask]).logprobs
-        return found[:, at].cpu()
+            logprobs = policy.token_stats(rows, mask, temperature=1.0, targets=targets[mask]).logprobs
+        return logprobs[:, at].cpu()
 
     def alternative_logprobs(self, tokens: Tensor, sampled: Tensor, *, temperature: float) -> Tensor:
-        """Compute log-probabilities as ``Policy.alternative_logprobs`` does, with this engine's adapter and noise."""
+        """Compute ``Policy.alternative_logprobs`` with this engine's adapter and noise."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return policy.alternative_logprobs(tokens, sampled, temperature=temperature, end_tokens=self._end_tokens)
@@ -151,8 +151,7 @@ class TransformersEngine:
         return len(self._clean_norms(adapter=True)) if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the model's adapter and norms as they are during a call, with the engine's adapter and
-        noise."""
+        """Compute checksums of the model's adapter and norms as they are during a call."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return expected_fingerprint(
@@ -189,8 +188,8 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows, sorted by decreasing length, into batches of at most ``batch_tokens`` tokens including padding.
-        A row that is longer is a batch by itself. Returns the row indices of each batch."""
+        """Divide rows, longest first, into batches of at most ``batch_tokens`` tokens including padding, or of one
+        row."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -237,8 +236,7 @@ class TransformersEngine:
 
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
-        """Write this engine's adapter and noise into the policy and set evaluation mode; restore the policy when the
-        context ends."""
+        """Write this engine's adapter and noise into the policy and set evaluation mode within the context."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
@@ -269,8 +267,7 @@ class TransformersEngine:
 class SampledLogprobs(LogitsProcessor):
     """Logits processor for temperature, top_k and top_p that records the log-probability of each sampled token.
 
-    It is needed because ``generate`` can only return the scores of the whole vocabulary for all steps, which would take
-    much memory; this class keeps only the distribution of one step.
+    ``generate`` can only return the scores of the whole vocabulary for all steps, which would take much memory.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -293,8 +290,8 @@ class SampledLogprobs(LogitsProcessor):
         return scores
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """Return the log-probabilities [B, N] fp32, in nats, of the N sampled tokens per row, given the result [B, S]
-        of ``generate``."""
+        """Return the log-probabilities [B, N] fp32, in nats, of the N sampled tokens per row of ``generate``'s
+        result."""
         self._note(sequences)
         return torch.cat(self._columns, dim=1)
 
@@ -305,8 +302,7 @@ class SampledLogprobs(LogitsProcessor):
 
 @contextmanager
 def _fp32_head(policy: Policy) -> Iterator[None]:
-    """Make the model compute logits in fp32 within this context, as in training, even if its compute dtype has 16
-    bits."""
+    """Make the model compute logits in fp32 within this context, as in training, also in a 16-bit compute dtype."""
     if policy.dtype.itemsize >= torch.float32.itemsize:
         yield
         return
@@ -324,11 +320,11 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norm modules that the model uses, by the name of their weight: PEFT's trained copies if norms are
-    trained and ``adapter`` is True, and the base's norms otherwise."""
-    found = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
+    """Return the norm modules that the model uses, by the name of their weight: PEFT's trained copies if there are any
+    and ``adapter`` is True, and the base's norms otherwise."""
+    modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
-        for name in found:
+        for name in modules:
             module = policy.causal_lm.get_submodule(name.removesuffix(".weight"))
-            found[name] = getattr(module, "original_module", module)
-    return found
+            modules[name] = getattr(module, "original_module", module)
+    return modules

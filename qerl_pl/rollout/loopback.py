@@ -9,12 +9,8 @@ WAIT = 5.0  # seconds until the check fails; a working loopback interface answer
 
 
 def check_loopback() -> None:
-    """Check that this machine can connect to itself over the loopback interface; if not, creating a process group of
-    torch would hang for minutes.
-
-    Raises:
-        OSError: connecting to 127.0.0.1 fails.
-    """
+    """Raise OSError if this machine cannot connect to itself at 127.0.0.1, because creating a process group of torch
+    would then hang for minutes."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=WAIT).close()

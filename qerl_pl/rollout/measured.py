@@ -76,8 +76,8 @@ def measure_some(
         [prompt + completion for prompt, completion in distinct], left=False, device=torch.device("cpu")
     )
     sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
-    found = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
-    again = found[..., :1].clone()
+    logprobs_of = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
+    shaken_of = logprobs_of[..., :1].clone()
     oracle, device = TransformersEngine(), policy.causal_lm.device
     oracle.start(policy, max_model_len=max_model_len)
     try:
@@ -86,8 +86,8 @@ def measure_some(
             width = int((starts + lengths)[rows].max())
             mask = sampled[rows, :width]
             row, column = mask.nonzero(as_tuple=True)
-            for values in (found, again)[: 1 + other_rounding]:
-                with nullcontext() if values is found else shaken(policy.causal_lm, policy.dtype, seed=seed):
+            for values in (logprobs_of, shaken_of)[: 1 + other_rounding]:
+                with nullcontext() if values is logprobs_of else shaken(policy.causal_lm, policy.dtype, seed=seed):
                     logprobs = oracle.alternative_logprobs(
                         tokens[rows, :width].to(device), mask.to(device), temperature=temperature
                     )
@@ -97,9 +97,9 @@ def measure_some(
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
     rows = torch.arange(len(chosen)).repeat_interleave(lengths[which])
     reported = sampler.new_zeros(len(chosen)).index_add(0, rows, sampler)
-    of_rows = found.sum(dim=1)[which, 1:] - reported.unsqueeze(1)  # [rows, K]; found is 0 at other tokens
+    of_rows = logprobs_of.sum(dim=1)[which, 1:] - reported.unsqueeze(1)  # [rows, K]; 0 at other tokens
     evidence = torch.tensor(ranks.gather_values(in_shares(of_rows.T).tolist()), dtype=torch.float64).sum(dim=0)
     trainer, shaken_ones = (
-        torch.cat([values[place, sampled[place], 0] for place in which]) for values in (found, again)
+        torch.cat([values[place, sampled[place], 0] for place in which]) for values in (logprobs_of, shaken_of)
     )
     return Measured(trainer, sampler, shaken_ones if other_rounding else sampler[:0], rows, evidence)

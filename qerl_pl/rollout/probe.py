@@ -58,7 +58,8 @@ def find_strength(
 
     From the strongest on, each strength is tried with ``SEEDS`` adapters, whose share is that of rounding errors in the
     change by the adapter, the larger one of the adapters. Strengths that change more than ``MOST_CHANGE`` are left out.
-    Of those whose share is at most twice the smallest, the weakest is returned, which is farthest from chaos.
+    Of those whose share is at most twice the smallest, the weakest is returned, which is farthest from chaos; None if
+    rounding errors are more than the share ``USABLE`` with every strength.
 
     Args:
         oracle: engine of the trainer's model, with the noise of the rollout; its adapter is changed.
@@ -66,9 +67,6 @@ def find_strength(
         tokens: text like that of the run's prompts and completions, of which the last tokens are scored.
         dtype: dtype whose rounding errors are meant.
         seed: seed of adapters and errors.
-
-    Returns:
-        The strength; None if rounding errors are more than the share ``USABLE`` with every strength.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
@@ -80,20 +78,20 @@ def find_strength(
     [usual] = score(1)
     shares: dict[float, float] = {}
     for strength in STRENGTHS:
-        found, changes = [], []
+        shares_of_adapters, changes = [], []
         for index in range(SEEDS):
-            own = derive_seed(seed, f"probe {strength:.4g}", index)
-            oracle.load_adapter(probe_adapter(policy, strength=strength, seed=own))
+            seed_of_adapter = derive_seed(seed, f"probe {strength:.4g}", index)
+            oracle.load_adapter(probe_adapter(policy, strength=strength, seed=seed_of_adapter))
             [probed] = score(1)
             changes.append((probed - usual).abs().mean().item())
             if not changes[-1] <= MOST_CHANGE:
                 break
-            scores, rounding = with_rounding(score, policy.causal_lm, dtype, seed=own)
-            found.append((rounding.mean() / (scores - usual).abs().mean().clamp(min=1e-9)).item())
+            scores, rounding = with_rounding(score, policy.causal_lm, dtype, seed=seed_of_adapter)
+            shares_of_adapters.append((rounding.mean() / (scores - usual).abs().mean().clamp(min=1e-9)).item())
         if not max(changes) <= MOST_CHANGE:
             continue
-        shares[strength] = max(found)
+        shares[strength] = max(shares_of_adapters)
         if shares[strength] > 2 * min(shares.values()) <= 2 * USABLE:  # weaker ones only drown in rounding errors
             break
     best = min(shares.values(), default=1.0)
-    return min(each for each, share in shares.items() if share <= min(2 * best, USABLE)) if best <= USABLE else None
+    return min(tried for tried, share in shares.items() if share <= min(2 * best, USABLE)) if best <= USABLE else None

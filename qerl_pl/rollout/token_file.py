@@ -17,7 +17,7 @@ from qerl_pl.common.files import allow_reading, replacing
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Values of the N sampled tokens of one completion."""
+    """Values of the N sampled tokens of one completion; ``FileTokens`` has those of all completions."""
 
     ids: Tensor
     """[N] int64, token ids."""
@@ -53,16 +53,8 @@ class FileTokens:
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write the per-token values of completions to a file, atomically; the file has ten bytes per token.
-
-    Args:
-        path: path that ends in .safetensors; its folder exists.
-        rows: per-token values of each completion, in the order of the completions.
-        pieces: text of each token that occurs, by token id.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the per-token values of completions to a .safetensors file, atomically; it has ten bytes per token.
+    ``pieces`` is the text of each token that occurs, by token id."""
     bounds = [0]
     for row in rows:
         bounds.append(bounds[-1] + len(row.ids))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from qerl_pl.common import ranks
 from qerl_pl.common.metrics import Mean, Pooled, over_ranks, total
@@ -21,25 +20,6 @@ PER_TOKEN = {
     "policy/kl_old": "k3",
     "policy/kl_ref": "kl_ref",
 }
-
-
-class EffectiveShare(Metric):
-    """Effective sample size of the importance weights of all ranks, divided by the number of weights."""
-
-    full_state_update = False
-    sums: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(distributed_available_fn=ranks.are_several)
-        self.add_state("sums", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> None:
-        """Add the number of a batch's importance weights, their sum and the sum of their squares, [] each."""
-        self.sums += torch.stack([num_units, weight_sum, square_sum]).double()
-
-    def compute(self) -> Tensor:
-        """Return the effective share [] in [0, 1] (``objective.correction.effective_share``)."""
-        return effective_share(*self.sums)
 
 
 def update_metrics(
@@ -81,11 +61,12 @@ def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, 
         return {}
     experience = batch.experience
     whole = objective.importance(batch.old - experience.sampler_logprobs, experience.mask)
-    if ranks.mean(whole.num_units.double()) == 0:
+    num_weights, weight_sum, square_sum = ranks.mean(
+        torch.stack([whole.num_units, whole.weight_sum, whole.square_sum]).double()
+    )
+    if num_weights == 0:
         return {}
-    metrics = {
-        "correction/effective_share": over_ranks(EffectiveShare(), whole.num_units, whole.weight_sum, whole.square_sum)
-    }
+    metrics = {"correction/effective_share": effective_share(num_weights, weight_sum, square_sum)}
     if objective.correction != "none":
         metrics["correction/outside_share"] = _share(whole.num_outside, whole.num_units)
     if objective.rejection is not None:

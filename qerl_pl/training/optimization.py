@@ -111,9 +111,9 @@ def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequen
     every difference. The scheduler is at the checkpoint's step."""
     changed = {}
     groups = optimizer.param_groups
-    for group, own, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):
-        changed |= {name: (group.get(name), value) for name, value in own.items() if group.get(name) != value}
-        group.update(own, lr=own["initial_lr"] * factor(scheduler.last_epoch))
+    for group, configured, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):
+        changed |= {name: (group.get(name), value) for name, value in configured.items() if group.get(name) != value}
+        group.update(configured, lr=configured["initial_lr"] * factor(scheduler.last_epoch))
     scheduler.base_lrs = [group["initial_lr"] for group in groups]
     for name, (before, now) in changed.items():
         name = "lr" if name == "initial_lr" else name

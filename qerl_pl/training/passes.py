@@ -60,8 +60,8 @@ class Batch:
         """Call ``work`` with the limit on the tokens per pass; if GPU memory runs out, call it again with a smaller
         limit or, if it has a backward pass (``with_gradient``), with more activations recomputed."""
         longest = int(self.experience.lengths.max())
-        more = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
-        return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **more)
+        options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
+        return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
         """Split the given rows into micro-batches of at most ``max_tokens``; if the policy computes equal prompts of a

@@ -12,8 +12,7 @@ from torchmetrics import Metric
 
 from qerl_pl.common.metrics import Mean, Pooled, largest, over_ranks, quantile, total
 from qerl_pl.evaluation.pass_at_k import accuracy
-from qerl_pl.objective.correction import importance_weights
-from qerl_pl.training.metrics import EffectiveShare, gap
+from qerl_pl.training.metrics import gap
 from tests.two_ranks import on_two_ranks
 
 NAN = math.nan
@@ -28,8 +27,6 @@ def metrics() -> dict[str, tuple[Metric, list[tuple[Tensor, ...]]]]:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(9, generator=generator)
     none, scores = torch.empty(0), torch.tensor([1.0, 0.0, NAN, 1.0])
-    parts = [rows[:4].unsqueeze(1), rows[4:].unsqueeze(1)]
-    weights = [importance_weights(part, torch.ones(part.shape).bool(), mode="truncate") for part in parts]
     deciles = Pooled(lambda values: {f"{q}": quantile(values.sort().values, q / 10) for q in range(11)})
     right = torch.tensor([0, 3, 4, 1])
     return {
@@ -43,7 +40,6 @@ def metrics() -> dict[str, tuple[Metric, list[tuple[Tensor, ...]]]]:
         "gap": (gap(), [(rows,), (none,)]),
         "no gap": (gap(), [(none,), (none,)]),
         "pass@k": (Pooled(lambda right: means_of(accuracy(right, 4))), [(right[:3],), (right[3:],)]),
-        "effective share": (EffectiveShare(), [(each.num_units, each.weight_sum, each.square_sum) for each in weights]),
     }
 
 
