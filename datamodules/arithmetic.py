@@ -8,8 +8,7 @@ from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
 
 
 class Arithmetic:
-    """Problems such as "7+5-3+8=?"; training and validation share no problem, whatever the seeds
-    (qerl_pl/tasks/arithmetic.py).
+    """Problems such as "7+5-3+8=?"; training and validation share no problem, whatever the seeds.
 
     Args:
         seed: seed of the draw.
@@ -23,14 +22,12 @@ class Arithmetic:
         self.num_validation = num_validation
 
     def train(self) -> list[Problem]:
-        """Return the training problems."""
-        return _problems(self.num_train, seed=derive_seed(self.seed, "arithmetic/train"), validation=False)
+        return self._problems("train", self.num_train)
 
     def validation(self) -> list[Problem]:
-        """Return the validation problems."""
-        return _problems(self.num_validation, seed=derive_seed(self.seed, "arithmetic/validation"), validation=True)
+        return self._problems("validation", self.num_validation)
 
-
-def _problems(num: int, *, seed: int, validation: bool) -> list[Problem]:
-    expressions = distinct_expressions(num, seed=seed, validation=validation)
-    return [Problem(question(expression), str(value(expression))) for expression in expressions]
+    def _problems(self, side: str, num: int) -> list[Problem]:
+        seed = derive_seed(self.seed, f"arithmetic/{side}")
+        expressions = distinct_expressions(num, seed=seed, validation=side == "validation")
+        return [Problem(question(expression), str(value(expression))) for expression in expressions]

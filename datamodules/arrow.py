@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow
@@ -13,21 +12,20 @@ ROWS = 1024  # rows that are converted at a time
 
 
 def parquet_rows(path: str) -> Iterator[dict[str, object]]:
-    """Read the rows of a Parquet file.
-
-    Raises:
-        ValueError: the file is no Parquet file, is damaged, has no rows, or has a column twice.
-    """
+    """Read the rows of a Parquet file; ValueError if it is none, is damaged, has no rows, or has a column twice."""
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows == 0:
                 raise ValueError(f"data file {path} has no rows")
-            _check_names(file.schema_arrow.names)
+            names = file.schema_arrow.names
+            repeated = next((name for name in names if names.count(name) > 1), None)
+            if repeated is not None:
+                raise ValueError(f"the table has several columns {repeated!r}; rename all but one")
             for batch in file.iter_batches(ROWS):
                 yield from table_rows(pyarrow.Table.from_batches([batch]))
     except (pyarrow.ArrowException, OSError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ValueError(f"data file {path} cannot be read as Parquet: {said}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"data file {path} cannot be read as Parquet: {reason}") from error
 
 
 def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
@@ -38,19 +36,14 @@ def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
 
 
 def _with_labels(value: Any, feature: Any) -> Any:
-    """Replace the numbers of class labels in a value by their names, at any depth; -1, which means no label, by None.
-
-    Args:
-        value: a value of a data set's column.
-        feature: the feature of ``datasets`` that describes the column.
-    """
+    """Replace the numbers of class labels in a value by their names, at any depth; -1 means no label."""
     if hasattr(feature, "int2str"):
         return feature.names[value] if isinstance(value, int) and value >= 0 else None
     if isinstance(value, dict) and isinstance(feature, dict):
-        return {name: _with_labels(each, feature[name]) for name, each in value.items()}
+        return {name: _with_labels(field, feature[name]) for name, field in value.items()}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     if isinstance(value, list) and inner is not None:
-        return [_with_labels(each, inner) for each in value]
+        return [_with_labels(entry, inner) for entry in value]
     return value
 
 
@@ -60,8 +53,7 @@ def table_rows(table: pyarrow.Table) -> Iterator[dict[str, object]]:
     A 16- or 32-bit float becomes the float with the digits that it has in its own precision: 0.1 and not
     0.10000000149011612. A column with times that Python cannot represent becomes text.
     """
-    columns = [_values(column) for column in table.columns]
-    for row in zip(*columns, strict=True):
+    for row in zip(*map(_values, table.columns), strict=True):
         yield dict(zip(table.column_names, row, strict=True))
 
 
@@ -71,10 +63,6 @@ def _values(column: pyarrow.ChunkedArray) -> list[Any]:
     except (ValueError, OverflowError):  # nanoseconds, or a year after 9999
         values = column.cast(pyarrow.string()).to_pylist()
     return [_as_printed(value, column.type) for value in values] if _has_short_float(column.type) else values
-
-
-def _is_short_float(kind: pyarrow.DataType) -> bool:
-    return types.is_float16(kind) or types.is_float32(kind)
 
 
 def _inner(kind: pyarrow.DataType) -> list[pyarrow.DataType]:
@@ -87,26 +75,20 @@ def _inner(kind: pyarrow.DataType) -> list[pyarrow.DataType]:
 
 
 def _has_short_float(kind: pyarrow.DataType) -> bool:
-    return _is_short_float(kind) or any(map(_has_short_float, _inner(kind)))
+    return types.is_float16(kind) or types.is_float32(kind) or any(map(_has_short_float, _inner(kind)))
 
 
 def _as_printed(value: Any, kind: pyarrow.DataType) -> Any:
     if value is None:
         return None
-    if _is_short_float(kind):
+    if types.is_float16(kind) or types.is_float32(kind):
         return float(str(kind.to_pandas_dtype()(value)))
     inner = _inner(kind)
     if types.is_struct(kind):
-        return {name: _as_printed(each, part) for (name, each), part in zip(value.items(), inner, strict=True)}
+        return {name: _as_printed(field, part) for (name, field), part in zip(value.items(), inner, strict=True)}
     if types.is_map(kind):
         pair = inner[0]
         return [(_as_printed(k, pair.field(0).type), _as_printed(v, pair.field(1).type)) for k, v in value]
     if isinstance(value, list):
-        return [_as_printed(each, inner[0]) for each in value]
+        return [_as_printed(entry, inner[0]) for entry in value]
     return _as_printed(value, inner[0]) if inner else value
-
-
-def _check_names(names: Sequence[str]) -> None:
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ValueError(f"the table has several columns {repeated[0]!r}; rename all but one")

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from datamodules.bad_rows import BadRows, OnBadRows, read_problems
-from datamodules.rows import Row, text
+from datamodules.rows import BadRows, OnBadRows, Row, read_problems, text
 from qerl_pl.common.types import Problem
 
-
-class _Place(NamedTuple):
-    path: str
-    split: str
-    question: str
-
-
-_HUB = {
-    "math500": _Place("HuggingFaceH4/MATH-500", "test", "problem"),
-    "aime24": _Place("HuggingFaceH4/aime_2024", "train", "problem"),
-    "aime25": _Place("math-ai/aime25", "test", "problem"),
-    "amc23": _Place("math-ai/amc23", "test", "question"),
+_HUB = {  # data set on the hub, its split, and its column of questions
+    "math500": ("HuggingFaceH4/MATH-500", "test", "problem"),
+    "aime24": ("HuggingFaceH4/aime_2024", "train", "problem"),
+    "aime25": ("math-ai/aime25", "test", "problem"),
+    "amc23": ("math-ai/amc23", "test", "question"),
 }
 
 
@@ -44,18 +36,13 @@ class Benchmark:
         self.bad_rows: OnBadRows = bad_rows
 
     def train(self) -> list[Problem]:
-        """Refuse: a benchmark has no training problems.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: a benchmark has no training problems."""
         raise ValueError(f"{self.name} is a benchmark: nothing trains on it; pair it with a training source")
 
     def validation(self) -> list[Problem]:
-        """Return the benchmark's problems."""
-        place = _HUB[self.name]
+        path, split, question = _HUB[self.name]
 
         def problem(row: Row) -> Problem:
-            return Problem(text(row, place.question), text(row, "answer").removesuffix(".0"), row=row.columns)
+            return Problem(text(row, question), text(row, "answer").removesuffix(".0"), row=row.columns)
 
-        return read_problems(self.path or place.path, problem, bad_rows=self.bad_rows, split=place.split)
+        return read_problems(self.path or path, problem, bad_rows=self.bad_rows, split=split)

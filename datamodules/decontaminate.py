@@ -1,7 +1,8 @@
-"""Remove training problems that share a run of words with an evaluation problem."""
+"""Keep training problems apart from those of an evaluation, which share no question and no run of words with them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from datamodules.sources import PromptSource
 from qerl_pl.common.types import Problem
+
+SHARED_WORDS = 13  # as in GPT-3 (arXiv 2005.14165, appendix C)
 
 
 class Overlap(NamedTuple):
@@ -41,7 +44,7 @@ class Decontaminated:
         self,
         source: PromptSource,
         against: list[PromptSource],
-        num_words: int = 13,
+        num_words: int = SHARED_WORDS,
         report_path: str | None = None,
     ) -> None:
         if num_words < 1:
@@ -54,7 +57,6 @@ class Decontaminated:
         self.report_path = report_path
 
     def train(self) -> list[Problem]:
-        """Return the training problems that share no run of words with an evaluation problem."""
         problems = self.source.train()
         evaluation = [problem for source in self.against for problem in source.validation()]
         overlaps = find_overlaps(problems, evaluation, num_words=self.num_words)
@@ -68,7 +70,6 @@ class Decontaminated:
         return [problem for index, problem in enumerate(problems) if index not in removed]
 
     def validation(self) -> list[Problem]:
-        """Return the source's validation problems."""
         return self.source.validation()
 
 
@@ -103,3 +104,42 @@ def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
     words = re.findall(r"[^\W_]+", text.lower())
     last = max(0, len(words) - num_words)
     return [tuple(words[start : start + num_words]) for start in range(last + 1)] if words else []
+
+
+def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
+    """Remove training problems whose question is also a validation question, ignoring white space; returns the others
+    and the number that was removed."""
+    seen = {" ".join(problem.question.split()) for problem in validation}
+    kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
+    return kept, len(train) - len(kept)
+
+
+def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
+    """Split training problems into those that stay in training and those that are held out, each in their order.
+
+    The ``num`` distinct questions with the smallest hashes are held out, so the choice does not depend on the order.
+    Problems that share ``SHARED_WORDS`` consecutive words with a held-out one are in neither part. ValueError if no
+    training problem would be left.
+    """
+    if num == 0:
+        return list(problems), []
+    questions = {" ".join(problem.question.split()) for problem in problems}
+    if num >= len(questions):
+        raise ValueError(
+            f"data.held_out is {num} and there are {len(questions)} different training questions; lower it"
+        )
+    chosen = set(sorted(questions, key=lambda text: hashlib.sha256(text.encode()).digest())[:num])
+    held: dict[str, Problem] = {}
+    rest = []
+    for problem in problems:
+        question = " ".join(problem.question.split())
+        if question in chosen:
+            held.setdefault(question, problem)
+        else:
+            rest.append(problem)
+    alike = {overlap.train_index for overlap in find_overlaps(rest, list(held.values()), num_words=SHARED_WORDS)}
+    kept = [problem for index, problem in enumerate(rest) if index not in alike]
+    if not kept:
+        raise ValueError(f"data.held_out is {num}: every other training problem resembles a held-out one; lower it")
+    rank_zero_info(f"data: {num} training problems are held out; removed {len(alike)} that resemble one of them")
+    return kept, list(held.values())

@@ -31,7 +31,7 @@ class Filters:
         self, only: Mapping[str, Sequence[Value]] | None, between: Mapping[str, tuple[float, float]] | None
     ) -> None:
         for column, values in (only or {}).items():
-            if not values or any(is_null(value) for value in values):
+            if not values or any(map(is_null, values)):
                 raise ValueError(
                     f"only has {[*values]} for {column!r}; expected values, and a row with null is left out"
                 )
@@ -40,8 +40,8 @@ class Filters:
                 raise ValueError(f"between has [{low}, {high}] for {column!r}; expected the lower number first")
         self.only = {column: {_comparable(value) for value in values} for column, values in (only or {}).items()}
         self.between = dict(between or {})
-        self._first_without: dict[str, NoColumnError] = {}
-        self._found: set[str] = set()
+        self._missing: dict[str, NoColumnError] = {}  # error of the first row without a restricted column
+        self._present: set[str] = set()
         self._num_null: Counter[str] = Counter()
         self._num_rows = self._num_kept = 0
 
@@ -51,33 +51,28 @@ class Filters:
         Raises:
             ValueError: a value is neither text, number nor bool, or no number where a range is given.
         """
-        kept = True
+        passes = []
         for column in dict.fromkeys((*self.only, *self.between)):
             value = self._value(row, column)
+            where = f"{row.where}: column {column!r}"
             if value is None:
                 self._num_null[column] += 1
-                kept = False
+                passes.append(False)
                 continue
-            where = f"{row.where}: column {column!r}"
             if column in self.only:
-                kept &= (
-                    _comparable(value if isinstance(value, bool) else stored_text(value, where)) in self.only[column]
-                )
+                text = value if isinstance(value, bool) else stored_text(value, where)
+                passes.append(_comparable(text) in self.only[column])
             if column in self.between:
                 low, high = self.between[column]
-                kept &= low <= _number(value, where) <= high
+                passes.append(low <= _number(value, where) <= high)
         self._num_rows += 1
-        self._num_kept += kept
-        return kept
+        self._num_kept += all(passes)
+        return all(passes)
 
     def report(self, path: str | Sequence[str]) -> None:
-        """Log how many rows were left out, and how many had null in a restricted column.
-
-        Raises:
-            NoColumnError: no row has a restricted column.
-        """
-        for column, error in self._first_without.items():
-            if column not in self._found:
+        """Log how many rows were left out, and how many had null; NoColumnError if no row has a restricted column."""
+        for column, error in self._missing.items():
+            if column not in self._present:
                 raise error
         if self._num_kept < self._num_rows:
             nulls = "".join(f"; {num} rows have null in {column!r}" for column, num in self._num_null.items())
@@ -87,16 +82,14 @@ class Filters:
         try:
             value = value_of(row, column)
         except NoColumnError as error:
-            self._first_without.setdefault(column, error)
+            self._missing.setdefault(column, error)
             return None
-        self._found.add(column)
+        self._present.add(column)
         return None if is_null(value) else value
 
 
 def _comparable(value: Value) -> Decimal | str:
     """Return the same for values that are to be equal: of a number as text and as a number, a Decimal."""
-    if isinstance(value, bool):
-        return str(value).lower()
     text = str(value)
     if text in ("True", "False"):
         return text.lower()
@@ -109,11 +102,13 @@ def _comparable(value: Value) -> Decimal | str:
 
 def _number(value: object, where: str) -> float:
     try:
-        if isinstance(value, bool):
-            raise ValueError
-        number = float(value if isinstance(value, float) else stored_text(value, where))
+        number = (
+            math.nan
+            if isinstance(value, bool)
+            else float(value if isinstance(value, float) else stored_text(value, where))
+        )
     except ValueError:
-        raise ValueError(f"{where} is {str(value)[:80]!r}; expected a number") from None
+        number = math.nan
     if math.isnan(number):
-        raise ValueError(f"{where} is {value!r}; expected a number")
+        raise ValueError(f"{where} is {str(value)[:80]!r}; expected a number")
     return number

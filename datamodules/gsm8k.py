@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from datamodules.bad_rows import BadRows, OnBadRows, read_problems
-from datamodules.rows import Row, text
+from datamodules.rows import BadRows, OnBadRows, Row, read_problems, text
 from qerl_pl.common.types import Problem
 
 
@@ -20,10 +19,7 @@ class GSM8K:
     """
 
     def __init__(
-        self,
-        train_path: str = "openai/gsm8k",
-        validation_path: str = "openai/gsm8k",
-        bad_rows: OnBadRows = "refuse",
+        self, train_path: str = "openai/gsm8k", validation_path: str = "openai/gsm8k", bad_rows: OnBadRows = "refuse"
     ) -> None:
         BadRows(bad_rows)  # refuses other words
         self.train_path = train_path
@@ -31,11 +27,9 @@ class GSM8K:
         self.bad_rows: OnBadRows = bad_rows
 
     def train(self) -> list[Problem]:
-        """Return the training problems."""
         return read_problems(self.train_path, _problem, bad_rows=self.bad_rows, subset="main", split="train")
 
     def validation(self) -> list[Problem]:
-        """Return the test problems."""
         return read_problems(self.validation_path, _problem, bad_rows=self.bad_rows, subset="main", split="test")
 
 

@@ -20,14 +20,17 @@ from qerl_pl.common.types import Prompt
 
 def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterator[Prompt]:
     """Set the field ``copy`` of each prompt: the number of earlier prompts with the same tokens, including those in
-    ``before``.
-
-    The random numbers with which a completion is sampled depend on its prompt and ``copy``, and not on the rank.
-    """
+    ``before``. The random numbers with which a completion is sampled depend on its prompt and ``copy``, and not on the
+    rank."""
     seen = Counter(prompt.tokens for prompt in before)
     for prompt in prompts:
         yield prompt._replace(copy=seen[prompt.tokens])
         seen[prompt.tokens] += 1
+
+
+def drawn_order(num: int, seed: int) -> list[int]:
+    """Draw a permutation of ``num`` indices without the global random stream."""
+    return torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 class TrainLoader:
@@ -40,7 +43,8 @@ class TrainLoader:
     Args:
         prompts: all training prompts.
         batch_size: prompts per batch, over all ranks.
-        seed: seed of the order. rank: rank whose share of each batch is served.
+        seed: seed of the order.
+        rank: rank whose share of each batch is served.
         num_ranks: number of ranks that share a batch.
         hint: sentence for the message that the prompts differ from a checkpoint's, which says a likely reason.
 
@@ -58,8 +62,6 @@ class TrainLoader:
         num_ranks: int = 1,
         hint: str = "",
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size is {batch_size}; expected at least 1")
         if batch_size > len(prompts):
             raise ValueError(f"data.batch_size is {batch_size} but there are only {len(prompts)} training prompts")
         if batch_size % num_ranks:
@@ -76,7 +78,6 @@ class TrainLoader:
         self.next_batch = 0
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch."""
         return len(self.prompts) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Prompt]]:
@@ -84,11 +85,11 @@ class TrainLoader:
         # done here, because Lightning takes len(self) batches and never exhausts the iterator
         if self.next_batch == len(self):
             self.epoch, self.next_batch = self.epoch + 1, 0
-        order = self._order()
+        order = drawn_order(len(self.prompts), derive_seed(self.seed, "data", self.epoch))
         while self.next_batch < len(self):
             start = self.next_batch * self.batch_size
             self.next_batch += (
-                1  # increased before the yield, so that a checkpoint written during a step counts its batch as served
+                1  # before the yield: a checkpoint that is written during a step counts its batch as served
             )
             batch = list(numbered(self.prompts[row] for row in order[start : start + self.batch_size]))
             yield batch[self.rank :: self.num_ranks]
@@ -98,12 +99,7 @@ class TrainLoader:
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue from a saved position in the data.
-
-        Raises:
-            ValueError: the position was saved with other data, another batch size or another seed, so it stands for
-                other prompts.
-        """
+        """Continue from a saved position; ValueError if it is one in other data, with another batch size or seed."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 hint = self.hint if name in ("num_prompts", "prompt_digest") else ""
@@ -119,45 +115,33 @@ class TrainLoader:
 
     @cached_property
     def _digest(self) -> str:
-        """Compute a digest of prompts, sixteen hex digits, from their tokens and known answers in order."""
+        """Sixteen hex digits, computed from the prompts' tokens and known answers in order."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
-            tokens = array("q", prompt.tokens).tobytes()
-            answer = prompt.answer.encode()
+            tokens, answer = array("q", prompt.tokens).tobytes(), prompt.answer.encode()
             digest.update(f"{len(tokens)} {len(answer)} ".encode() + tokens + answer)
         return digest.hexdigest()[:16]
 
-    def _order(self) -> list[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", self.epoch))
-        return torch.randperm(len(self.prompts), generator=generator).tolist()
-
 
 class EvaluationLoader:
-    """Yields all prompts once, in order; the last batch may be smaller.
+    """Yields the prompts of a rank once, in order; the last batch may be smaller.
 
     Args:
         prompts: prompts of all ranks.
         batch_size: prompts per batch on each rank.
         rank: rank whose share of the prompts is served.
-        num_ranks: number of ranks that share the prompts.
-
-    Raises:
-        ValueError: a rank would have no prompt.
+        num_ranks: number of ranks that share the prompts; ValueError if one of them would have none.
     """
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
-        if batch_size < 1:
-            raise ValueError(f"data.val_batch_size is {batch_size}; expected at least 1")
         if len(prompts) < num_ranks:
             raise ValueError(f"{len(prompts)} validation prompts are too few for {num_ranks} ranks; use fewer ranks")
         self.prompts = list(numbered(prompts))[rank::num_ranks]
         self.batch_size = batch_size
 
     def __len__(self) -> int:
-        """Return the number of batches."""
         return -(-len(self.prompts) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield all batches."""
         for start in range(0, len(self.prompts), self.batch_size):
             yield self.prompts[start : start + self.batch_size]

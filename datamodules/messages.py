@@ -1,4 +1,5 @@
-"""Build chat messages for a problem: from a question and a template, or from the data set's own list of messages."""
+"""Build chat messages for a problem, from a question and a template or from the data set's own list of messages, and
+find problems whose text a tokenizer reads as special tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from datamodules.rows import Row, text
 from qerl_pl.common.json_lines import is_null
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.model.tokenizer import render
+from qerl_pl.rewards.thoughts import is_mark
 
 ROLES = ("system", "developer", "user", "assistant")
-_PLACE = re.compile(r"(?<![\w{}^_\\])\{\d*\}")  # not an argument, as in \frac{1}{2}, x^{2} and \boxed{}
-_BRACED = re.compile(r"(?<![\w{}^_\\])\{\{question\}\}")
-_NAMED_PLACE = re.compile(r"(?<![\w{}^_\\])\{[A-Za-z_]\w*\}")
+# Braces in a template, unless they are the argument of LaTeX, as in \frac{1}{2}, x^{2} and \boxed{}.
+_BRACES = re.compile(r"(?<![\w{}^_\\])(?:(?P<question>\{\{question\}\})|(?P<place>\{\d*\})|(?P<name>\{[A-Za-z_]\w*\}))")
 _LIST = re.compile(r"\s*(?:\[\s*)?\{")
 _CHAT = re.compile(
     r"""\s*(?:\[\s*)?\{\s*["'](?:(?:role|content)["']\s*:|from["']\s*:\s*["'](?:system|human|user|gpt|assistant)["'])"""
 )
+# Keys of a message; those of the second form are refused by name, because its chats are whole and not prompts.
 _KEYS = ({"role", "content"}, {"from", "value"})
-"""Keys of a message; those of the second form are refused by name, because its chats are whole and not prompts."""
 
 
 def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
@@ -50,11 +51,10 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
                 f"{where}, message {number} is {str(entry)[:80]!r}; expected role ({', '.join(ROLES)}) and content"
             )
         role = "system" if entry["role"] == "developer" else str(entry["role"])
-        said = entry.get("content")
-        if role == "system" and (is_null(said) or said == [] or (isinstance(said, str) and not said.strip())):
+        stored = entry.get("content")
+        if role == "system" and (is_null(stored) or stored == [] or (isinstance(stored, str) and not stored.strip())):
             continue
-        content = _content(entry, f"{where}, message {number}")
-        messages.append({"role": role, "content": content})
+        messages.append({"role": role, "content": _content(entry, f"{where}, message {number}")})
     last = messages[-1]["role"] if messages else "system"
     if last != "user":
         raise ValueError(f"{where}: the last message is of role {last!r}; expected the user's")
@@ -63,11 +63,7 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 def chat_of_value(value: object, where: str) -> list[object] | None:
     """Return the list of messages in a stored value: a list, one message, or the JSON text of either; None if it is
-    something else.
-
-    Raises:
-        ValueError: the text begins as a list of messages does, and is not JSON.
-    """
+    something else. ValueError if the text begins as a list of messages does, and is not JSON."""
     if isinstance(value, list):
         return value
     if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:
@@ -84,7 +80,7 @@ def chat_of_value(value: object, where: str) -> list[object] | None:
             "the list, or its JSON text"
         ) from None
     entries = chat if isinstance(chat, list) else [chat]
-    are_messages = any(all(isinstance(each, Mapping) and keys <= each.keys() for each in entries) for keys in _KEYS)
+    are_messages = any(all(isinstance(entry, Mapping) and keys <= entry.keys() for entry in entries) for keys in _KEYS)
     return entries if are_messages else None
 
 
@@ -132,48 +128,61 @@ def chat_text(
     *,
     date: str | None = None,
 ) -> str:
-    """Render the messages with the chat template, including special tokens and the start of the assistant's turn.
+    """Render messages with the chat template, including special tokens and the start of the assistant's turn.
 
     Args:
-        tokenizer: tokenizer with the chat template.
+        tokenizer: tokenizer with the chat template; ValueError if this refuses the messages.
         messages: messages of the chat.
         arguments: further variables of the template.
         date: date that the template writes if it reads the clock, in ISO form; None is the clock's.
-
-    Raises:
-        ValueError: the template refuses the messages.
     """
     try:
         return render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)
     except Exception as error:  # a chat template is a program that may raise any error of Jinja or Python
-        said = (str(error).splitlines() or [""])[0][:200]
+        reason = (str(error).splitlines() or [""])[0][:200]
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path} refuses the messages ({roles}) of "
-            f"{messages[-1]['content'][:60]!r}: {said}"
+            f"{messages[-1]['content'][:60]!r}: {reason}"
         ) from error
 
 
 def check_template(question_template: str) -> None:
-    """Check a template of the user's turn, in which only ``{question}`` is replaced.
-
-    Raises:
-        ValueError: it has no ``{question}``, has it in further braces, or has ``{}`` or a number in braces where no
-            LaTeX command takes it as argument.
-    """
+    """Check a template of the user's turn, in which only ``{question}`` is replaced: ValueError if it lacks it, or has
+    ``{{question}}``, ``{}`` or ``{0}``; a warning if it has other names in braces."""
+    template = f"data.question_template {question_template!r}"
     if "{question}" not in question_template:
-        raise ValueError(f"data.question_template {question_template!r} has no {{question}}")
-    if _BRACED.search(question_template):
-        raise ValueError(
-            f"data.question_template {question_template!r} has {{{{question}}}}, whose outer braces would stay; "
-            "write {question}"
-        )
-    place = _PLACE.search(question_template)
-    if place:
-        raise ValueError(
-            f"data.question_template {question_template!r} has {place[0]}, which would stay as it is; only "
-            "{question} is replaced"
-        )
-    others = sorted(set(_NAMED_PLACE.findall(question_template)) - {"{question}"})
-    if others:
+        raise ValueError(f"{template} has no {{question}}")
+    names = set()
+    for braces in _BRACES.finditer(question_template):
+        if braces["question"]:
+            raise ValueError(f"{template} has {{{{question}}}}, whose outer braces would stay; write {{question}}")
+        if braces["place"]:
+            raise ValueError(f"{template} has {braces[0]}, which would stay as it is; only {{question}} is replaced")
+        names.add(braces["name"])
+    if others := sorted(names - {"{question}"}):
         rank_zero_warn(f"data.question_template has {', '.join(others)}, left as it is; only {{question}} is replaced")
+
+
+def find_special_tokens(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> dict[int, str]:
+    """Find the problems whose own text the tokenizer would read as special tokens, such as the end of the user's turn,
+    with which a data set could write turns of the assistant or the system; returns the first such token by index.
+
+    Settings such as the question template may have special tokens. Marks of thoughts and of answers write no turns, and
+    problems that ask for such a format name them, so they count as ordinary text.
+    """
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= set(tokenizer.all_special_ids)
+    names = {index: str(tokenizer.convert_ids_to_tokens(index)) for index in special}
+    if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        names.pop(tokenizer.unk_token_id, None)  # stands for a character that the vocabulary lacks
+    names = {index: name for index, name in names.items() if not is_mark(name) and not re.fullmatch("</?answer>", name)}
+    contents = [[message["content"] for message in problem.messages] or [problem.question] for problem in problems]
+    unique = list(dict.fromkeys(content for texts in contents for content in texts))
+    rows = tokenizer(unique, add_special_tokens=False).input_ids if unique else []
+    first = {
+        content: next((names[token] for token in row if token in names), None)
+        for content, row in zip(unique, rows, strict=True)
+    }
+    firsts = {index: next(filter(None, map(first.get, texts)), None) for index, texts in enumerate(contents)}
+    return {index: token for index, token in firsts.items() if token is not None}

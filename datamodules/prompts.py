@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.decontaminate import find_overlaps
-from datamodules.loader import EvaluationLoader, TrainLoader, numbered
-from datamodules.messages import chat_of, chat_text, check_template
+from datamodules.decontaminate import hold_out, without_shared
+from datamodules.loader import EvaluationLoader, TrainLoader, drawn_order, numbered
+from datamodules.messages import chat_of, chat_text, check_template, find_special_tokens
 from datamodules.sources import PromptSource, check_problems
-from datamodules.special_tokens import find_special_tokens
 from qerl_pl.common import ranks
 from qerl_pl.common.clock import today
 from qerl_pl.common.seeding import derive_seed
@@ -33,7 +31,6 @@ from qerl_pl.model.tokenizer import (
 PROBLEMS = "the training problems (a data file, or the main branch of a data set on the hub)"
 IN_ANY_ORDER = "the training problems in any order"
 IN_OTHER_ORDER = "only the order of the training problems (does data.source read a set, or files in no fixed order?)"
-SHARED_WORDS = 13  # questions that share so many words in a row are too alike, as in decontaminate.py
 
 
 class PromptDataModule(LightningDataModule):
@@ -103,13 +100,14 @@ class PromptDataModule(LightningDataModule):
         check_template(question_template)
         if not 0 <= max_dropped_share <= 1:
             raise ValueError(f"data.max_dropped_share is {max_dropped_share}; expected 0 to 1")
-        if show_prompt < 0:
-            raise ValueError(f"data.show_prompt is {show_prompt}; expected a number of prompts, 0 or more")
-        if held_out < 0:
-            raise ValueError(f"data.held_out is {held_out}; expected a number of problems, 0 or more")
-        for name, count in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
-            if count < 1:
-                raise ValueError(f"data.{name} is {count}; expected at least 1")
+        for name, number, least in (
+            ("batch_size", batch_size, 1),
+            ("val_batch_size", val_batch_size, 1),
+            ("show_prompt", show_prompt, 0),
+            ("held_out", held_out, 0),
+        ):
+            if number < least:
+                raise ValueError(f"data.{name} is {number}; expected at least {least}")
         if val_limit is not None and val_limit < 1:
             raise ValueError(f"data.val_limit is {val_limit}; expected at least 1, or null for all")
         self.source = source
@@ -154,13 +152,13 @@ class PromptDataModule(LightningDataModule):
         check_stop(self.stop, tokenizer)
         if self.show_prompt and self.stop:
             rank_zero_info(f"data: completions also end at {', '.join(map(repr, self.stop))}")
-        inputs = input_digests(tokenizer, [self.system_prompt, self.question_template, self.template_arguments])
         name = type(self.source).__name__
         validation = check_problems(self.source.validation(), name)
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:
             train = check_problems(self.source.train(), name)
-            self._inputs = {**inputs, **problem_digests(train)}
+            settings = [self.system_prompt, self.question_template, self.template_arguments]
+            self._inputs = _digests(tokenizer, settings, train)
             train, self.num_shared = without_shared(train, validation)
             if self.num_shared and not train:
                 raise ValueError(f"all {self.num_shared} training problems are also in validation")
@@ -177,14 +175,10 @@ class PromptDataModule(LightningDataModule):
 
     def train_dataloader(self) -> TrainLoader:
         """Create the endless loader of this rank's training batches."""
-        rank, num_ranks = self._rank()
-        return TrainLoader(
-            self._train, self.batch_size, seed=self.seed, rank=rank, num_ranks=num_ranks, hint=self._hint()
-        )
+        return TrainLoader(self._train, self.batch_size, seed=self.seed, hint=self._hint(), **self._rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return digests of what prompts are made of, and the date that the chat template writes, if any, for the run's
-        checkpoints."""
+        """Return digests of what prompts are made of, and the date that the chat template writes, if any."""
         return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -193,17 +187,14 @@ class PromptDataModule(LightningDataModule):
 
     def _hint(self) -> str:
         """Return why the prompts may differ from the checkpoint's."""
-        saved = self._saved.get("inputs") or {}
-        differ = [name for name, value in self._inputs.items() if saved.get(name, value) != value]
+        before = self._saved.get("inputs") or {}
+        differ = [name for name, digest in self._inputs.items() if before.get(name, digest) != digest]
         if PROBLEMS in differ and IN_ANY_ORDER not in differ:
             differ[differ.index(PROBLEMS)] = IN_OTHER_ORDER
-        differ = [name for name in differ if name != IN_ANY_ORDER]
-        return "".join(f"{name} changed; " for name in differ) or self._date_hint()
-
-    def _date_hint(self) -> str:
+        changed = "".join(f"{name} changed; " for name in differ if name != IN_ANY_ORDER)
         date = self._saved.get("date")
-        if self.date is None or date == self.date:
-            return ""
+        if changed or self.date is None or date == self.date:
+            return changed
         if date is None:
             return (
                 f"the chat template writes the date, here {self.date}, and the checkpoint does not say its own: set "
@@ -212,41 +203,34 @@ class PromptDataModule(LightningDataModule):
         return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Return further training prompts for a rollout, none of them in any rank's batch; the
-        same on every rank.
+        """Return further training prompts for a rollout, none of them in any rank's batch; the same on every rank.
 
         Their order depends only on the seed and the rollout index. The epoch serves these prompts in batches all the
         same.
         """
-        seed = derive_seed(self.seed, "refill", rollout_index)
-        order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
         served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
         taken = {(prompt.tokens, prompt.answer) for prompt in served}
-        others = (
-            prompt for prompt in map(self._train.__getitem__, order) if (prompt.tokens, prompt.answer) not in taken
-        )
-        return numbered(others, served)
+        order = drawn_order(len(self._train), derive_seed(self.seed, "refill", rollout_index))
+        others = (self._train[row] for row in order)
+        return numbered((prompt for prompt in others if (prompt.tokens, prompt.answer) not in taken), served)
 
     def val_dataloader(self) -> EvaluationLoader:
         """Create the loader of this rank's share of the held-out prompts, or of the validation prompts if none are held
         out."""
-        return self._evaluation(self._held_out if self.held_out else self._validation)
+        return EvaluationLoader(
+            self._held_out if self.held_out else self._validation, self.val_batch_size, **self._rank()
+        )
 
     def test_dataloader(self) -> EvaluationLoader:
-        """Create the loader of the source's validation prompts (a benchmark is a source with only validation
-        problems)."""
-        return self._evaluation(self._validation)
+        """Create the loader of the source's validation prompts, e.g. a benchmark's."""
+        return EvaluationLoader(self._validation, self.val_batch_size, **self._rank())
 
     def predict_dataloader(self) -> EvaluationLoader:
-        """Create the loader of the validation prompts."""
-        return self._evaluation(self._validation)
+        """Create the loader of the source's validation prompts."""
+        return self.test_dataloader()
 
-    def _evaluation(self, prompts: Sequence[Prompt]) -> EvaluationLoader:
-        rank, num_ranks = self._rank()
-        return EvaluationLoader(prompts, self.val_batch_size, rank=rank, num_ranks=num_ranks)
-
-    def _rank(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+    def _rank(self) -> dict[str, int]:
+        return {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str) -> list[Prompt]:
         if not problems:
@@ -260,8 +244,8 @@ class PromptDataModule(LightningDataModule):
         rows = tokenizer(texts, add_special_tokens=False).input_ids  # the template has added the special tokens
         unknown = tokens_without_embedding(tokenizer, self.tokenizer)
         for row, problem in zip(rows, problems, strict=True) if unknown else ():
-            if held := unknown.keys() & set(row):
-                token = min(held)
+            token = min(unknown.keys() & set(row), default=None)
+            if token is not None:
                 raise ValueError(
                     f"the {side} prompt of {problem.question[:60]!r} holds token {token}, {unknown[token]!r}, for "
                     "which the model has no embedding; take it out of the problem or of the chat template"
@@ -287,51 +271,45 @@ class PromptDataModule(LightningDataModule):
             f"{self.max_prompt_tokens} tokens"
         )
         for prompt in prompts[: self.show_prompt]:
-            shown = "".join(each if each.isprintable() or each == "\n" else "?" for each in prompt.text)
+            shown = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in prompt.text)
             rank_zero_info(f"data: a {side} prompt of {len(prompt.tokens)} tokens, answer {prompt.answer!r}:\n{shown}")
         return prompts
 
     def _without_special_tokens(
         self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str
     ) -> list[Problem]:
-        found = find_special_tokens(tokenizer, problems)
-        self.num_with_special_tokens[side] = len(found)
-        if found:
-            index, token = next(iter(found.items()))
+        marked = find_special_tokens(tokenizer, problems)
+        self.num_with_special_tokens[side] = len(marked)
+        if marked:
+            index, token = next(iter(marked.items()))
             example = f"{token!r} in {problems[index].question[:80]!r}"
-            if len(found) > min(int(self.max_dropped_share * len(problems)), len(problems) - 1):
+            if len(marked) > min(int(self.max_dropped_share * len(problems)), len(problems) - 1):
                 raise ValueError(
-                    f"{len(found)} of {len(problems)} {side} problems have text that the tokenizer reads as special "
+                    f"{len(marked)} of {len(problems)} {side} problems have text that the tokenizer reads as special "
                     f"tokens, e.g. {example}; remove it from the data, or raise data.max_dropped_share "
                     f"({self.max_dropped_share}) to drop these problems"
                 )
             rank_zero_info(
-                f"data: dropped {len(found)} of {len(problems)} {side} problems that have text of special tokens, e.g. "
-                f"{example}"
+                f"data: dropped {len(marked)} of {len(problems)} {side} problems that have text of special tokens, "
+                f"e.g. {example}"
             )
-        return [problem for index, problem in enumerate(problems) if index not in found]
+        return [problem for index, problem in enumerate(problems) if index not in marked]
 
 
-def input_digests(tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any]) -> dict[str, str]:
-    """Return digests of what makes prompts of problems, by the words with which a message names it.
-
-    Args:
-        tokenizer: the policy's tokenizer, with its chat template.
-        settings: settings of the data module that enter prompts.
-    """
+def _digests(
+    tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any], problems: Sequence[Problem]
+) -> dict[str, str]:
+    """Return digests of what prompts are made of, by the words with which a message names it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    parts = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
     return {
         "the chat template": _digest(template_of(tokenizer)),
         "the tokenizer": _digest(tokens),
         "data.system_prompt, question_template or template_arguments": _digest(repr(settings)),
+        PROBLEMS: _digest(" ".join(parts)),
+        IN_ANY_ORDER: _digest(" ".join(sorted(parts))),
     }
-
-
-def problem_digests(problems: Sequence[Problem]) -> dict[str, str]:
-    """Return digests of problems, in their order and in any order, by the words with which a message names them."""
-    each = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
-    return {PROBLEMS: _digest(" ".join(each)), IN_ANY_ORDER: _digest(" ".join(sorted(each)))}
 
 
 def _digest(text: str) -> str:
@@ -339,17 +317,8 @@ def _digest(text: str) -> str:
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
-    """Refuse to continue if too large a share of the prompts is too long.
-
-    Args:
-        lengths: number of tokens of each prompt.
-        side: "train" or "validation", for the message.
-        limit: longest prompt that is kept, in tokens.
-        max_dropped_share: largest share of the prompts that may be dropped.
-
-    Raises:
-        ValueError: more are too long; names their number, and the limit that would suffice.
-    """
+    """Refuse to continue if more than ``max_dropped_share`` of the prompts have more than ``limit`` tokens; ValueError
+    names their number, and the limit that would suffice. ``side`` is "train" or "validation", for the message."""
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
     if num_long > may_drop:
@@ -360,48 +329,3 @@ def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_
             f"dropped; set data.max_prompt_tokens to {enough} or more (the longest prompt has {max(lengths)}), or "
             "raise data.max_dropped_share"
         )
-
-
-def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
-    """Remove training problems whose question is also a validation question, ignoring white space; returns the others
-    and the number that was removed."""
-    seen = {" ".join(problem.question.split()) for problem in validation}
-    kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
-    return kept, len(train) - len(kept)
-
-
-def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
-    """Split training problems into those that stay in training and those that are held out; each part keeps the order.
-
-    The ``num`` distinct questions with the smallest hashes are held out, so the choice does not depend on the order.
-    Problems that share ``SHARED_WORDS`` consecutive words with a held-out one are in neither part.
-
-    Args:
-        problems: the training problems.
-        num: number of distinct questions to hold out.
-
-    Raises:
-        ValueError: no training problem would be left.
-    """
-    if num == 0:
-        return list(problems), []
-    questions = {" ".join(problem.question.split()) for problem in problems}
-    if num >= len(questions):
-        raise ValueError(
-            f"data.held_out is {num} and there are {len(questions)} different training questions; lower it"
-        )
-    chosen = set(sorted(questions, key=lambda text: hashlib.sha256(text.encode()).digest())[:num])
-    held: dict[str, Problem] = {}
-    rest = []
-    for problem in problems:
-        question = " ".join(problem.question.split())
-        if question in chosen:
-            held.setdefault(question, problem)
-        else:
-            rest.append(problem)
-    alike = {overlap.train_index for overlap in find_overlaps(rest, list(held.values()), num_words=SHARED_WORDS)}
-    kept = [problem for index, problem in enumerate(rest) if index not in alike]
-    if not kept:
-        raise ValueError(f"data.held_out is {num}: every other training problem resembles a held-out one; lower it")
-    rank_zero_info(f"data: {num} training problems are held out; removed {len(alike)} that resemble one of them")
-    return kept, list(held.values())

@@ -1,4 +1,4 @@
-"""Read rows of a data set from local files or the hub, each with its location for error messages."""
+"""Read rows of a data set, with their location for messages, and refuse or drop those that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from qerl_pl.common.json_lines import is_null, object_in_text, only_entry, read_json_lines, refuse, stored_text
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
+from qerl_pl.common.types import Problem
 
 # most characters of a question or an answer; a longer one is taken for a broken row, and tokenising it takes minutes
 MAX_TEXT = 1_000_000
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-"""Endings of files with a JSON object per line."""
+JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files with a JSON object per line
+OnBadRows = Literal["refuse", "drop"]
 
 
 class Row(NamedTuple):
@@ -41,62 +42,96 @@ def read_rows(
     Args:
         path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
             data set on the hub (or of a local copy of one), or a list of these. ``~`` is the home folder.
-        split: split of a hub data set; not used for a file.
-        subset: subset of a hub data set; not used for a file.
+        split, subset: of a hub data set; not used for a file.
         bad: is called with the error of a row of a JSON Lines file that cannot be read; raises it by default.
 
     Raises:
         ValueError: there is no such file or data set, it cannot be read, has no rows, or is named twice.
     """
-    paths = [each for given in ([path] if isinstance(path, str) else path) for each in _named(given)]
+    paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name)]
     if not paths:
         raise ValueError("the list of data files is empty; name at least one")
-    repeated = next((each for each in paths if paths.count(each) > 1), None)
+    repeated = next((file for file in paths if paths.count(file) > 1), None)
     if repeated is not None:
         raise ValueError(f"the data {repeated} is named twice; its rows would count twice")
-    for each in paths:
-        yield from _rows_of(each, split=split, subset=subset, bad=bad)
+    for file in paths:
+        yield from _rows_of(file, split=split, subset=subset, bad=bad)
+
+
+class BadRows:
+    """Receives the errors of rows that cannot be used: "refuse" raises the first, "drop" counts them."""
+
+    def __init__(self, action: OnBadRows) -> None:
+        if action not in ("refuse", "drop"):
+            raise ValueError(f"bad_rows is {action!r}; expected 'refuse' or 'drop'")
+        self.action = action
+        self.num = 0
+        self.first: ValueError | None = None
+
+    def __call__(self, error: ValueError) -> None:
+        if self.action == "refuse":
+            if isinstance(error, NoColumnError):
+                raise error
+            raise ValueError(f"{error}. To leave such rows out, set bad_rows to drop") from error
+        self.num += 1
+        self.first = self.first or error
+
+    def report(self, path: str | Sequence[str], *, num_good: int) -> None:
+        """Log the number of dropped rows and the first one's error; ValueError if all rows were dropped."""
+        if self.first is None:
+            return
+        if num_good == 0:
+            raise ValueError(f"bad_rows drops all {self.num} rows of {path}; the first: {self.first}") from self.first
+        rank_zero_info(
+            f"data: dropped {self.num} of {self.num + num_good} rows of {path} that cannot be used; the first: "
+            f"{self.first}"
+        )
+
+
+def read_problems(
+    path: str, make: Callable[[Row], Problem], *, bad_rows: OnBadRows, split: str, subset: str | None = None
+) -> list[Problem]:
+    """Read a table with one problem per row; ``make`` raises ValueError for a row that cannot be used."""
+    bad, problems = BadRows(bad_rows), []
+    for row in read_rows(path, split=split, subset=subset, bad=bad):
+        try:
+            problems.append(make(row))
+        except ValueError as error:
+            bad(error)
+    bad.report(path, num_good=len(problems))
+    return problems
 
 
 def value_of(row: Row, column: str) -> object:
-    """Return the value in a row's column. A name with dots may name a field in a column, e.g.
-    ``reward_model.ground_truth``; the field of a column that is null is null. The column may hold the JSON text of an
-    object.
+    """Return the value in a row's column, or in a field of it, e.g. ``reward_model.ground_truth``. The column may hold
+    the JSON text of its fields; the field of a column that is null is null.
 
     Raises:
         NoColumnError: the row has no such column or field.
     """
     if column in row.columns:
         return row.columns[column]
-    found: object = row.columns
+    value: object = row.columns
     for name in column.split("."):
-        if found is None:
+        if value is None:
             return None
-        found = object_in_text(found) if isinstance(found, str) else found
-        if not isinstance(found, Mapping) or name not in found:
+        value = object_in_text(value) if isinstance(value, str) else value
+        if not isinstance(value, Mapping) or name not in value:
             raise NoColumnError(
                 f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, _names(row.columns)))}. The "
                 "settings question, answer and system of datamodules.table.Table name other columns"
             )
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def text(row: Row, column: str) -> str:
-    """Return the text or number in a row's column as text.
-
-    Raises:
-        ValueError: the row has no such column, or the value is missing, empty or of another type.
-    """
+    """Return the text or number in a row's column as text; ValueError if it is missing, empty or of another type."""
     return _filled(value_of(row, column), row, column)
 
 
 def answer_text(row: Row, column: str) -> str:
-    """Return a known answer as text; it may be the only entry of a list.
-
-    Raises:
-        ValueError: as for ``text``, or the list has more entries.
-    """
+    """Return a known answer as text; it may be the only entry of a list."""
     return _filled(only_entry(value_of(row, column)), row, column)
 
 
@@ -119,12 +154,12 @@ def in_share(question: str, share: float) -> bool:
 
 def _filled(value: object, row: Row, column: str) -> str:
     where = f"{row.where}: column {column!r}"
-    found = stored_text(value, where)
-    if not any(letter.isprintable() and not letter.isspace() for letter in found):  # U+200B, say, shows nothing
+    content = stored_text(value, where)
+    if not any(letter.isprintable() and not letter.isspace() for letter in content):  # U+200B, say, shows nothing
         raise ValueError(f"{where} is empty")
-    if len(found) > MAX_TEXT:
-        raise ValueError(f"{where} has {len(found)} characters; expected at most {MAX_TEXT}")
-    return found
+    if len(content) > MAX_TEXT:
+        raise ValueError(f"{where} has {len(content)} characters; expected at most {MAX_TEXT}")
+    return content
 
 
 def _names(columns: Mapping[str, Any]) -> Iterator[str]:
@@ -140,10 +175,10 @@ def _named(path: str) -> list[str]:
     path = os.path.expanduser(path)
     if not glob.has_magic(path) or Path(path).exists():
         return [path]
-    found = sorted(each for each in glob.glob(path, recursive=True) if Path(each).is_file())
-    if not found:
+    files = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
+    if not files:
         raise ValueError(f"no file matches {path}")
-    return found
+    return files
 
 
 def _rows_of(path: str, *, split: str, subset: str | None, bad: Callable[[ValueError], None]) -> Iterator[Row]:
@@ -179,8 +214,8 @@ def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
         with phase(f"reading {name} from the Hugging Face hub or its cache here", at_once=True):
             table = load_dataset(name, subset, split=split)  # code of the repository is never run
     except Exception as error:  # the library reads files of any kind with other libraries, which raise errors of theirs
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"cannot load {name}: {said}; a local .jsonl or .parquet file does as well") from error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"cannot load {name}: {reason}; a local .jsonl or .parquet file does as well") from error
     if len(table) == 0:
         raise ValueError(f"{name}, {split} has no rows")
     for number, columns in enumerate(dataset_rows(table)):

@@ -33,25 +33,18 @@ class Pair:
         self.benchmark = benchmark
 
     def train(self) -> list[Problem]:
-        """Return the training source's problems."""
         return self.training.train()
 
     def validation(self) -> list[Problem]:
-        """Return the benchmark's problems."""
         return self.benchmark.validation()
 
 
 def check_problems(problems: Any, source: str) -> list[Problem]:
-    """Return the problems of a source as a list, and check that each is a ``Problem`` whose question and known answer
-    are text.
-
-    Raises:
-        ValueError: one is not; names the source, the number of the problem and the value.
-    """
+    """Return the problems of a source as a list; ValueError names the first that is no ``Problem`` of texts."""
     if not isinstance(problems, Iterable):
         raise ValueError(f"{source} gives {str(problems)[:80]!r}; expected a list of qerl_pl.common.types.Problem")
-    found = list(problems)
-    for number, problem in enumerate(found):
+    problems = list(problems)
+    for number, problem in enumerate(problems):
         if not isinstance(problem, Problem):
             raise ValueError(
                 f"{source}: problem {number} is {str(problem)[:80]!r} of type {type(problem).__name__}; expected "
@@ -64,4 +57,4 @@ def check_problems(problems: Any, source: str) -> list[Problem]:
                     f"{source}: the {field} of problem {number} is {str(value)[:80]!r} of type {type(value).__name__}; "
                     "expected text"
                 )
-    return found
+    return problems

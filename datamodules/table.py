@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from datamodules.bad_rows import BadRows, OnBadRows
 from datamodules.filters import Filters, Value
 from datamodules.messages import chat_of_value, question_of, read_messages
-from datamodules.rows import NoColumnError, Row, answer_text, in_share, optional_text, read_rows, text, value_of
+from datamodules.rows import (
+    BadRows,
+    NoColumnError,
+    OnBadRows,
+    Row,
+    answer_text,
+    in_share,
+    optional_text,
+    read_rows,
+    text,
+    value_of,
+)
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
 
@@ -105,8 +115,8 @@ class Table:
 
     def _read(self, path: str | list[str], split: str, filters: Filters) -> list[Problem]:
         bad = BadRows(self.bad_rows)
-        problems, num_read, has_system = [], 0, self.system is None
-        row = None
+        problems, num_read, row = [], 0, None
+        has_system = self.system is None
         for row in read_rows(path, subset=self.subset, split=split, bad=bad):
             has_system = has_system or _has(row, self.system)
             try:
@@ -137,12 +147,11 @@ class Table:
         return Problem(question, answer, messages, row.columns)
 
     def _asked(self, row: Row) -> tuple[str, tuple[Message, ...]]:
-        """Return a row's question, and its messages if it has a chat."""
         column = self.question
         if column is None:
             column = "prompt" if "prompt" in row.columns and "question" not in row.columns else "question"
         if not isinstance(column, str):
-            return "\n".join(text(row, each) for each in column), ()
+            return "\n".join(text(row, name) for name in column), ()
         value = value_of(row, column)
         chat = chat_of_value(value, f"{row.where}: column {column!r}")
         if chat is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from datamodules.prompts import hold_out, without_shared
+from datamodules.decontaminate import hold_out, without_shared
 from datamodules.sources import PromptSource
 from qerl_pl.cli.words import Parser
 from qerl_pl.common.types import Problem, Prompt

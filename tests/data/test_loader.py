@@ -136,7 +136,6 @@ def test_a_position_in_another_run_is_refused(other, named):
     ("num", "batch_size", "num_ranks", "message"),
     [
         (3, 4, 1, "data.batch_size is 4 but there are only 3 training prompts"),
-        (3, 0, 1, "data.batch_size is 0; expected at least 1"),
         (9, 3, 2, "no multiple of 2"),
     ],
 )
@@ -145,11 +144,9 @@ def test_a_batch_that_cannot_be_served_is_refused(num, batch_size, num_ranks, me
         TrainLoader(prompts(num), batch_size, seed=0, num_ranks=num_ranks)
 
 
-def test_an_evaluation_on_more_ranks_than_prompts_or_in_empty_batches_is_refused():
+def test_an_evaluation_on_more_ranks_than_prompts_is_refused():
     with pytest.raises(ValueError, match="3 validation prompts are too few for 4 ranks"):
         EvaluationLoader(prompts(3), 2, num_ranks=4)
-    with pytest.raises(ValueError, match=r"data\.val_batch_size is 0; expected at least 1"):
-        EvaluationLoader(prompts(3), 0)
 
 
 @given(num=st.integers(4, 30), batch_size=st.integers(1, 12), num_ranks=st.integers(1, 4))

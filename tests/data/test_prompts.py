@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoTokenizer
 
 from datamodules.arithmetic import Arithmetic
-from datamodules.messages import chat_of, chat_text
-from datamodules.prompts import PromptDataModule, check_lengths, hold_out, without_shared
-from datamodules.special_tokens import find_special_tokens
+from datamodules.decontaminate import hold_out, without_shared
+from datamodules.messages import chat_of, chat_text, find_special_tokens
+from datamodules.prompts import PromptDataModule, check_lengths
 from datamodules.table import Table
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.tools.tiny import make_tokenizer
@@ -326,6 +326,9 @@ def test_a_list_that_is_no_chat_is_refused_with_its_line(tmp_path, value, said):
         ({"question_template": "{question}: {}"}, r"has \{\}, which would stay as it is"),
         ({"question_template": "Q: {{question}}"}, r"has \{\{question\}\}, whose outer braces would stay"),
         ({"show_prompt": -1}, "data.show_prompt is -1"),
+        ({"held_out": -1}, "data.held_out is -1"),
+        ({"batch_size": 0}, "data.batch_size is 0; expected at least 1"),
+        ({"val_batch_size": 0}, "data.val_batch_size is 0; expected at least 1"),
         ({"max_dropped_share": 1.5}, "data.max_dropped_share is 1.5"),
         ({"val_limit": 0}, "data.val_limit is 0"),
     ],
@@ -481,8 +484,6 @@ def test_held_out_problems_validate_and_leave_the_test_set_alone(tokenizer_path,
     assert questions(module(lines, "validate", 0).val_dataloader()) == questions(data.test_dataloader())
     with pytest.raises(ValueError, match="held_out is 39 and there are 39 different"):
         module(lines, "fit", 39)
-    with pytest.raises(ValueError, match=r"data\.held_out is -1"):
-        module(lines, "fit", -1)
 
 
 def test_training_problems_that_resemble_a_held_out_one_are_in_neither_part():
