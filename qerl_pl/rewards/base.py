@@ -14,7 +14,7 @@ from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.calling import Progress, call, check_columns, takes_objects
 from qerl_pl.rewards.guard import RewardError, checked_scores, guarded
-from qerl_pl.rewards.turn import assistant_turn
+from qerl_pl.rewards.thoughts import assistant_turn
 from qerl_pl.rewards.verdict import CAUSES, Cause, Verdict, no_progress
 
 if TYPE_CHECKING:
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Protocol of a reward that also gives reasons: if it has a method ``judge``, that is called in place of
-    ``__call__``."""
+    """Protocol of a reward that also gives reasons: its ``judge`` is called in place of ``__call__``."""
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Return one verdict per row, and call ``progress`` now and then with the number of rows finished since the
-        last call."""
+        """Return one verdict per row; call ``progress`` with the number of rows finished since the last call."""
         ...
 
 
@@ -39,11 +37,7 @@ class Limited(Protocol):
     """Protocol of a reward that depends on the limit on the length of completions."""
 
     def limited_to(self, max_tokens: int) -> Callable[..., Any]:
-        """Return a copy of the reward for completions of at most ``max_tokens`` tokens.
-
-        Raises:
-            ValueError: the reward was configured with a different limit.
-        """
+        """Return a copy for completions of at most ``max_tokens`` tokens; ValueError if it has another limit."""
         ...
 
 
@@ -94,10 +88,8 @@ class WeightedReward:
     messages: bool | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("a reward's name is empty; expected the name to log it under, e.g. 'answer'")
-        if not self.name.isprintable():
-            raise ValueError(f"a reward's name is {self.name[:80]!r}; expected printable characters in one line")
+        if not (self.name and self.name.isprintable()):
+            raise ValueError(f"a reward's name is {self.name[:80]!r}; expected the name to log it under, e.g. 'answer'")
         if not abs(self.weight) <= LARGEST:  # also refuses nan
             raise ValueError(f"the weight of reward {self.name!r} is {self.weight}; expected a finite number")
         if self.time_limit is not None and not 0 < self.time_limit < threading.TIMEOUT_MAX:
@@ -128,13 +120,12 @@ class RewardTable(NamedTuple):
     """Numbers that rewards logged by ``log_metric``, by name."""
 
     def causes(self) -> dict[Cause, int]:
-        """Count the missing scores by cause (``verdict.Cause``), including causes with 0."""
+        """Count the missing scores by cause, including causes with 0."""
         counts = Counter(verdict.cause for verdicts in self.verdicts.values() for verdict in verdicts)
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """Return the most frequent reason for unscored rows, over rewards with a weight; at least one row must be
-        unscored."""
+        """Return the most frequent reason for unscored rows; at least one row must be unscored."""
         weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
         missing = (verdict for verdicts in weighted for verdict in verdicts if verdict.score is None)
         return Counter(verdict.reason for verdict in missing).most_common(1)[0][0]
@@ -147,12 +138,8 @@ def ready_rewards(
 
     Args:
         rewards: the rewards from YAML.
-        max_tokens: longest completion that is sampled in training, in tokens.
+        max_tokens: longest completion that is sampled in training, in tokens; ValueError if a reward has another limit.
         metric: name of the reward that dynamic sampling filters by; None if there is none.
-
-    Raises:
-        ValueError: there is no reward, two share a name, all have weight 0, ``metric`` names no reward, or a reward has
-            its own limit that differs from ``max_tokens``.
     """
     _check_names(rewards)
     if all(term.weight == 0 for term in rewards):
@@ -186,7 +173,6 @@ def score_rewards(
         progress: progress of the run, for rewards in TRL's form.
 
     Raises:
-        ValueError: there is no reward, two share a name, or prompts and completions differ in number.
         RewardError: a reward failed, took too long, or did not return one score per row, or the sum is infinite.
     """
     _check_names(rewards)
@@ -203,8 +189,8 @@ def score_rewards(
     metrics: dict[str, list[float]] = {}
     for term in rewards:
         verdicts[term.name] = _verdicts(term, prompts, completions, seed, progress, metrics)
-        found = [math.nan if verdict.score is None else verdict.score for verdict in verdicts[term.name]]
-        scores = torch.tensor(found, dtype=torch.float32)
+        raw = [math.nan if verdict.score is None else verdict.score for verdict in verdicts[term.name]]
+        scores = torch.tensor(raw, dtype=torch.float32)
         present = ~scores.isnan()
         components[term.name] = scores
         if term.weight != 0:
@@ -213,7 +199,7 @@ def score_rewards(
             if not total.isfinite().all():
                 row = int(total.isfinite().logical_not().nonzero()[0])
                 raise RewardError(
-                    f"with reward {term.name!r} ({found[row]:g} x weight {term.weight:g}) the rewards of row {row} add "
+                    f"with reward {term.name!r} ({raw[row]:g} x weight {term.weight:g}) the rewards of row {row} add "
                     f"up to {total[row]:g}; expected a finite fp32 number: give smaller scores or weights"
                 )
     only_logged = frozenset(term.name for term in rewards if term.weight == 0)
@@ -222,17 +208,11 @@ def score_rewards(
 
 
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
-    """Check, before anything is sampled, that the rewards can read the data set's answers.
+    """Check, before anything is sampled, that the rewards can read the answers of some prompts of the data set.
 
     Each reward with a ``judge`` method gets the known answers as completions. Other rewards are not called; of these,
-    the columns that their parameters name are looked for.
-
-    Args:
-        rewards: terms of the weighted sum.
-        prompts: some prompts of the data set.
-
-    Raises:
-        ValueError: a reward can read none of the known answers, or takes a column that the data does not have.
+    the columns that their parameters name are looked for. ValueError if a reward can read none of the answers, or takes
+    a column that the data does not have.
     """
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
@@ -269,20 +249,16 @@ def judge_rows(
         progress: is called with the number of rows finished since its last call.
         run: progress of the run.
         metrics: gets the numbers that the reward logs by ``log_metric``.
-
-    Raises:
-        RewardError: the reward did not return one score per row; the message has its ``name``.
     """
     if isinstance(reward, Judge):
-        found = reward.judge(
-            list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts], progress
-        )
-        if not isinstance(found, list | tuple) or not all(isinstance(each, Verdict) for each in found):
+        texts = list(map(assistant_turn, prompts, completions))
+        verdicts = reward.judge(texts, [prompt.answer for prompt in prompts], progress)
+        if not isinstance(verdicts, list | tuple) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
             raise RewardError(f"reward {name!r}: judge() returned no list of Verdict (qerl_pl.rewards.verdict)")
-        scores = checked_scores(name, [verdict.score for verdict in found], len(prompts))
-        return [verdict._replace(score=score) for verdict, score in zip(found, scores, strict=True)]
-    own = [prompt.with_own_row() for prompt in prompts]
-    called = call(name, reward, own, completions, messages=messages, progress=run)
+        scores = checked_scores(name, [verdict.score for verdict in verdicts], len(prompts))
+        return [verdict._replace(score=score) for verdict, score in zip(verdicts, scores, strict=True)]
+    copies = [prompt.with_own_row() for prompt in prompts]
+    called = call(name, reward, copies, completions, messages=messages, progress=run)
     scores = checked_scores(name, called.scores, len(prompts))
     progress(len(prompts))
     for metric, values in called.metrics.items():
@@ -301,19 +277,10 @@ def _verdicts(
     run: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
     metrics: dict[str, list[float]] | None = None,
 ) -> tuple[Verdict, ...]:
-    own_seed = derive_seed(seed, f"reward {term.name}")
-    with guarded(term.name, num_rows=len(prompts), time_limit=term.time_limit, seed=own_seed) as progress:
-        judged = judge_rows(
-            term.reward,
-            prompts,
-            completions,
-            progress,
-            name=term.name,
-            messages=term.messages,
-            run=run,
-            metrics=metrics,
-        )
-        return tuple(judged)
+    term_seed = derive_seed(seed, f"reward {term.name}")
+    with guarded(term.name, num_rows=len(prompts), time_limit=term.time_limit, seed=term_seed) as progress:
+        settings = {"name": term.name, "messages": term.messages, "run": run, "metrics": metrics}
+        return tuple(judge_rows(term.reward, prompts, completions, progress, **settings))
 
 
 def _check_names(rewards: Sequence[WeightedReward]) -> None:

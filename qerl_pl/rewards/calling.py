@@ -23,12 +23,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Progress(NamedTuple):
-    """Progress of the run, which rewards in TRL's form may read in ``trainer_state``."""
+    """Optimizer steps of the run, done and in all, which rewards in TRL's form may read in ``trainer_state``."""
 
     step: int = 0
-    """Optimizer steps done."""
     max_steps: int = 0
-    """Optimizer steps of the whole run."""
 
 
 class _State:
@@ -51,24 +49,18 @@ class Called(NamedTuple):
     scores: Any
     """Return value of the reward, not checked."""
     notes: list[str]
-    """[B] values that the reward logged for each row by ``log_extra``; empty texts if there are none."""
+    """[B] values that the reward logged for each row by ``log_extra``."""
     metrics: dict[str, list[float]]
     """Numbers that the reward logged for the batch by ``log_metric``."""
 
 
 def takes_objects(name: str, reward: Callable[..., Any]) -> bool:
-    """Return whether a reward gets ``Prompt`` and ``Completion``; otherwise it is called as TRL calls it.
-
-    Args:
-        name: name of the reward, for the error.
-        reward: a function or another callable; of a class, the signature of its ``__call__`` is read.
-
-    Raises:
-        ValueError: the parameters name neither prompts nor completions.
-    """
+    """Return whether a reward gets ``Prompt`` and ``Completion``; otherwise it is called as TRL calls it. ValueError,
+    with the reward's ``name``, if its parameters name neither prompts nor completions."""
     signature = _signature(name, reward)
-    names = {each.name for each in signature.parameters.values() if each.kind not in _VARIADIC}
-    is_open = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+    kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
+    names = {parameter for parameter, kind in kinds.items() if kind not in _VARIADIC}
+    is_open = inspect.Parameter.VAR_KEYWORD in kinds.values()
     if not is_open and not names & set(SAMPLED):
         raise ValueError(
             f"reward {name!r} takes {signature}; expected two parameters named prompts and completions, or, as TRL "
@@ -93,15 +85,12 @@ def call(
 
     Args:
         name: name of the reward, for errors.
-        reward: a reward without a ``judge`` method.
+        reward: a reward without a ``judge`` method; ValueError if a parameter names no column and has no default.
         prompts: [B] the prompt of each row.
         completions: [B] the completions, with their text.
         messages: whether a reward in TRL's form gets lists of messages (True) or texts (False); None: messages if the
             data set's question is a list of messages, as in TRL.
         progress: given to rewards in TRL's form as ``trainer_state``.
-
-    Raises:
-        ValueError: a parameter has no default and names no column of the data set.
     """
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}
@@ -118,34 +107,29 @@ def call(
     def log_metric(metric: str, value: float) -> None:
         metrics.setdefault(metric, []).append(float(value))
 
-    given = _columns(prompts) | _sampled(prompts, completions, messages)
-    given |= {"trainer_state": _State(progress), "log_extra": log_extra, "log_metric": log_metric}
+    arguments = _columns(prompts) | _sampled(prompts, completions, messages)
+    arguments |= {"trainer_state": _State(progress), "log_extra": log_extra, "log_metric": log_metric}
     try:
-        scores = _finished(_called(name, reward, given))
+        scores = _finished(_called(name, reward, arguments))
     except AttributeError as error:
         if str(error).startswith(("'str' object", "'list' object")):
-            more = ", ".join(key for key in _signature(name, reward).parameters if key not in OBJECTS)
-            error.args = (f"{error}; a reward with parameters besides prompts and completions ({more}) gets texts",)
+            others = ", ".join(key for key in _signature(name, reward).parameters if key not in OBJECTS)
+            error.args = (f"{error}; a reward with parameters besides prompts and completions ({others}) gets texts",)
         raise
     return Called(scores, ["; ".join(row) for row in logged], metrics)
 
 
 def check_columns(name: str, reward: Callable[..., Any], prompts: Sequence[Prompt]) -> None:
-    """Check that the data set has the columns that a reward's parameters name; the reward is not called.
-
-    Raises:
-        ValueError: it lacks one; the message has the names that there are.
-    """
-    more = () if takes_objects(name, reward) else (*SAMPLED, "trainer_state", "log_extra", "log_metric")
-    _bound(name, reward, dict.fromkeys((*_columns(prompts), *sorted(OBJECTS), *more)))
+    """Check, without calling a reward, that the data set has the columns that its parameters name."""
+    others = () if takes_objects(name, reward) else (*SAMPLED, "trainer_state", "log_extra", "log_metric")
+    _bound(name, reward, dict.fromkeys((*_columns(prompts), *sorted(OBJECTS), *others)))
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the columns of the data set, [B] values each, None where a row lacks one; ``answer`` is the known answer
-    if the data set has no column of that name."""
+    """Return the columns of the data set, [B] values each; ``answer`` is the known answer if it has no such column."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.row if name not in _NO_COLUMN)
-    found = {name: [prompt.row.get(name) for prompt in prompts] for name in names}
-    return {"answer": [prompt.answer for prompt in prompts], **found}
+    columns = {name: [prompt.row.get(name) for prompt in prompts] for name in names}
+    return {"answer": [prompt.answer for prompt in prompts], **columns}
 
 
 def _sampled(
@@ -162,10 +146,10 @@ def _sampled(
     return {"prompts": asked, "completions": answered, "completion_ids": tokens}
 
 
-def _called(name: str, reward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a reward by keywords, as TRL does, since a decorator's wrapper may have its parameters in another order than
-    the function whose signature it shows. A wrapper that takes no keywords gets them in that function's order."""
-    bound = _bound(name, reward, given)
+def _called(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    # By keywords, as TRL does, since a decorator's wrapper may have its parameters in another order than the function
+    # whose signature it shows. A wrapper that takes no keywords gets them in that function's order.
+    bound = _bound(name, reward, values)
     first, named = [], {}
     for parameter in bound.signature.parameters.values():
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
@@ -181,19 +165,20 @@ def _called(name: str, reward: Callable[..., Any], given: Mapping[str, Any]) -> 
     return reward(*first, **named)
 
 
-def _bound(name: str, reward: Callable[..., Any], given: Mapping[str, Any]) -> inspect.BoundArguments:
+def _bound(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) -> inspect.BoundArguments:
     signature = _signature(name, reward)
     bound = signature.bind_partial()
     for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            rest = {key: value for key, value in given.items() if key not in signature.parameters}
-            bound.arguments[parameter.name] = rest
-        elif parameter.name in given and parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            bound.arguments[parameter.name] = given[parameter.name]
-        elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            bound.arguments[parameter.name] = {key: values[key] for key in values if key not in signature.parameters}
+        elif parameter.name in values:
+            bound.arguments[parameter.name] = values[parameter.name]
+        elif parameter.default is inspect.Parameter.empty:
             raise ValueError(
                 f"reward {name!r} takes {parameter.name!r}, which the data does not have; expected one of "
-                f"{', '.join(given)}"
+                f"{', '.join(values)}"
             )
     return bound
 
@@ -202,7 +187,7 @@ def _signature(name: str, reward: Callable[..., Any]) -> inspect.Signature:
     try:
         if not inspect.isclass(reward):
             return inspect.signature(reward)
-        if not any("__call__" in vars(each) for each in inspect.getmro(reward)):
+        if not any("__call__" in vars(base) for base in inspect.getmro(reward)):
             raise TypeError("its instances cannot be called")
         whole = inspect.signature(reward.__call__)
         return whole.replace(parameters=list(whole.parameters.values())[1:])  # without self
@@ -213,9 +198,9 @@ def _signature(name: str, reward: Callable[..., Any]) -> inspect.Signature:
         ) from None
 
 
-def _finished(found: Any) -> Any:
-    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+def _finished(scores: Any) -> Any:
+    return asyncio.run(_awaited(scores)) if inspect.isawaitable(scores) else scores
 
 
-async def _awaited(found: Any) -> Coroutine[Any, Any, Any]:
-    return await found
+async def _awaited(scores: Any) -> Coroutine[Any, Any, Any]:
+    return await scores

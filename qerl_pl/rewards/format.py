@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward
-from qerl_pl.rewards.thoughts import CLOSE, OPEN, opening_at_the_end
-from qerl_pl.rewards.turn import assistant_turn
+from qerl_pl.rewards.thoughts import CLOSE, OPEN, assistant_turn, opening_at_the_end
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 
@@ -25,22 +24,18 @@ def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Complet
     return [float(_is_think_answer(assistant_turn(prompt, completion))) for prompt, completion in pairs]
 
 
-EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))
-"""Thoughts and answers with few characters in common."""
+EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))  # thoughts and answers with few characters in common
 
 
 def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
-    """Check before training that a completion in the right format scores 1 once it has been sampled and decoded.
+    """Raise ValueError, before training, if no completion in the right format scores 1 once it was sampled and decoded.
 
     Args:
         rewards: terms of the weighted sum.
         prompts: some prompts of the data set.
         as_sampled: returns the text that rewards see if the policy writes a given text.
-
-    Raises:
-        ValueError: ``think_answer_format`` has a weight and would give 0 to it.
     """
     for term in rewards:
         if term.reward is not think_answer_format or term.weight == 0:
@@ -51,12 +46,12 @@ def check_format_can_be_met(
                 f"{opened}{thought}{CLOSE}<answer>{answer}</answer>"
                 for thought, answer in (*EXAMPLES, ("So.", prompt.answer))
             ]
-            seen, *others = map(as_sampled, texts)  # a stop string may occur in one of them
-            rows = [Completion((), (), True, text=text) for text in (seen, *others)]
+            texts = list(map(as_sampled, texts))  # a stop string may occur in one of them
+            rows = [Completion((), (), True, text=text) for text in texts]
             if not any(think_answer_format([prompt] * len(rows), rows)):
                 raise ValueError(
-                    f"reward {term.name!r} can only give 0: of a completion in its format, rewards would see {seen!r}; "
-                    "change data.stop or the reward"
+                    f"reward {term.name!r} can only give 0: of a completion in its format, rewards would see "
+                    f"{texts[0]!r}; change data.stop or the reward"
                 )
 
 

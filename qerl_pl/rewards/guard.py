@@ -30,7 +30,7 @@ class RewardError(ValueError):
 
 @contextmanager
 def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
-    """Guard one call of a reward; a context manager.
+    """Guard one call of a reward; yields a function to call when rows are finished, which restarts the time limit.
 
     The time limit is enforced by a thread that sends a signal to the main thread. It ends Python code that sleeps,
     waits or computes, but not a call into C that never returns. In any other thread than the main thread there is no
@@ -46,9 +46,6 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
         num_rows: rows of the batch, for messages.
         time_limit: most seconds until the call ends or reports progress; None sets no limit.
         seed: of the random streams during the call.
-
-    Yields:
-        A function to call when rows are finished; it restarts the time limit.
 
     Raises:
         RewardError: the reward raised an exception, asked the process to exit, or took too long.
@@ -71,30 +68,21 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
             ) from error
 
 
-def checked_scores(name: str, found: Any, num_rows: int) -> list[float | None]:
-    """Check what a reward returned and convert it to numbers.
-
-    Args:
-        name: name of the reward, for messages.
-        found: a list, one-dimensional tensor or array, or another sequence or iterator, with a number per row, or None
-            for an unscored row.
-        num_rows: expected length.
-
-    Raises:
-        RewardError: the type, the length or a score is wrong; names the reward, the row and what was expected.
-    """
-    if hasattr(found, "tolist"):
-        found = found.tolist()
-    elif isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping | Set):
-        found = list(found)  # of a generator, say, or a column of pandas
-    if not isinstance(found, list | tuple):
+def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
+    """Convert what a reward returned, a sequence, iterator, tensor or array with a number or None per row, to numbers;
+    RewardError names the reward, the row and what was expected."""
+    if hasattr(scores, "tolist"):
+        scores = scores.tolist()
+    elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):
+        scores = list(scores)  # of a generator, say, or a column of pandas
+    if not isinstance(scores, list | tuple):
         raise RewardError(
-            f"reward {name!r} returned {_short(found)}; expected a list with a number, or None for unscored, for each "
+            f"reward {name!r} returned {_short(scores)}; expected a list with a number, or None for unscored, for each "
             f"of {num_rows} rows"
         )
-    if len(found) != num_rows:
-        raise RewardError(f"reward {name!r} returned {len(found)} scores for {num_rows} rows; expected one per row")
-    return [_checked(name, row, score) for row, score in enumerate(found)]
+    if len(scores) != num_rows:
+        raise RewardError(f"reward {name!r} returned {len(scores)} scores for {num_rows} rows; expected one per row")
+    return [_checked(name, row, score) for row, score in enumerate(scores)]
 
 
 def _checked(name: str, row: int, score: Any) -> float | None:
@@ -190,7 +178,6 @@ def _seed_streams(seed: int) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """Describe where an exception was raised: file, line and function."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 

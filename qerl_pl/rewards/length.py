@@ -29,7 +29,6 @@ class SoftOverlong:
         self.max_tokens = max_tokens
 
     def limited_to(self, max_tokens: int) -> SoftOverlong:
-        """See ``qerl_pl.rewards.base.Limited``."""
         if self.max_tokens not in (None, max_tokens):
             raise ValueError(
                 f"SoftOverlong.max_tokens is {self.max_tokens} and model.sampling.max_tokens is {max_tokens}: "
@@ -41,4 +40,4 @@ class SoftOverlong:
         if self.max_tokens is None:
             raise ValueError("SoftOverlong has no max_tokens; a run sets it to model.sampling.max_tokens")
         free = self.max_tokens - self.buffer
-        return [min(0.0, max(-1.0, (free - len(each.tokens)) / self.buffer)) for each in completions]
+        return [min(0.0, max(-1.0, (free - len(row.tokens)) / self.buffer)) for row in completions]

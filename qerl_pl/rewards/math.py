@@ -10,7 +10,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer, seen
 from qerl_pl.rewards.numbers import MAX_ANSWER, NOTES, Number, last_number, leading_number, parse_number
 from qerl_pl.rewards.quantities import in_one_unit
-from qerl_pl.rewards.turn import assistant_turn
+from qerl_pl.rewards.thoughts import assistant_turn
 from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, last_math, own_turn, stated_answer
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
@@ -43,10 +43,7 @@ class NumericAnswer:
     """
 
     def __init__(
-        self,
-        marker: Marker = "answer",
-        fallback: Literal["none", "last_number"] = "none",
-        after_thoughts: bool = True,
+        self, marker: Marker = "answer", fallback: Literal["none", "last_number"] = "none", after_thoughts: bool = True
     ) -> None:
         _check("marker", marker, get_args(Marker))
         _check("fallback", fallback, ("none", "last_number"))

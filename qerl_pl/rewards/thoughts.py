@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-OPEN, CLOSE = "<think>", "</think>"
-"""The form to which ``in_one_form`` translates all marks."""
+from qerl_pl.common.types import Completion, Prompt
+
+OPEN, CLOSE = "<think>", "</think>"  # to these ``in_one_form`` translates all marks
 _THINKING = r"(?:think(?:ing)?|thoughts?|reason(?:ing)?)"
 _TAGS = r"(?:working_out|scratch_?pad|reflection|analysis|(?:inner_)?monologue)"
 _BEGIN, _END = r"(?:begin|start)", r"(?:end|stop)"
@@ -67,9 +68,9 @@ class Thoughts(NamedTuple):
 def thoughts_of(text: str) -> Thoughts:
     """Find the end of a text's thoughts. A mark of another kind within thoughts does not count."""
     end, are_open = 0, False
-    for mark, said in _marks(text, _MARK):
-        are_open = said == OPEN or (are_open and said != CLOSE)
-        end = mark.end() if said == CLOSE else end
+    for mark, meaning in _marks(text, _MARK):
+        are_open = meaning == OPEN or (are_open and meaning != CLOSE)
+        end = mark.end() if meaning == CLOSE else end
     return Thoughts(end, are_open)
 
 
@@ -84,32 +85,30 @@ def in_one_form(text: str) -> str:
     out marks of another kind within thoughts. Tags that models write as ordinary text, such as ``<reasoning>``, stay as
     they are, because a reward may ask for them."""
     pieces, last = [], 0
-    for mark, said in _marks(text, _THINK_OR_TOKEN):
-        pieces += [text[last : mark.start()], said]
+    for mark, meaning in _marks(text, _THINK_OR_TOKEN):
+        pieces += [text[last : mark.start()], meaning]
         last = mark.end()
     return "".join([*pieces, text[last:]])
 
 
 def opening_at_the_end(text: str) -> str:
-    """Return the mark at the end of a text, white space after it included, that opens thoughts; empty if the text ends
-    otherwise."""
+    """Return the mark at the end of a text that opens thoughts, with white space after it; empty if there is none."""
     tail = text[-_LONGEST:]
-    marks = [mark for mark, said in _marks(tail, _MARK) if said == OPEN]
+    marks = [mark for mark, meaning in _marks(tail, _MARK) if meaning == OPEN]
     return tail[marks[-1].start() :] if marks and not tail[marks[-1].end() :].strip() else ""
 
 
 def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield the marks in a text, each with ``OPEN``, ``CLOSE``, or an empty text if it is of another kind than the mark
-    that opened the thoughts around it."""
+    """Yield each mark with ``OPEN``, ``CLOSE``, or an empty text if it is of another kind than the open thoughts."""
     opened, end = None, 0
     for bracket in _BRACKET.finditer(text):
         mark = pattern.match(text, bracket.start()) if bracket.start() >= end else None
         if mark is None:
             continue
         end = mark.end()
-        found = {name for name, text in mark.groupdict().items() if text}
-        closes = any("_end" in name for name in found)
-        words = (f"{_BRACKETS.get(group, group)} {mark[group].lower()}" for group in _WORDS if group in found)
+        groups = {name for name, text in mark.groupdict().items() if text}
+        closes = any("_end" in name for name in groups)
+        words = (f"{_BRACKETS.get(group, group)} {mark[group].lower()}" for group in _WORDS if group in groups)
         kind = next(words, str(mark.lastgroup).removesuffix("_end"))
         if closes and opened is None and kind in _OTHERWISE:
             continue
@@ -123,5 +122,14 @@ def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str],
 _NO_WORDS = ("channel", "unused", "role", "harmony")
 _WORDS = tuple(name for name in _MARK.groupindex if "_end" not in name and name not in _NO_WORDS)
 _BRACKETS = {"slash": "bar"}
-_OTHERWISE = ("unused", "role")
-"""Kinds whose closing mark has other meanings where no thoughts are open."""
+_OTHERWISE = ("unused", "role")  # kinds whose closing mark has other meanings where no thoughts are open
+
+
+def assistant_turn(prompt: Prompt, completion: Completion) -> str:
+    """Return the completion's text, with the mark of thoughts that the chat template wrote at the end of the prompt, if
+    any. Tokens that mark thoughts are written as ``<think>`` and ``</think>``, whatever tokens the model's family has.
+
+    Templates of reasoning models (DeepSeek-R1, QwQ, Qwen3.5) open the thoughts themselves, so that such a completion
+    holds ``</think>`` alone.
+    """
+    return in_one_form(opening_at_the_end(prompt.text) + completion.text)

@@ -38,9 +38,6 @@ class Verifier:
     Args:
         num_workers: number of processes; None takes one per core that this process may use, at most 4.
         time_limit: processor time per comparison, in seconds.
-
-    Raises:
-        ValueError: an argument is not positive.
     """
 
     def __init__(self, num_workers: int | None = None, time_limit: float = 1.0) -> None:
@@ -59,19 +56,12 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """Compare pairs of known answer and answer; returns the verdicts in order.
+        """Compare pairs of known answer and answer; ``progress`` gets the number of rows finished since its last call.
 
         A row whose worker dies is tried once more. A row that exceeds the time or memory limit, or ends its worker
         twice, scores 0 if the known answer can be parsed by itself, because otherwise a policy could avoid negative
         advantages by writing such answers. If the known answer cannot be parsed, the row is unscored. Equal rows are
         judged once, because the completions of a group often have the same answer.
-
-        Args:
-            rows: known answer, and answer span of the completion; each at most ``numbers.MAX_ANSWER`` characters.
-            progress: called with the number of rows that were finished since the last call.
-
-        Raises:
-            RuntimeError: workers cannot be started.
         """
         with self._lock:
             if os.getpid() != self._owner:
@@ -87,7 +77,7 @@ class Verifier:
                     _stop_all(self._workers, self._owner)
 
     def pids(self) -> list[int]:
-        """Process ids of the workers that run now."""
+        """List the process ids of the workers that run now."""
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
@@ -101,8 +91,7 @@ class Verifier:
         weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
     def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
-        """Score an answer 0 whose comparison hung, crashed or ran out of memory, if the known answer can be parsed by
-        itself: then the model's answer is the cause, and not the data set's."""
+        # If the known answer can be parsed by itself, the model's answer is the cause of the failure.
         failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
         golds = list(dict.fromkeys(gold for gold, _ in failed))
         known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: progress(0)), strict=True))
@@ -151,9 +140,7 @@ class _Row(NamedTuple):
 
 class _Failure(NamedTuple):
     reason: str
-    cause: Cause
-    """Cause of the failure. After a crash the comparison is tried once more, since the machine may have been the cause;
-    after a hang it is not."""
+    cause: Cause  # after a crash the comparison is tried once more, since the machine may have been the cause
 
 
 class _Worker:
@@ -180,19 +167,14 @@ class _Worker:
         self._received = b""
 
     def send(self, row: _Row, gold: str, answer: str | None, limit: float) -> None:
-        """Send a known answer and an answer to the process. If it has died, the next ``receive`` reports this."""
         self.row, self.limit = row, limit
         self.deadline = time.monotonic() + WALL_FACTOR * limit
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # if the process has died, the next ``receive`` reports this
             self.stdin.write(json.dumps([gold, answer, limit]).encode() + b"\n")
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Return the verdict on the answer that the process was given last, or None.
-
-        None means that the process is still working, unless ``failure`` is set: then it hung or died, and has been
-        ended.
-        """
+        """Return the verdict; None if the process still works, or hung or died: then it was ended, ``failure`` says why."""
         late = _Failure(f"took more than {self.limit:g} s", "hang")
         if not _readable([self], wait=0):
             self.stop()
@@ -227,8 +209,7 @@ class _Worker:
 
 
 def _due(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until some worker processes have a verdict, have died, or have exceeded their time; returns these
-    workers."""
+    """Wait until some workers have a verdict, have died, or have exceeded their time; returns these."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
     readable = _readable(workers, wait=min(patience, START_LIMIT))
     now = time.monotonic()

@@ -1,6 +1,6 @@
-"""Worker process of the verifier, started by ``verifier.py``: answers each JSON line of input with one line of output.
+"""Worker process of the verifier: answers each JSON line of input with one line of output.
 
-This process imports no module that imports torch, so it starts in half a second and does not use a GPU.
+It imports no module that imports torch, so it starts in half a second and does not use a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ HEAVY = 2**30  # bytes of resident memory; above this a verdict may be wrong, be
 
 
 def main() -> None:
-    """Compare answers until the end of input. SIGPROF ends the process when a comparison exceeds its limit of processor
-    time."""
+    """Compare answers until the end of input. SIGPROF ends the process when a comparison takes too long."""
     # Ctrl-C is left to the trainer, which then closes this process's input
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -134,10 +134,7 @@ def test_a_position_in_another_run_is_refused(other, named):
 
 @pytest.mark.parametrize(
     ("num", "batch_size", "num_ranks", "message"),
-    [
-        (3, 4, 1, "data.batch_size is 4 but there are only 3 training prompts"),
-        (9, 3, 2, "no multiple of 2"),
-    ],
+    [(3, 4, 1, "data.batch_size is 4 but there are only 3 training prompts"), (9, 3, 2, "no multiple of 2")],
 )
 def test_a_batch_that_cannot_be_served_is_refused(num, batch_size, num_ranks, message):
     with pytest.raises(ValueError, match=message):

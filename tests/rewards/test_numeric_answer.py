@@ -112,18 +112,7 @@ def test_a_number_is_right_in_every_way_of_writing_it(gold, written):
         "18.5.3",
         "18/0",
     ]
-    + [
-        "\\sqrt{18}",
-        "2^18",
-        "18 * 1",
-        "\u00b118",
-        "\\pm 18",
-        "nothing",
-        "18 = 19",
-        "1e18",
-        "18 million",
-        "9" * 5000,
-    ],
+    + ["\\sqrt{18}", "2^18", "18 * 1", "\u00b118", "\\pm 18", "nothing", "18 = 19", "1e18", "18 million", "9" * 5000],
 )
 def test_a_wrong_or_ambiguous_span_scores_zero(span):
     assert score(f"<answer>{span}</answer>", "18") == 0.0

@@ -116,7 +116,7 @@ def test_what_cannot_be_summed_is_refused(terms, rows, message):
 
 
 def test_a_term_without_name_or_with_an_infinite_weight_is_refused():
-    with pytest.raises(ValueError, match="name is empty"):
+    with pytest.raises(ValueError, match="name is '';"):
         WeightedReward("", constant())
     with pytest.raises(ValueError, match="weight of reward 'a' is inf"):
         WeightedReward("a", constant(), weight=math.inf)

@@ -12,8 +12,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rewards.format import check_format_can_be_met, think_answer_format
 from qerl_pl.rewards.math import NumericAnswer
-from qerl_pl.rewards.thoughts import in_one_form, thoughts_of
-from qerl_pl.rewards.turn import assistant_turn
+from qerl_pl.rewards.thoughts import assistant_turn, in_one_form, thoughts_of
 from qerl_pl.rewards.unmarked import after_thoughts, final_part, own_turn
 from qerl_pl.rollout.decode import as_sampled, completion_texts
 from qerl_pl.tools.tiny import make_tokenizer
