@@ -15,7 +15,9 @@ from fractions import Fraction
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
 from sympy import Add, Expr, Float, I, Mul, Pow, Rational, Set, UnevaluatedExpr, cancel, factorial, nsimplify, simplify
 from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.logic.boolalg import BooleanAtom
@@ -34,29 +36,23 @@ _SAME_RATIO = 1e-6  # relative difference above which two quotients, computed to
 # added to the digits of an irrational number, so that the resulting fraction has no finite decimals
 _ENDLESS = Fraction(1, 3**900)
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
-_EXTRACTION = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=_NORMALIZATION)]
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
 
 
 class Unreadable(ValueError):
     """Raised for a known answer that neither the rules of ``equivalence.py`` nor math-verify can read."""
 
 
-def equal_expressions(gold: str, found: str) -> bool:
-    """Compare two expressions: fractions exactly, others by math-verify.
+def equal_expressions(gold: str, answer: str) -> bool:
+    """Compare two expressions: fractions exactly, others by math-verify; ``Unreadable`` if it cannot read ``gold``.
 
     math-verify compares with an absolute tolerance, so it takes all tiny numbers for equal. Two numbers that it finds
     equal are therefore computed to more digits, and count as different if these digits differ.
-
-    Raises:
-        Unreadable: math-verify cannot read the known answer.
     """
-    known = _parse(gold)
+    known, given = _parse(gold), _parse(answer)
     if known is None:
-        raise Unreadable(f"the known answer {gold!r} cannot be read, so {found!r} cannot be compared with it")
-    given = _parse(found)
-    if given is None:
-        return False
-    if isinstance(given, BooleanAtom) or isinstance(known, BooleanAtom):
+        raise Unreadable(f"the known answer {gold!r} cannot be read, so {answer!r} cannot be compared with it")
+    if given is None or isinstance(given, BooleanAtom) or isinstance(known, BooleanAtom):
         return False  # sympy reads 1=1 as True, which is no answer; 2<3 is compared as text elsewhere
     fractions = _fraction(known), _fraction(given)
     if fractions[0] is not None and fractions[1] is not None:
@@ -64,41 +60,32 @@ def equal_expressions(gold: str, found: str) -> bool:
     for decimal, value in ((fractions[0], given), (fractions[1], known)):
         if decimal is not None and decimal_places(decimal) and _is_rounded(decimal, value):
             return True
-    names = [set(re.sub(r"\\[A-Za-z]+|[^A-Za-z]", "", side)) for side in (gold, found)]
-    if names[0] != names[1] and {each.lower() for each in names[0]} == {each.lower() for each in names[1]}:
-        return False  # math-verify ignores case
     same = verify(known, given, timeout_seconds=None, allow_set_relation_comp=True)
     return same and not _provably_different(known, given)
 
 
-def equal_equations(gold: Sequence[str], found: Sequence[str]) -> bool:
+def equal_equations(gold: Sequence[str], answer: Sequence[str]) -> bool:
     """Compare two equations, given as lists of sides: they are equal if their sides are, or if left minus right of one
-    is a constant multiple of that of the other.
-
-    Raises:
-        Unreadable: the known equation cannot be read.
-    """
-    known, given = [_parse(side) for side in gold], [_parse(side) for side in found]
+    is a constant multiple of that of the other; ``Unreadable`` if the known one cannot be read."""
+    known, given = [_parse(side) for side in gold], [_parse(side) for side in answer]
     if None in known:
         raise Unreadable(f"the known answer {'='.join(gold)!r} cannot be read")
     if None in given or len(known) != len(given):
         return False
-    symbols = [
+    symbols, others = (
         {str(symbol) for side in sides for symbol in getattr(side, "free_symbols", ())} for sides in (known, given)
-    ]
-    if symbols[0] != symbols[1]:
+    )
+    if symbols != others:
         return False
-    for order in (found, found[::-1]):
-        if all(equal_expressions(*pair) for pair in zip(gold, order, strict=True)):
-            return True
-    sides = (*known, *given)
-    if len(known) != 2 or not symbols[0] or not all(isinstance(side, Expr) for side in sides):
+    if any(all(map(equal_expressions, gold, order)) for order in (answer, answer[::-1])):
+        return True
+    if len(known) != 2 or not symbols or not all(isinstance(side, Expr) for side in (*known, *given)):
         return False
     left, right = known[0] - known[1], given[0] - given[1]
     if right == 0:
         return False
     unknowns = sorted((left / right).free_symbols, key=str)
-    points = [{each: Rational(7 * step + at, 11) for step, each in enumerate(unknowns, 1)} for at in (1, 3)]
+    points = [{unknown: Rational(7 * step + at, 11) for step, unknown in enumerate(unknowns, 1)} for at in (1, 3)]
     first, second = ((left / right).subs(point).evalf(15) for point in points)
     if first.is_finite and second.is_finite and abs(first - second) > abs(first) * _SAME_RATIO:
         return False  # much faster than algebra
@@ -117,19 +104,15 @@ def is_readable(text: str) -> bool:
     return True
 
 
-def equal_relations(gold: str, found: str) -> bool:
-    """Compare two answers that are inequalities or intervals by their sets of solutions.
-
-    Raises:
-        Unreadable: the known answer cannot be read.
-    """
-    gold, found = _ascending(gold), _ascending(found)
-    if letters(gold) == letters(found):
+def equal_relations(gold: str, answer: str) -> bool:
+    """Compare two inequalities or intervals by their solutions; ``Unreadable`` if the known one cannot be read."""
+    gold, answer = _ascending(gold), _ascending(answer)
+    if letters(gold) == letters(answer):
         return True
-    known, given = _solution_set(gold), _solution_set(found)
+    known, given = _solution_set(gold), _solution_set(answer)
     if known is not None and given is not None:
         return bool(known == given or known.symmetric_difference(given).is_empty)
-    return equal_expressions(gold, found)
+    return equal_expressions(gold, answer)
 
 
 def _fraction(number: object) -> Fraction | None:
@@ -139,33 +122,29 @@ def _fraction(number: object) -> Fraction | None:
         return Fraction(int(number.p), int(number.q))
     if not isinstance(number, (Add, Mul, Pow, factorial)):
         return None
-    parts = [_fraction(part) for part in number.args]
+    parts = list(map(_fraction, number.args))
     values = [part for part in parts if part is not None]
-    if len(values) < len(parts):
-        return None
     bits = sum(value.numerator.bit_length() + value.denominator.bit_length() for value in values)
-    if bits > MAX_BITS:
+    if len(values) < len(parts) or bits > MAX_BITS:
         return None
     if isinstance(number, Add):
         return sum(values, Fraction(0))
     if isinstance(number, Mul):
         return math.prod(values, start=Fraction(1))
-    if values[-1].denominator != 1:
-        return None
-    base, exponent = values[0], int(values[-1])
-    if abs(exponent) * bits > MAX_BITS:  # n! has fewer bits than n times those of n
+    base, exponent = values[0], values[-1]
+    if exponent.denominator != 1 or abs(exponent) * bits > MAX_BITS:  # n! has fewer bits than n times those of n
         return None
     if isinstance(number, Pow):
-        return None if base == 0 and exponent <= 0 else base**exponent
-    return Fraction(math.factorial(exponent)) if exponent >= 0 else None
+        return None if base == 0 and exponent <= 0 else base ** int(exponent)
+    return Fraction(math.factorial(int(exponent))) if exponent >= 0 else None
 
 
 def _provably_different(known: object, given: object) -> bool:
     """Tell whether two sympy numbers differ when they are computed to many digits."""
-    if not all(isinstance(side, Expr) and side.is_number for side in (known, given)) or known == given:
+    if not isinstance(known, Expr) or not isinstance(given, Expr) or known == given:
         return False
-    assert isinstance(known, Expr)
-    assert isinstance(given, Expr)
+    if not (known.is_number and given.is_number):
+        return False
     if known.has(ExprWithLimits, UnevaluatedExpr) or given.has(ExprWithLimits, UnevaluatedExpr):
         return False  # integrals and series take long to compute; 50% may equal 50
     difference = _magnitude(known - given)
@@ -173,17 +152,14 @@ def _provably_different(known: object, given: object) -> bool:
 
 
 def _is_rounded(decimal: Fraction, value: object) -> bool:
-    """Tell whether ``decimal`` is a real sympy number rounded or truncated, by the rule of
-    ``numbers.is_decimal_of``."""
+    """Tell whether ``decimal`` is a real sympy number rounded or truncated, by the rule of ``is_decimal_of``."""
     if not (isinstance(value, Expr) and value.is_number and value.is_real) or value.has(ExprWithLimits):
         return False
     places, size = decimal_places(decimal), _magnitude(value)
     if places is None or places > MAX_PLACES or size is None or size > 10**MAX_PLACES:
         return False
     exact = value.evalf(places + len(str(int(size))) + 20, maxn=MAX_DIGITS)
-    if not exact.is_Float:
-        return False
-    return is_decimal_of(decimal, Fraction(str(Rational(exact))) + _ENDLESS)
+    return exact.is_Float and is_decimal_of(decimal, Fraction(str(Rational(exact))) + _ENDLESS)
 
 
 def is_rounded(exact: str, decimal: str) -> bool:
@@ -198,8 +174,8 @@ def is_rounded(exact: str, decimal: str) -> bool:
     if not digits or value.has(ExprWithLimits) or not near.is_number:
         return False
     zeros = len(digits[1]) - len(digits[1].rstrip("0"))
-    unit = Fraction(1, 10 ** len(digits[2])) if digits[2] else Fraction(10 ** min(zeros, len(digits[1]) - 1))
-    difference, step = _magnitude(value - near), Rational(unit.numerator, unit.denominator)
+    step = Rational(1, 10 ** len(digits[2])) if digits[2] else Rational(10 ** min(zeros, len(digits[1]) - 1))
+    difference = _magnitude(value - near)
     if difference is None or difference > step:
         return False
     return bool(difference <= step / 2 or abs(near) <= abs(value.evalf(15)))
@@ -217,10 +193,9 @@ def _magnitude(number: Expr) -> Expr | None:
 def _ascending(chain: str) -> str:
     """Rewrite ``b > a > c`` as ``c<a<b``."""
     parts = re.split(r"(>|\\geq)", chain)
-    if len(parts) == 1 or "<" in chain or "\\leq" in chain or "," in chain:
+    if len(parts) == 1 or re.search(r"<|\\leq|,", chain):
         return chain
-    flipped = [{">": "<", "\\geq": "\\leq "}.get(part, part.strip()) for part in reversed(parts)]
-    return "".join(flipped)
+    return "".join({">": "<", "\\geq": "\\leq "}.get(part, part.strip()) for part in reversed(parts))
 
 
 def _solution_set(text: str) -> Set | None:
@@ -247,18 +222,18 @@ def _solution_set(text: str) -> Set | None:
 
 
 def _parse(text: str) -> Any:
-    """Parse one expression with math-verify; None if it cannot.
-
-    math-verify's own time limit is off, because it uses signals; the worker process has a limit of its own.
-    """
-    text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # math-verify takes E for Euler's number
-    found = parse(f"${text}$", _EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
-    if not found:
-        return None
-    if isinstance(found[0], Expr) and found[0].has(Float):
-        found[0] = nsimplify(found[0], rational=True)  # decimals are exact
-    units = {symbol: I for symbol in getattr(found[0], "free_symbols", ()) if str(symbol) == "i"}
+    """Parse the whole of a text as one expression with math-verify's parser; None if that fails."""
+    text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # it takes E for Euler's number
     try:
-        return found[0].subs(units) if units else found[0]
-    except (TypeError, ValueError):  # an inequality or interval of imaginary numbers
+        parsed = latex2sympy(
+            text,
+            is_real=not should_treat_as_complex(text),
+            normalization_config=_NORMALIZATION,
+            conversion_config=_CONVERSION,
+        )
+        if isinstance(parsed, Expr) and parsed.has(Float):
+            parsed = nsimplify(parsed, rational=True)  # decimals are exact
+        units = {symbol: I for symbol in getattr(parsed, "free_symbols", ()) if str(symbol) == "i"}
+        return parsed.subs(units) if units else parsed
+    except Exception:  # the parser raises errors of many kinds, and sympy at inequalities of imaginary numbers
         return None

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 from qerl_pl.rewards.number_words import NUMBER_WORD
+from qerl_pl.rewards.numbers import MAX_ANSWER, parse_number
 
 Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-# "####" marks an answer, but if a name or an ordinal follows ("#### Step 2", "#### 3. Total") it is a Markdown heading.
-_HASH = re.compile(
-    r"(?<!#)####(?!#)[ \t]*(?![*_]*(?:(?!\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)"
-    rf"|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d|(?i:{NUMBER_WORD.pattern}[\w -]{{0,40}}\W{{0,9}}(?:\n|\Z))"
-    r"|(?i:(?:the )?(?:final )?answer\b[^\n]{0,40}?\bis\b))[A-Z]"
-    r"|\d+[.):][ \t]))(\S[^\n]*)"
+_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?=\S)")
+# "####" before a name or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading, and none before these.
+_NO_HEADING = re.compile(
+    r"\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d"
+    r"|(?i:(?:the )?(?:final )?answer\b[^\n]{0,40}?\bis\b)"
 )
+_HEADING = re.compile(r"[A-Z]|\d+[.):][ \t]")
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
 _LINE_WINDOW = 300  # characters at the end of a completion
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
@@ -121,15 +122,14 @@ def last_boxed(text: str) -> str | None:
             if box is not None:
                 boxes = [inner for inner in boxes[-8:] if inner[0] < box[0]]
                 boxes.append((box[0], token.end(), text[box[1] : token.start()].strip()))
-    said = [box for box in boxes if not _denied(text, box)]
+    asserted = [box for box in boxes if not _denied(text, *box[:2])]
     if boxes:
-        return joined(text, said, _BETWEEN_BOXES) if said else ""
+        return joined(text, asserted, _BETWEEN_BOXES) if asserted else ""
     bare = _BARE_BOX.findall(text)
     return bare[-1] if bare else None
 
 
-def _denied(text: str, box: tuple[int, int, str]) -> bool:
-    start, end, _ = box
+def _denied(text: str, start: int, end: int) -> bool:
     before = text[max(0, start - 100) : start]
     return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 100]) is not None
 
@@ -158,13 +158,8 @@ def seen(text: str) -> str:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
-    """Join the last answer span with those directly before it that only ``,``, ``and`` or ``or`` separate.
-
-    Args:
-        text: the text that contains the spans.
-        spans: start, end and content of each span, in order; at least one.
-        connector: regex of the texts that join two spans.
-    """
+    """Join the last of some spans (start, end and content) of a text with those directly before it that only ``,``,
+    ``and`` or ``or`` separate, or another ``connector``."""
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]
@@ -175,15 +170,26 @@ def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Patte
 
 
 def last_hash(text: str) -> str | None:
-    """Return the answer after the last ``####`` that does not start a Markdown heading: the rest of its line."""
-    found = _HASH.findall(text)
-    return found[-1].strip() if found else None
+    """Return the rest of the line after the last ``####`` that does not start a Markdown heading."""
+    answer, end = None, 0
+    for mark in _HASH.finditer(text):
+        start = mark.end()
+        if start >= end and not _is_heading(text[start : start + MAX_ANSWER].partition("\n")[0]):
+            end = text.find("\n", start)
+            end = len(text) if end < 0 else end
+            answer = text[start:end].strip()
+    return answer
+
+
+def _is_heading(line: str) -> bool:
+    words = line.lstrip("*_")
+    if NUMBER_WORD.match(words) and not re.search(r"\d", words):  # "Ten apples" is an answer, "One more step" is none
+        return parse_number(words) is None
+    return _HEADING.match(words) is not None and not _NO_HEADING.match(words)
 
 
 def last_line(text: str) -> str | None:
-    """Return the rest of the line after the last ``Answer:`` in the last 300 characters.
-
-    This is the rule of DAPO's release (arXiv 2503.14476; ``math_dapo`` in verl).
-    """
-    found = _LINE.findall(text[-_LINE_WINDOW:])
-    return found[-1].strip() if found else None
+    """Return the rest of the line after the last ``Answer:`` in the last 300 characters, the rule of DAPO's release
+    (arXiv 2503.14476; ``math_dapo`` in verl)."""
+    answers = _LINE.findall(text[-_LINE_WINDOW:])
+    return answers[-1].strip() if answers else None

@@ -49,8 +49,7 @@ _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
 
 
 class _Group(NamedTuple):
-    brackets: str
-    """The enclosing pair, e.g. ``[)``; empty for a bare list."""
+    brackets: str  # the enclosing pair, e.g. "[)"; empty for a bare list
     items: list[str]
 
 
@@ -60,62 +59,58 @@ def judge(gold: str, answer: str) -> Verdict:
     Returns:
         Score 1 if they are equal, 0 if not, None if the known answer is empty or cannot be read.
     """
-    known, found = normalize(gold, answer), normalize(answer, gold)
+    known, given = normalize(gold, answer), normalize(answer, gold)
     if not known:
         return Verdict(None, f"the known answer {gold!r} is empty", "known_answer")
-    for one, other in ((gold, found), (answer, known)):
+    for one, other in ((gold, given), (answer, known)):
         if _MONEY.search(one) and "\\%" in other:
             return Verdict(0.0, "a percentage is no amount of money")
     values = in_one_unit(gold, answer)
     if values is None:
         return Verdict(0.0, f"{answer!r} measures something else than {gold!r}")
     if values != (gold, answer):
-        known, found = normalize(*values), normalize(*values[::-1])
-    if _marks(known) != _marks(found) and _ASSIGNMENT.match(found):
-        return Verdict(0.0, f"{found!r} and {known!r} have other primes")
-    found = _log_as(known, _case_as(known, found))
-    if nesting(found) > MAX_NESTING:
+        known, given = normalize(*values), normalize(*values[::-1])
+    if _marks(known) != _marks(given) and _ASSIGNMENT.match(given):
+        return Verdict(0.0, f"{given!r} and {known!r} have other primes")
+    given = _case_as(known, given)
+    if "\\ln" in known and "\\log" not in known:
+        given = re.sub(r"\\log(?![A-Za-z]|\s*_)", r"\\ln", given)
+    if nesting(given) > MAX_NESTING:
         return Verdict(0.0, f"the answer nests more than {MAX_NESTING} brackets")
     try:
-        right = bool(found) and any(_same_answer(known, reading) for reading in _readings(known, found))
+        right = bool(given) and any(_same_answer(known, reading) for reading in _readings(known, given))
     except Unreadable as error:
         return Verdict(None, str(error), "known_answer")
-    return Verdict(float(right), f"{found!r} {'equals' if right else 'is not'} {known!r}")
+    return Verdict(float(right), f"{given!r} {'equals' if right else 'is not'} {known!r}")
 
 
-def _readings(gold: str, found: str) -> list[str]:
+def _readings(gold: str, answer: str) -> list[str]:
     """Return the ways to read an answer: where one value is known, ``3,5`` may be a decimal and ``3 and 1/2`` a sum."""
     if len(_group(gold).items) != 1:
-        return [found]
-    decimal = re.fullmatch(r"(-?\d+),(\d{1,2}|\d{4,})", found)
-    mixed = re.fullmatch(r"(\d+)\s+and\s+((\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})", found)
+        return [answer]
+    decimal = re.fullmatch(r"(-?\d+),(\d{1,2}|\d{4,})", answer)
+    mixed = re.fullmatch(r"(\d+)\s+and\s+((\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})", answer)
     if mixed and int(mixed[3] or mixed[5]) < int(mixed[4] or mixed[6]):
-        return [found, f"{mixed[1]}+{mixed[2]}"]
-    return [found, f"{decimal[1]}.{decimal[2]}"] if decimal else [found]
+        return [answer, f"{mixed[1]}+{mixed[2]}"]
+    return [answer, f"{decimal[1]}.{decimal[2]}"] if decimal else [answer]
 
 
-def _case_as(gold: str, found: str) -> str:
+def _case_as(gold: str, answer: str) -> str:
     """Write the letters of an answer in the case of the known answer, except for letters of which one of the two has
     both cases: only there does the case tell variables apart."""
-    known, given = (set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side)) for side in (gold, found))
-    known, given = set("".join(known)), set("".join(given))
+    known, given = (
+        {letter for run in re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side) for letter in run}
+        for side in (gold, answer)
+    )
     swapped = {letter for letter in given - known if letter.swapcase() in known and letter.swapcase() not in given}
     if not swapped or _CHOICE.match(gold):
-        return found
+        return answer
+    table = str.maketrans({letter: letter.swapcase() for letter in swapped})
     return re.sub(
         r"\\[A-Za-z]+|[A-Za-z]+",
-        lambda word: (
-            word[0]
-            if len(word[0]) > 3 or word[0][0] == "\\"
-            else "".join(letter.swapcase() if letter in swapped else letter for letter in word[0])
-        ),
-        found,
+        lambda word: word[0] if len(word[0]) > 3 or word[0][0] == "\\" else word[0].translate(table),
+        answer,
     )
-
-
-def _log_as(gold: str, found: str) -> str:
-    """Read ``\\log`` without a base as the natural logarithm if the known answer has ``\\ln`` and no ``\\log``."""
-    return re.sub(r"\\log(?![A-Za-z]|\s*_)", r"\\ln", found) if "\\ln" in gold and "\\log" not in gold else found
 
 
 def _marks(text: str) -> list[str]:
@@ -127,60 +122,62 @@ def judge_known(gold: str) -> Verdict:
     """Judge whether the known answer can be read: score 0 if it can, else None."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [_value_of(item.split("\\approx")[-1]) for item in items]
-    if items and all(exact_number(each) or _is_text(each) or is_readable(each) for each in values):
+    if items and all(exact_number(value) or _is_text(value) or is_readable(value) for value in values):
         return Verdict(0.0, "the known answer can be read")
     return Verdict(None, f"the known answer {gold!r} cannot be read", "known_answer")
 
 
-def _same_answer(gold: str, found: str) -> bool:
-    if letters(gold) == letters(found):
+def _same_answer(gold: str, answer: str) -> bool:
+    if letters(gold) == letters(answer):
         return True
-    if not (_MODULUS.search(gold) and _MODULUS.search(found)):  # the question may give the modulus
-        gold, found = (_MODULUS.sub("", side).replace("\\equiv", "=") for side in (gold, found))
-    if _CHOICES.fullmatch(gold) and re.search(r"\bor\b", found):
+    if not (_MODULUS.search(gold) and _MODULUS.search(answer)):  # the question may give the modulus
+        gold, answer = (_MODULUS.sub("", side).replace("\\equiv", "=") for side in (gold, answer))
+    if _CHOICES.fullmatch(gold) and re.search(r"\bor\b", answer):
         return False
-    choice = _CHOICE.match(gold)
+    choice, picked = _CHOICE.match(gold), _PICKED.match(answer)
     if choice:
-        picked = _PICKED.match(found)
-        if picked is None or _OTHER_CHOICE.search(found, picked.end()):
-            return False
-        return (picked["inner"] or picked["bare"]).upper() == choice[1]
-    asserted = _YES_NO.match(gold)
-    if asserted:
-        said = _YES_NO.match(found)
-        if said is None or said[1].lower() != asserted[1].lower():
-            return False
-        rest = [side[match.end() :].strip(" ,.;:") for side, match in ((gold, asserted), (found, said))]
-        if re.search(r"\b(?:yes|no|true|false)\b", rest[1], re.IGNORECASE):
-            return False
-        if not rest[0]:  # a reason may follow, but no value
-            return not rest[1] or re.match(r"[A-Za-z(]", rest[1]) is not None
-        return not re.search(r"\d|\\", rest[0]) or (bool(rest[1]) and _same_answer(*rest))
+        return bool(
+            picked
+            and not _OTHER_CHOICE.search(answer, picked.end())
+            and (picked["inner"] or picked["bare"]).upper() == choice[1]
+        )
+    if asserted := _YES_NO.match(gold):
+        return _same_assertion(asserted, _YES_NO.match(answer))
     if _TIME.search(gold):
         return False
-    found = re.sub(r"(:\d\d) [ap]m$", r"\1", found, flags=re.IGNORECASE)  # the known time has no AM or PM
-    gold, found = _bare_solutions(gold), _bare_solutions(without_choice(found))
+    answer = re.sub(r"(:\d\d) [ap]m$", r"\1", answer, flags=re.IGNORECASE)  # the known time has no AM or PM
+    gold, answer = _bare_solutions(gold), _bare_solutions(without_choice(answer))
     if gold.startswith("("):
-        found = _POINT.sub("", found)
-    if RELATION.search(gold + found) and not (_is_text(gold) or _is_text(found)):
-        return equal_relations(gold, found)
+        answer = _POINT.sub("", answer)
+    if RELATION.search(gold + answer) and not (_is_text(gold) or _is_text(answer)):
+        return equal_relations(gold, answer)
     # "48,384" may be two values, although its comma can be read as a thousands separator
-    return _same_groups(_group(gold), _group(found)) or (gold != found and join_thousands(letters(gold)) == found)
+    return _same_groups(_group(gold), _group(answer)) or (gold != answer and join_thousands(letters(gold)) == answer)
+
+
+def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
+    """Compare answers that begin with yes, no, true or false; a reason may follow, but no other value."""
+    if given is None or known[1].lower() != given[1].lower():
+        return False
+    gold, answer = (match.string[match.end() :].strip(" ,.;:") for match in (known, given))
+    if re.search(r"\b(?:yes|no|true|false)\b", answer, re.IGNORECASE):
+        return False
+    if not gold:
+        return not answer or re.match(r"[A-Za-z(]", answer) is not None
+    return not re.search(r"\d|\\", gold) or (bool(answer) and _same_answer(gold, answer))
 
 
 def _bare_solutions(text: str) -> str:
-    """Reduce an answer to its values: without set builder, name of a point, or conditions such as ``k \\in
-    \\mathbb{Z}``."""
+    """Reduce an answer to its values, e.g. without set builder, name of a point, or ``k \\in \\mathbb{Z}``."""
     text = _NAMED_INTERVAL.sub("", text)
     builder, family = _BUILDER.match(text), _FAMILY.match(text)
     text = builder["condition"] if builder else family["member"] if family else text
     text = re.sub(r"^[^:]*(?:<|>|\\leq|\\geq)[^:]*:\s*(?=[(\[])", "", text)  # an inequality, then its interval
     text = re.sub(r"[,;]?\s*\(?\s*[a-z]\s*\\in\s*\\mathbb\{[ZN]\}(?:\^\+)?\s*\)?$", "", text).strip()
-    point = _ASSIGNMENT.match(text)
+    point, chain = _ASSIGNMENT.match(text), _CHAIN.match(text)
     if point and point["name"].startswith("("):
         text = point["value"]
-    chain = _CHAIN.match(text)
-    if chain:  # x = y = 1 becomes x = 1, y = 1
+    elif chain:  # x = y = 1 becomes x = 1, y = 1
         text = ", ".join(f"{name} = {chain['value']}" for name in re.findall("[a-z]", chain["names"]))
     return "(-\\infty,\\infty)" if text in ("\\mathbb{R}", "all real numbers") else text
 
@@ -222,55 +219,53 @@ def _balanced(text: str) -> bool:
     return depth == 0
 
 
-def _same_groups(gold: _Group, found: _Group) -> bool:
-    if len(gold.items) != len(found.items):
-        if len(gold.items) == 1 and not gold.brackets + found.brackets:  # "3/2 or 1.5" is one value in two forms
-            return bool(found.items) and all(_same_value(gold.items[0], given) for given in found.items)
-        known, given = (_ASSIGNMENT.match(side.items[0]) if len(side.items) == 1 else None for side in (gold, found))
+def _same_groups(gold: _Group, answer: _Group) -> bool:
+    if len(gold.items) != len(answer.items):
+        if len(gold.items) == 1 and not gold.brackets + answer.brackets:  # "3/2 or 1.5" is one value in two forms
+            return bool(answer.items) and all(_same_value(gold.items[0], item) for item in answer.items)
+        known, given = (_ASSIGNMENT.match(side.items[0]) if len(side.items) == 1 else None for side in (gold, answer))
         return bool(known or given) and _same_groups(
-            _group(known["value"]) if known else gold, _group(given["value"]) if given else found
+            _group(known["value"]) if known else gold, _group(given["value"]) if given else answer
         )
     if not gold.items:
         return False
+    if len(gold.items) == 1 and gold.brackets == answer.brackets == "":
+        return _same_value(gold.items[0], answer.items[0])
     ordered = gold.brackets not in ("", "{}") and len(gold.items) > 1
-    if len(gold.items) == 1 and gold.brackets == found.brackets == "":
-        return _same_value(gold.items[0], found.items[0])
-    if gold.brackets == "()" and not found.brackets:
-        found = _by_name(found)
-    elif found.brackets == "()" and not gold.brackets and all(map(_ASSIGNMENT.match, gold.items)):
+    if gold.brackets == "()" and not answer.brackets:
+        answer = _by_name(answer)
+    elif answer.brackets == "()" and not gold.brackets and all(map(_ASSIGNMENT.match, gold.items)):
         gold, ordered = _by_name(gold), True
-    elif len(gold.items) > 1 and not _compatible(gold, found):
+    elif len(gold.items) > 1 and not _compatible(gold, answer):
         return False
     names = {match["name"] for match in map(_ASSIGNMENT.match, gold.items) if match}
-    if len(names) > 1 and not any(map(_ASSIGNMENT.match, found.items)):
+    if len(names) > 1 and not any(map(_ASSIGNMENT.match, answer.items)):
         ordered = True  # "a = 1, b = 2" is not "2, 1"
-    if gold.brackets == found.brackets == "::":
-        known, given = ([f"{item}/({group.items[0]})" for item in group.items] for group in (gold, found))
+    if gold.brackets == answer.brackets == "::":
+        known, given = ([f"{item}/({group.items[0]})" for item in group.items] for group in (gold, answer))
         return all(map(_same_value, known, given))
-    pairs = zip(gold.items, found.items, strict=True)
-    if all(_same_groups(_group(known), _group(given)) for known, given in pairs):
+    if all(_same_groups(_group(known), _group(given)) for known, given in zip(gold.items, answer.items, strict=True)):
         return True
-    return not ordered and len(gold.items) > 1 and _same_unordered(gold.items, found.items)
+    return not ordered and len(gold.items) > 1 and _same_unordered(gold.items, answer.items)
 
 
-def _compatible(gold: _Group, found: _Group) -> bool:
-    if gold.brackets == found.brackets or {gold.brackets, found.brackets} == {"", "{}"}:
+def _compatible(gold: _Group, answer: _Group) -> bool:
+    if gold.brackets == answer.brackets or {gold.brackets, answer.brackets} == {"", "{}"}:
         return True
     # (1,2,3), <1,2,3> and [1,2,3] are the same vector; with two entries they may be different intervals
-    return len(gold.items) > 2 and {gold.brackets, found.brackets} == {"()", "[]"}
+    return len(gold.items) > 2 and {gold.brackets, answer.brackets} == {"()", "[]"}
 
 
 def _by_name(group: _Group) -> _Group:
-    """Sort a list of assignments such as ``y=2, x=1`` by name and keep its values, as of a point (x, y); other lists
-    are not changed."""
+    """Sort a list of assignments such as ``y=2, x=1`` by name and keep its values, as of a point (x, y)."""
     named = [match for match in map(_ASSIGNMENT.match, group.items) if match]
     if len(named) < len(group.items):
         return group
     return _Group("", [value for _, value in sorted((match["name"], match["value"]) for match in named)])
 
 
-def _same_unordered(gold: list[str], found: list[str]) -> bool:
-    left, unlike = list(found), []
+def _same_unordered(gold: list[str], answer: list[str]) -> bool:
+    left, unlike = list(answer), []
     for known in gold:
         match = next((given for given in left if letters(given) == letters(known)), None)
         if match is None:
@@ -287,55 +282,53 @@ def _same_unordered(gold: list[str], found: list[str]) -> bool:
     return True
 
 
-def _same_value(gold: str, found: str) -> bool:
+def _same_value(gold: str, answer: str) -> bool:
     """Tell whether two single values are equal: numbers are compared exactly, words as text, other values by
     algebra."""
-    if letters(gold) == letters(found):
+    if letters(gold) == letters(answer):
         return True
-    if "\\approx" in gold + found:
-        return _same_approximation(gold, found)
-    gold, found = _sides(gold, found)
-    if re.search(r"\d_", found) and not re.search(r"\d_", gold):
+    if "\\approx" in gold + answer:
+        return _same_approximation(gold, answer)
+    gold, answer = _sides(gold, answer)
+    if re.search(r"\d_", answer) and not re.search(r"\d_", gold):
         return False  # digits in another base
-    known, given = exact_number(gold), exact_number(found)
+    known, given = exact_number(gold), exact_number(answer)
     if isinstance(known, Number) and isinstance(given, Number):
         return known.equals(given, sign_may_miss=known.percent)
-    if letters(gold) == letters(found):
+    if letters(gold) == letters(answer):
         return True
-    if _IN_BASE.match(gold) and _IN_BASE.match(found):
+    if _IN_BASE.match(gold) and _IN_BASE.match(answer):
         return False  # math-verify ignores the base
-    if _is_text(gold) or _is_text(found):
-        return _words(gold) == _words(found) or _same_factors(gold, found)
-    if _other_names(gold, found):
+    if _is_text(gold) or _is_text(answer):
+        return _words(gold) == _words(answer) or _same_factors(gold, answer)
+    if _other_names(gold, answer):
         return False
-    gold, found = _with_cases(gold, found)
-    known_sides, given_sides = split_top(gold, "="), split_top(found, "=")
+    known_sides, given_sides = split_top(gold, "="), split_top(answer, "=")
     if len(known_sides) > 1 and len(given_sides) > 1:
         value = _value_of(gold)
         if value != gold and not _ASSIGNMENT.match(gold):
-            return letters(known_sides[0]) == letters(given_sides[0]) and _same_value(
-                value, _last_side(given_sides[1:])
-            )
+            same_name = letters(known_sides[0]) == letters(given_sides[0])
+            return same_name and _same_value(value, _last_side(given_sides[1:]))
         return equal_equations(known_sides, given_sides)
-    return equal_expressions(gold, found)
+    return equal_expressions(gold, answer)
 
 
-def _sides(gold: str, found: str) -> tuple[str, str]:
+def _sides(gold: str, answer: str) -> tuple[str, str]:
     """Drop the left side of answers such as ``x = 5`` if the other answer has none or the same one."""
-    known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(found)
+    known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
-        names = [letters(each["name"]).lower() for each in (known, given)]
+        names = [letters(match["name"]).lower() for match in (known, given)]
         if names[0] == names[1] or _renamed(names, given):
             return split_top(known["value"], "=")[-1], _last_side(split_top(given["value"], "="))
-        return gold, found
-    sides, num_known = split_top(found, "="), len(split_top(gold, "="))
+        return gold, answer
+    sides = split_top(answer, "=")
     if len(sides) == 1:
-        return _value_of(gold), found
-    if num_known == 1:
-        first, last = "=".join(sides[:-1]), sides[-1]
+        return _value_of(gold), answer
+    if len(split_top(gold, "=")) == 1:
+        *first, last = sides
         reversed_assignment = re.fullmatch(r"\s*[A-Za-z]\s*", last) and not re.fullmatch(r"[A-Za-z]", gold)
-        return gold, (first.strip() if reversed_assignment else _last_side(sides))
-    return gold, found
+        return gold, ("=".join(first).strip() if reversed_assignment else _last_side(sides))
+    return gold, answer
 
 
 def _value_of(gold: str) -> str:
@@ -354,13 +347,13 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
 
 
-def _same_approximation(gold: str, found: str) -> bool:
+def _same_approximation(gold: str, answer: str) -> bool:
     """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
 
     All sides of the completion's answer must agree, because otherwise it would have two attempts. Of the known answer,
     either side counts, but not a left side with decimals: that is what was to be computed.
     """
-    known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, found))
+    known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (
         parts[1:] if len(parts) > 1 and not _HAS_VALUE.search(parts[0]) else parts for parts in (known, given)
     )
@@ -374,42 +367,28 @@ def _last_side(sides: list[str]) -> str:
     """Return the last side of an equation such as ``6*7=42``; nothing if another side is a different number."""
     *others, last = sides
     numbers = [side for side in others if _HAS_VALUE.search(side) and not _LETTER.search(_COMMAND.sub("", side))]
-    if numbers and not _LETTER.search(_COMMAND.sub("", last)):
-        return last if all(_same_value(side, last) for side in numbers) else ""
-    return last
+    if _LETTER.search(_COMMAND.sub("", last)):
+        return last
+    return last if all(_same_value(side, last) for side in numbers) else ""
 
 
-def _other_names(gold: str, found: str) -> bool:
+def _other_names(gold: str, answer: str) -> bool:
     """Tell whether names that algebra would take for products differ: ``AB`` is not ``BA``, nor ``A1`` ``1A``, and only
     one of ``A`` and ``A^T`` is transposed."""
-    plain = [re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)) for side in (gold, found)]
+    plain = [re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)) for side in (gold, answer)]
     names = [set(re.findall(r"[A-Z][A-Z\d]+|\d[A-Z]", side)) for side in plain]
     if any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0]):
         return True
-    if "=" not in gold + found and len({tuple(sorted(re.findall("[A-Za-z]'+", side))) for side in plain}) == 2:
+    if "=" not in gold + answer and len({tuple(sorted(re.findall("[A-Za-z]'+", side))) for side in plain}) == 2:
         return True  # A'B is not AB: math-verify ignores primes
     return len({tuple(sorted(re.findall(r"[A-Z](?=\^\{?T(?![A-Za-z]))", side))) for side in plain}) == 2
 
 
-def _with_cases(gold: str, found: str) -> tuple[str, str]:
-    """Rename capitals of which the known answer has the small letter, too, because math-verify ignores case."""
-    symbols = set(_COMMAND.sub("", gold))
-    both = {letter for letter in symbols if letter.isupper() and letter.lower() in symbols}
-    if not both:
-        return gold, found
-    capital = re.compile(rf"\\[A-Za-z]+|[{''.join(sorted(both))}](?!_)")
-    renamed = [
-        capital.sub(lambda part: part[0] if part[0][0] == "\\" else f"{part[0].lower()}_{{99}}", side)
-        for side in (gold, found)
-    ]
-    return renamed[0], renamed[1]
-
-
-def _same_factors(gold: str, found: str) -> bool:
+def _same_factors(gold: str, answer: str) -> bool:
     """Tell whether an answer is the product ``m g h``, of a known ``mgh`` that may be a word."""
-    product = re.fullmatch(r"[A-Za-z](?:(?:\s|\\cdot|\*)+[A-Za-z])+", found)
-    factors = re.findall("[A-Za-z]", _COMMAND.sub("", found))
-    return product is not None and sorted(factors) == sorted(gold) and not _other_names(gold, found)
+    product = re.fullmatch(r"[A-Za-z](?:(?:\s|\\cdot|\*)+[A-Za-z])+", answer)
+    factors = re.findall("[A-Za-z]", _COMMAND.sub("", answer))
+    return product is not None and sorted(factors) == sorted(gold) and not _other_names(gold, answer)
 
 
 def _is_text(text: str) -> bool:

@@ -9,78 +9,35 @@ from qerl_pl.rewards.number_words import in_digits
 from qerl_pl.rewards.numbers import ascii_digits
 from qerl_pl.rewards.units import denies, names_unit
 
+# Characters of formulas, each followed by what it becomes.
+_CHARACTERS = """
+\u03c0 \\pi \u221e \\infty \u2264 \\leq \u2265 \\geq \u2260 \\neq \u00d7 \\times \u00b7 \\cdot \u22c5 \\cdot \u00f7 /
+\u00b0 ^\\circ \u00b1 \\pm \u222a \\cup \u2229 \\cap \u2208 \\in \u2205 \\emptyset \u211d \\mathbb{R} \u2124 \\mathbb{Z}
+\u03b8 \\theta \u03b1 \\alpha \u03b2 \\beta \u2248 \\approx \u2212 - \u2013 - \u6216 or \u2228 or \u2227 and \u3001 ,
+\u20ac \\$ \u00a3 \\$ \u00a5 \\$ \u20b9 \\$ \u20a9 \\$ \u5143 yuan \u5186 yen \u2018 ' \u2019 ' \u2032 '
+\u201c " \u201d "
+"""
 _UNICODE = str.maketrans(
     {
-        "\u03c0": "\\pi ",
-        "\u221e": "\\infty ",
-        "\u2264": "\\leq ",
-        "\u2265": "\\geq ",
-        "\u2260": "\\neq ",
-        "\u00d7": "\\times ",
-        "\u00f7": "/",
-        "\u00b7": "\\cdot ",
-        "\u22c5": "\\cdot ",
-        "\u2212": "-",
-        "\u2013": "-",
-        "\u00b0": "^\\circ ",
-        "\u00b1": "\\pm ",
-        "\u222a": "\\cup ",
-        "\u2229": "\\cap ",
-        "\u2208": "\\in ",
-        "\u2205": "\\emptyset ",
-        "\u211d": "\\mathbb{R}",
-        "\u2124": "\\mathbb{Z}",
-        "\u03b8": "\\theta ",
-        "\u03b1": "\\alpha ",
-        "\u03b2": "\\beta ",
-        "\u2248": "\\approx ",
-        "\u6216": " or ",
-        "\u3001": ",",
-        "\u20ac": "\\$",
-        **dict.fromkeys("\u00a3\u00a5\u20b9\u20a9", "\\$"),
-        "\u5143": " yuan ",
-        "\u5186": " yen ",
-        "\u2018": "'",
-        "\u2019": "'",
-        "\u201c": '"',
-        "\u201d": '"',
-        "\u2032": "'",
-        "\u2227": " and ",
-        "\u2228": " or ",
+        character: f" {name} " if name.isalpha() else f"{name} " if name[-1].isalpha() else name
+        for character, name in (pair.split() for pair in re.findall(r"\S+ \S+", _CHARACTERS))
     }
 )
 SEPARATOR = r",|;|\bor\b|\band\b"  # regex: separators of the values of a list
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("\\text{", "}"), ("{", "}"))
 _END = r"(?![A-Za-z])"  # end of a command's name
-_NAMES = {
-    "dfrac|tfrac|cfrac": "frac",
-    "dbinom|tbinom": "binom",
-    "le|leqslant|leqq": "leq",
-    "ge|geqslant|geqq": "geq",
-    "ne": "neq",
-    "lt": "<",
-    "gt": ">",
-    "mid|vert|lvert|rvert": "|",
-    "lbrace": "{",
-    "rbrace": "}",
-    "langle|lparen": "(",
-    "rangle|rparen": ")",
-    "colon": ":",
-    "varnothing": "emptyset",
-    "bigcup": "cup",
-    "bigcap": "cap",
-    "ast": "cdot",
-    "pounds": "$",
-    "cr": "\\",
-    "backslash": "setminus",
-    "overrightarrow": "vec",
-    "simeq|cong": "approx",
-    "imath": "i",
-    "lg": "log_{10}",
-    "degree": "^\\circ ",
-    "textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|emph": "text",
-}
-_BARE = {"<", ">", "|", "(", ")", ":", "i", "^\\circ "}  # replacements that are not LaTeX commands
+# Names of LaTeX commands, and what they become.
+_NAMES = r"""
+dfrac|tfrac|cfrac \frac ; dbinom|tbinom \binom ; le|leqslant|leqq \leq ; ge|geqslant|geqq \geq ; ne \neq ; lt < ; gt >
+mid|vert|lvert|rvert | ; lbrace \{ ; rbrace \} ; langle|lparen ( ; rangle|rparen ) ; colon : ; varnothing \emptyset
+bigcup \cup ; bigcap \cap ; ast \cdot ; pounds \$ ; cr \\ ; backslash \setminus ; overrightarrow \vec
+simeq|cong \approx ; imath i ; lg \log_{10} ; degree ^\circ
+textrm|textbf|textit|textsf|textnormal|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|emph \text
+"""
+_COMMANDS = [
+    (re.compile(rf"\\(?:{names}){_END}"), f"{command} " if command == "^\\circ" else command)
+    for names, command in (pair.split() for pair in re.split(r";|\n", _NAMES.strip()))
+]
 # Rewritings of formulas typed without LaTeX: a name such as "sqrt" becomes a command if no letter is next to it.
 _PLAIN = [
     (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])"), r"\\infty "),
@@ -144,21 +101,18 @@ def normalize(text: str, other: str = "") -> str:
     """Normalise an answer: remove math delimiters, style and spacing commands, units, currency and surrounding prose.
 
     Words behind a value are removed only if they are its unit, and words before it only if they present it (``units``).
-    ``other`` is the answer that it is compared with: a letter of it, such as the m of ``2m``, is no unit.
-
-    Commas, brackets, ``=`` and relations, the words ``and`` and ``or``, and ``\\%`` are kept. Answers with the same
-    result differ only in notation or units; answers with different results may still be equal.
+    ``other`` is the answer that it is compared with: a letter of it, such as the m of ``2m``, is no unit. Answers with
+    the same result differ only in notation or units; answers with different results may still be equal.
     """
-    text = commands(text)
-    text = unwrap(text)
+    text = unwrap(commands(text))
     text = re.sub(r"(?<!\\)\$\s*([,;])\s*\$", r"\1 ", text)
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
     text = unwrap(text)
     text = re.sub(r"\\text\{\s*(and|or)\s*\}|\b(and|or)\b", r" \1\2 ", text)
     text = re.sub(r"(?<!\\)%|\\text\{\s*(?:\\?%|per\s?cent)\s*\}|\bper\s?cent\b", r"\\%", text)
     half = r"\s*([ap])\.?\s?m\b\.?\s*"
-    text = re.sub(rf"(?<=\d)\s*(?:\\text\{{{half}\}}|{half})", _half_of_day, text, flags=re.IGNORECASE)
-    text = text.replace(":00 ", " ")
+    half = rf"(?i)(?<=\d)\s*(?:\\text\{{{half}\}}|{half})"  # p.m., PM
+    text = re.sub(half, lambda of_day: f" {(of_day[1] or of_day[2]).lower()}m ", text).replace(":00 ", " ")
     text = _DEGREES_IN_FUNCTION.sub(r"\1\\frac{\2\\pi}{180}", text)
     text = _ORDINAL.sub("", _QUALIFIER.sub(_closed, _ARROW.split(text)[-1]))
     text = re.sub(rf"^((?:\\text\{{)?)\s*(?:the )?(\d{{1,2}})\s+(?:of )?({_MONTHS})\b", r"\1\3 \2", text)
@@ -173,10 +127,11 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
     text = _OR_ASIDE.sub(r" or \1", _TEXT_UNIT.sub(_without_text_unit, text))
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    text = unwrap(_PREFIX.sub(_without_prefix, " ".join(text.split()).rstrip(" .,;:")))
+    text = " ".join(text.split()).rstrip(" .,;:")
+    text = unwrap(_PREFIX.sub(lambda prefix: prefix[0] if denies(prefix[0]) else "", text))
     text = text if "\\" in text else _said_once(in_digits(text))
     variables = {letter for run in _SYMBOLS.findall(_UPRIGHT.sub("", other)) for letter in run}
-    text = _TRAILING.sub(lambda found: _without_unit(found, variables), text).strip().rstrip("\\")
+    text = _TRAILING.sub(lambda unit: _without_unit(unit, variables), text).strip().rstrip("\\")
     text = re.sub(r"^<([^<>]*,[^<>]*)>$", r"(\1)", text)
     text = re.sub(
         r"\\\{\s*\\\}|^no (?:real )?solutions?$|^(?:the )?empty set$", r"\\emptyset", text, flags=re.IGNORECASE
@@ -209,20 +164,21 @@ def _closed(qualifier: re.Match[str]) -> str:
     return "}" * (before.count("{") - before.count("}"))
 
 
-def _without_text_unit(found: re.Match[str]) -> str:
-    words = re.sub(r"^\s*\((.*)\)\s*$", r"\1", found["words"])
-    return " " if names_unit(words) and not re.fullmatch(r"\s*(?:[ap]m)?\s*", words) else found[0]
+def _without_text_unit(unit: re.Match[str]) -> str:
+    words = re.sub(r"^\s*\((.*)\)\s*$", r"\1", unit["words"])
+    return " " if names_unit(words) and not re.fullmatch(r"\s*(?:[ap]m)?\s*", words) else unit[0]
 
 
-def _without_unit(found: re.Match[str], variables: set[str]) -> str:
-    words = found["words"].strip()
+def _without_unit(unit: re.Match[str], variables: set[str]) -> str:
+    words = unit["words"].strip()
     one_letter = re.fullmatch(r"([A-Za-z])(?:\s*\^.*)?", words)
-    is_variable = one_letter and (one_letter[1] in variables or not (found["gap"] or "^" in words))
-    return found[0] if is_variable or re.fullmatch("[ap]m", words) or not names_unit(words) else ""
+    is_variable = one_letter and (one_letter[1] in variables or not (unit["gap"] or "^" in words))
+    return unit[0] if is_variable or re.fullmatch("[ap]m", words) or not names_unit(words) else ""
 
 
-def _without_prefix(found: re.Match[str]) -> str:
-    return found[0] if denies(found[0]) else ""
+def _with_round_brackets(interval: re.Match[str]) -> str:
+    opening, inside, closing = interval.groups()
+    return f"{'[' if opening == '[' else '('}{inside}{']' if closing == ']' else ')'}"
 
 
 def _column(text: str, size: int) -> str:
@@ -263,11 +219,6 @@ def split_top(text: str, separator: str) -> list[str]:
     return [part.strip() for part in (*parts, text[start:])]
 
 
-def _half_of_day(half: re.Match[str]) -> str:
-    """Rewrite ``p.m.`` and ``PM`` as pm."""
-    return f" {(half[1] or half[2]).lower()}m "
-
-
 def nesting(text: str) -> int:
     """Return the nesting depth of brackets and braces."""
     depth = most = 0
@@ -293,11 +244,12 @@ def commands(text: str) -> str:
     # 0.1666... is 0.1\\overline{6}
     text = re.sub(r"(\.\d{0,12}?)(\d{1,12}?)\2{2,}(?:\\l?dots|\.{3})", r"\1\\overline{\2}", text)
     text = re.sub(r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}", text)
-    for names, name in _NAMES.items():
-        text = re.sub(rf"\\(?:{names}){_END}", lambda _, name=name: name if name in _BARE else "\\" + name, text)
+    for pattern, command in _COMMANDS:
+        text = pattern.sub(command.replace("\\", r"\\"), text)
     text = re.sub(r"\\text\{\s*([ei])\s*\}", r"\1", text)  # the constants e and i in upright type
     text = re.sub(r"\\text\{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp)\s*\}", r"\\\1 ", text)
-    text = re.sub(r"\\operatorname\*?\{\s*([A-Za-z]+)\s*\}", _function, text)
+    text = re.sub(r"\\operatorname\*?\{\s*a((?:sin|cos|tan)\s*\})", r"\\operatorname{arc\1", text)
+    text = re.sub(r"\\operatorname\*?\{\s*([A-Za-z]+)\s*\}", r"\\\1 ", text)
     text = re.sub(r"\\(?:wedge|land)(?![A-Za-z])", " and ", re.sub(r"\\(?:vee|lor)(?![A-Za-z])", " or ", text))
     text = re.sub(r"\{([,:])\}", r"\1", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
@@ -306,11 +258,6 @@ def commands(text: str) -> str:
     text = re.sub(r"\\end\{(?:[bB]?(?:small)?matrix|array)\}", r"\\end{pmatrix}", text)
     text = re.sub(r"\\begin\{(cases|aligned)\}(.*?)\\end\{\1\}", _rows, text, flags=re.DOTALL)
     return _SPACE.sub(" ", text).strip()
-
-
-def _function(name: re.Match[str]) -> str:
-    """Rewrite ``\\operatorname{atan}`` as ``\\arctan``."""
-    return f"\\{re.sub('^a(?=(?:sin|cos|tan)$)', 'arc', name[1])} "
 
 
 def _rows(environment: re.Match[str]) -> str:
@@ -337,12 +284,6 @@ def _said_once(text: str) -> str:
     """Rewrite ``5 (five)`` as 5."""
     twice = re.fullmatch(r"(\d+)\s*\(([A-Za-z -]+)\)", text)
     return twice[1] if twice and in_digits(twice[2]) == twice[1] else text
-
-
-def _with_round_brackets(interval: re.Match[str]) -> str:
-    """Rewrite ``]1,2]`` as ``(1,2]``."""
-    opening, inside, closing = interval.groups()
-    return f"{'[' if opening == '[' else '('}{inside}{']' if closing == ']' else ')'}"
 
 
 def _core(text: str, start: str, end: str) -> str | None:

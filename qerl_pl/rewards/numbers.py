@@ -29,15 +29,7 @@ _NUMBER = re.compile(
     rf"(?P<percent>\s*(?:%|per\s?cent\b))?",
     re.IGNORECASE,
 )
-_SCALES = {
-    "": 1,
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-}
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
@@ -80,10 +72,9 @@ _WRAPPER = re.compile(
 
 
 class Number(NamedTuple):
-    """A number, and whether it was written as a percentage."""
+    """A number, and whether it was written as a percentage, whose value is 50 for ``50%``."""
 
     value: Fraction
-    """50 for ``50%``."""
     percent: bool
 
     def equals(self, other: Number, *, sign_may_miss: bool = False) -> bool:
@@ -134,10 +125,9 @@ def decimal_places(value: Fraction) -> int | None:
 def parse_number(text: str) -> Number | None:
     """Read ``text`` as one number; None if anything but the number could change its value.
 
-    Accepted forms: thousands separators, decimals, fractions and mixed fractions, powers of ten, percentages, LaTeX
-    forms of all these, minus signs and digits of any script, and whole numbers in English words; with a currency sign,
-    with words before it that present it, and with its unit after it (``units``). In an equation such as ``6 * 3 = 18``,
-    the last side is read.
+    Numbers may have thousands separators, decimals, fractions, powers of ten, percent and currency signs, in plain
+    text, LaTeX, digits of any script or English words; with words before it that present it, and its unit after it
+    (``units``). In an equation such as ``6 * 3 = 18``, the last side is read.
     """
     if len(text) > MAX_ANSWER:
         return None
@@ -161,8 +151,7 @@ def exact_number(text: str) -> Number | None:
 
 
 def leading_number(text: str) -> Number | None:
-    """Read the number at the start of ``text`` if its unit or an aside with other numbers follows, as in "18 (9 eggs at
-    $2 each)" or "366 downloads over 3 months"; None if there is none."""
+    """Read the number at the start of ``text`` if its unit or an aside follows, as in "18 (9 eggs at $2 each)"."""
     plain = _signed(plain_text(text[:MAX_ANSWER])).lstrip()
     match = _NUMBER.match(plain)
     number = _value(match) if match else None
@@ -174,10 +163,8 @@ def leading_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """Read the last number of a completion, from the last line that has a number and is not a remark ("Check: ...").
-
-    Numbers in parentheses count only if the line has no others, and numbers in bold take precedence over plain ones.
-    """
+    """Read the last number of a text, from the last line that has one and is no remark ("Check: ..."). Numbers in
+    parentheses count only if the line has no others, and numbers in bold take precedence."""
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
         line = line[-MAX_ANSWER:]
@@ -187,11 +174,11 @@ def last_number(text: str) -> Number | None:
         line = outside if re.search(r"\d", outside) else line
         bold = [number for span in _BOLD.findall(line) if (number := parse_number(span)) is not None]
         plain = plain_text(line)
-        found = [(match, number) for match in _NUMBER.finditer(plain) if (number := _value(match))]
+        matches = [(match, number) for match in _NUMBER.finditer(plain) if (number := _value(match))]
         if bold:
             return bold[-1]
-        if found:
-            match, number = found[-1]
+        if matches:
+            match, number = matches[-1]
             return None if _BOUND.search(plain[: match.start()]) else number
     return None
 
@@ -245,7 +232,7 @@ def _value(match: re.Match[str]) -> Number | None:
     if bottom == 0 or abs(exponent) > MAX_EXPONENT:
         return None
     value = int(match["whole"] or "0") + top / bottom
-    value *= Fraction(10) ** exponent * _SCALES[(match["scale"] or "").lower()]
+    value *= Fraction(10) ** exponent * _SCALES.get((match["scale"] or "").lower(), 1)
     return Number(-value if match["sign"] == "-" else value, percent=match["percent"] is not None)
 
 

@@ -22,8 +22,7 @@ class Quantity(NamedTuple):
 
     value: str
     unit: Unit
-    certain: bool
-    """False where the unit may be a product of variables, as in ``2m`` and ``2mg``."""
+    certain: bool  # False where the unit may be a product of variables, as in ``2m`` and ``2mg``
 
     def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
         """Return the value in another unit, of which ``ratio`` times a power of pi make one of this unit."""
@@ -67,12 +66,12 @@ def quantity(text: str) -> Quantity | None:
         single = len(split_top(value, SEPARATOR)) == 1 and value.count("{") == value.count("}")
         return Quantity(value, unit, certain) if single else None
     total = Fraction(0)
-    for part, each in zip(parts, units, strict=True):
-        number, ratio = exact_number(part["value"]) if part else None, each.per(unit) if each else None
+    for part, other in zip(parts, units, strict=True):
+        number, ratio = exact_number(part["value"]) if part else None, other.per(unit) if other else None
         if number is None or ratio is None or ratio[1]:
             return None
         total += number.value * ratio[0]
-    sizes, value = [each.size for each in units if each], f"\\frac{{{total.numerator}}}{{{total.denominator}}}"
+    sizes, value = [other.size for other in units if other], f"\\frac{{{total.numerator}}}{{{total.denominator}}}"
     return Quantity(value, unit, True) if sizes == sorted(set(sizes))[::-1] else None
 
 
@@ -80,25 +79,28 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     """Return the values of two answers in the unit of the known one, as far as their units are in the table; None if
     these measure different things. An answer without a unit is in that of the known one; where only the known one has
     none, and is a number, the unit is dropped."""
-    known, found = (_shared_out(quantity(side), side) for side in (gold, answer))
-    if isinstance(known, str) and isinstance(found, Quantity):
-        if found.unit == _DEGREE and "\\pi" in known:
+    known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
+    if isinstance(known, str) and isinstance(given, Quantity):
+        if given.unit == _DEGREE and "\\pi" in known:
             known = Quantity(known, _RADIAN, certain=True)
         elif not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", known)):
-            return known, found.value
-    if not (isinstance(known, Quantity) and isinstance(found, Quantity)):
+            return known, given.value
+    if not (isinstance(known, Quantity) and isinstance(given, Quantity)):
         compound = isinstance(known, Quantity) and known.value not in gold
-        return (known if isinstance(known, str) else known.value if compound else gold), (
-            found if isinstance(found, str) else answer
+        return (
+            known if isinstance(known, str) else known.value if compound else gold,
+            given if isinstance(given, str) else answer,
         )
-    if not (known.certain or found.certain):
+    if not (known.certain or given.certain):
         return gold, answer
-    ratio = found.unit.per(known.unit)
-    if _DEGREE in (known.unit, found.unit) and {known.unit, found.unit} & _TEMPERATURES:
+    ratio = given.unit.per(known.unit)
+    if _DEGREE in (known.unit, given.unit) and {known.unit, given.unit} & _TEMPERATURES:
         ratio = Fraction(1), 0  # degrees, of which one answer leaves open what they measure
-    return None if ratio is None else (known.value, found.times(*ratio))
+    return None if ratio is None else (known.value, given.times(*ratio))
 
 
-def _shared_out(found: Quantity | None, text: str) -> Quantity | str:
+def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
     """Write a part of a whole, such as permille, as a number, and any other text than a quantity as it is."""
-    return text if found is None else found if found.unit.dimension else found.times(found.unit.size)
+    if measured is None:
+        return text
+    return measured if measured.unit.dimension else measured.times(measured.unit.size)

@@ -19,10 +19,8 @@ class Unit(NamedTuple):
     """A unit of measurement, as a multiple of the base units of its dimension."""
 
     size: Fraction
-    dimension: tuple[tuple[str, int], ...]
-    """Base units and their exponents; empty for a part of a whole, such as permille."""
-    radians: int
-    """Exponent of the radian, of which ``size`` leaves out the factor of 1 / pi."""
+    dimension: tuple[tuple[str, int], ...]  # base units and their exponents; empty for a part of a whole
+    radians: int  # exponent of the radian, of which ``size`` leaves out the factor of 1 / pi
 
     def per(self, other: Unit) -> tuple[Fraction, int] | None:
         """Divide two units: the ratio, and the exponent of pi in it; None if they measure different things."""
@@ -94,11 +92,8 @@ _VERBS = re.compile(
 def names_unit(words: str) -> bool:
     """Tell whether the words directly behind a number only name its unit or what is counted, as in "km/h", "years old",
     "apples a day" or "in total"; an empty text does."""
-    words = (
-        re.sub(r"(?<=[A-Za-z])\s*\^\s*\{?\s*-?\d\s*\}?|(?<=[A-Za-z])[23]\b", "", words)
-        .replace("/", " per ")
-        .strip(" .,;:*\"'-")
-    )
+    words = re.sub(r"(?<=[A-Za-z])\s*\^\s*\{?\s*-?\d\s*\}?|(?<=[A-Za-z])[23]\b", "", words)
+    words = words.replace("/", " per ").strip(" .,;:*\"'-")
     tokens = re.findall(r"[^\s-]+", words)
     lower = [token.lower().rstrip(".,!") for token in tokens]
     if not tokens:
@@ -107,6 +102,8 @@ def names_unit(words: str) -> bool:
         return False
     if _any(_DENIES, lower) or _any(_VERBS, lower) or NUMBER_WORD.search(words) or PART.search(words):
         return False
+    if lower[0] in ("more", "remaining"):
+        return names_unit(" ".join(tokens[1:]))
     if _LINK.fullmatch(lower[0]) or _ALONE.fullmatch(lower[0]):
         return len(tokens) > 1 or _ALONE.fullmatch(lower[0]) is not None
     head = next((place for place, token in enumerate(tokens[:3]) if _is_name(token.rstrip(",!"))), None)
@@ -144,13 +141,13 @@ def _is_name(token: str) -> bool:
 
 
 def unit_of(words: str) -> Unit | None:
-    """Return the unit that the words directly behind a number begin with, as in "km/h", "square feet of carpet" or "N
-    m"; None if the words do more than name it, or if it is not in the table."""
+    """Return the unit that words directly behind a number begin with, as in "square feet of carpet"; None if the words
+    do more than name it, or if it is not in the table."""
     return _product(words) if names_unit(words) else None
 
 
 def _product(words: str) -> Unit | None:
-    size, powers, radians, found = Fraction(1), Counter[str](), 0, False
+    size, powers, radians, has_unit = Fraction(1), Counter[str](), 0, False
     sign = power = 1
     tokens = re.findall(r"/|[A-Za-z]+(?:\.(?=[\s/]|$))?(?:\s*\^\s*\{?\s*-?\d|[23]\b)?", words)
     for place, token in enumerate(tokens):
@@ -166,10 +163,10 @@ def _product(words: str) -> Unit | None:
             power *= sign * int(exponent or 1)
             size *= unit.size**power
             radians += unit.radians * power
-            powers.update({base: each * power for base, each in unit.dimension})
-            sign, power, found = 1, 1, True
-    dimension = tuple(sorted((base, each) for base, each in powers.items() if each))
-    return Unit(size, dimension, radians) if found and sign == power == 1 else None
+            powers.update({base: exponent * power for base, exponent in unit.dimension})
+            sign, power, has_unit = 1, 1, True
+    dimension = tuple(sorted((base, exponent) for base, exponent in powers.items() if exponent))
+    return Unit(size, dimension, radians) if has_unit and sign == power == 1 else None
 
 
 def _known_unit(token: str) -> Unit | None:

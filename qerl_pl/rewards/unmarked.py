@@ -62,19 +62,17 @@ def after_thoughts(text: str) -> str:
 
 
 def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
-    """Return the text up to the end of the model's turn.
-
-    The turn ends at a special token that was left in the text, or where a further question ("Question: ...") follows an
-    answer. An answer is text marked by ``marker``; with ``stated`` true, also a sentence such as "the answer is 5".
-    """
+    """Return the text up to the end of the model's turn: a special token that was left in the text, or a further
+    question ("Question: ...") after an answer. An answer is text marked by ``marker``; with ``stated`` true, also a
+    sentence such as "the answer is 5"."""
     end = next((tag for tag in _END_OF_TURN.finditer(text) if text[: tag.start()].strip()), None)
     text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
     thoughts, are_open = thoughts_of(text)
     if are_open and not thoughts:
         return text
     for question in islice(_NEXT_QUESTION.finditer(text, thoughts), _MAX_QUESTIONS):
-        said = text[thoughts : question.start()]  # an answer within the thoughts does not count
-        if marked_answer(said, marker) or (stated and stated_answer(said)):
+        before = text[thoughts : question.start()]  # an answer within the thoughts does not count
+        if marked_answer(before, marker) or (stated and stated_answer(before)):
             return text[: question.start()]
     return text
 
@@ -88,18 +86,15 @@ def final_part(text: str) -> str:
 def stated_answer(text: str) -> str | None:
     """Return the answer stated by the last "answer is", "answer:" or heading "Answer": the text up to the end of the
     sentence or to a reason ("because ...")."""
-    found = [stated or option for stated, option in _STATED.findall(final_part(text))]
-    if not found:
+    answers = [stated or option for stated, option in _STATED.findall(final_part(text))]
+    if not answers:
         return None
-    return _REASON.sub("", _SENTENCE_END.split(found[-1], maxsplit=1)[0].strip(" *\t")) or None
+    return _REASON.sub("", _SENTENCE_END.split(answers[-1], maxsplit=1)[0].strip(" *\t")) or None
 
 
 def last_math(text: str) -> str | None:
-    """Return the last expression between math delimiters, or the last short text in bold; None if there is none.
-
-    Expressions that only ``,``, ``and`` or ``or`` separate are one answer. If the expression is a name and the text
-    goes on with its value ("$x$ is 9"), the value is returned.
-    """
+    """Return the last expression between math delimiters, or the last short text in bold. Expressions that only ``,``,
+    ``and`` or ``or`` separate are one answer; of a name, the value that follows ("$x$ is 9") is returned."""
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):
@@ -110,9 +105,9 @@ def last_math(text: str) -> str | None:
             spans.append((match.start(), match.end(), content))
     if not spans:
         return None
-    said = _VALUE.match(text.rstrip(), spans[-1][1])
-    if said and "=" not in spans[-1][2] and re.match(r"\\?[A-Za-z]", spans[-1][2]):
-        return _SENTENCE_END.split(said[1], maxsplit=1)[0].strip()
+    value = _VALUE.match(text.rstrip(), spans[-1][1])
+    if value and "=" not in spans[-1][2] and re.match(r"\\?[A-Za-z]", spans[-1][2]):
+        return _SENTENCE_END.split(value[1], maxsplit=1)[0].strip()
     return joined(text, spans)
 
 

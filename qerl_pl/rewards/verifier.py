@@ -174,7 +174,7 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Return the verdict; None if the process still works, or hung or died: then it was ended, ``failure`` says why."""
+        """Return the verdict; None if the process still works, or hung or died (then ``failure`` is set)."""
         late = _Failure(f"took more than {self.limit:g} s", "hang")
         if not _readable([self], wait=0):
             self.stop()

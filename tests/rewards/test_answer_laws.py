@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from math_verify import parse
+from sympy import expand, factor, latex, together
 
 from qerl_pl.rewards.equivalence import judge
 from qerl_pl.rewards.numbers import decimal_places, is_decimal_of, parse_number
@@ -93,3 +96,24 @@ def test_equations_whose_sides_vanish_where_they_are_tried_are_compared_all_the_
         assert judge(f"x={root}+y", f"2x-2y=2*{root}").score == 1.0
         assert judge(f"x^2=({root})^2", f"3x^2-3*({root})^2=0").score == 1.0
         assert judge(f"x^2=({root})^2", f"3x^2-2*({root})^2=0").score == 0.0
+
+
+@given(base=st.integers(2, 9), power=st.integers(30, 3000), more=st.integers(1, 9), whole=st.integers(0, 9))
+def test_fractions_are_compared_exactly_however_near_they_are(base, power, more, whole):
+    gold = f"{whole}-\\frac{{1}}{{{base}^{{{power}}}}}"
+    assert judge(gold, f"\\frac{{{whole}*{base}^{{{power}}}-1}}{{{base}^{{{power}}}}}").score == 1.0
+    assert judge(gold, f"{whole}-\\frac{{1}}{{{base}^{{{power + more}}}}}").score == 0.0
+
+
+FORMULAS = r"""
+\frac{x^3}{3}+C ; C_1e^{x}+C_2e^{-x} ; N(N-1) ; P(1+r)^n ; mgh ; 3R^2 ; \frac{-b+\sqrt{b^2-4ac}}{2a} ; \ln 3-1
+\arctan 2 ; (x-2)(x+3) ; \frac{1}{2}-\frac{\sqrt{3}}{2}i
+"""
+
+
+@pytest.mark.parametrize("gold", FORMULAS.replace("\n", ";").strip(";").split(";"))
+def test_an_answer_that_a_computer_algebra_system_wrote_anew_is_the_same(gold):
+    read = parse(f"${gold}$", fallback_mode="no_fallback", parsing_timeout=None)[0]  # pyright: ignore
+    for form in (read, expand(read), factor(read), together(read)):
+        for written in (latex(form), latex(form, mul_symbol="dot"), latex(form, fold_short_frac=True)):
+            assert judge(gold, written).score == 1.0, written

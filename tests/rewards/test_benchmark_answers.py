@@ -1,4 +1,4 @@
-"""Every answer of AIME24, AMC23 and GAOKAO is equal to itself in other forms, and to nothing else."""
+"""Every answer of AIME24, AMC23, GAOKAO and GSM8K is equal to itself in other forms, and to nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_pl.rewards.math import MathAnswer
+from qerl_pl.rewards.math import MathAnswer, NumericAnswer
 from qerl_pl.rewards.numbers import exact_number
 
 DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -64,3 +64,44 @@ def test_every_answer_is_right_in_three_other_forms_and_a_wrong_value_is_not(nam
         (gold, text, got) for gold, text, got, want in zip(golds, texts, scores, expected, strict=True) if got != want
     ]
     assert not unlike
+
+
+def judged(reward: NumericAnswer, text: str, answer: str) -> float | None:
+    return reward.judge([text], [answer])[0].score
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [pytest.param("gsm8k_train", 7473, marks=pytest.mark.slow), ("gsm8k_test", 1319)]
+)
+def test_every_gsm8k_answer_is_right_in_other_forms_and_wrong_values_are_not(name, rows):
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not there; set QERL_DATA to the folder that holds the GSM8K files")
+    golds = [json.loads(line)["answer"] for line in path.open()]
+    assert len(golds) == rows
+    tag, every = NumericAnswer(), NumericAnswer(marker="any")
+    for gold in golds:
+        final = gold.rpartition("####")[2].strip()
+        value = int(final.replace(",", ""))
+        assert judged(every, gold, gold) == 1.0  # the whole solution, with its own #### line
+        for form in (f"${value:,}.00", f"{2 * value}/2", f"x = {value} \\text{{ units}}", final):
+            assert judged(tag, f"<think>{value + 1}</think><answer>{form}</answer>", gold) == 1.0, (gold, form)
+        for wrong in (value + 1, -value or 7, 10 * value or 3):
+            assert judged(tag, f"{final} <answer>{wrong:,}</answer> \\boxed{{{final}}}", gold) == 0.0, gold
+
+
+def test_a_solution_with_amounts_of_money_is_right_for_the_reward_of_formulas():
+    path = DATA / "gsm8k_test.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not there; set QERL_DATA to the folder that holds the benchmark files")
+    golds = [json.loads(line)["answer"] for line in path.open()]
+    texts = [re.sub(r"<<.*?>>", "", gold.rpartition("####")[0]).strip() for gold in golds]
+    rows = [(text, gold) for text, gold in zip(texts, golds, strict=True) if re.search(r"\$\d.*\$\d", text)]
+    assert len(rows) > 200
+    texts, golds = [text for text, _ in rows], [gold for _, gold in rows]
+    numbers = NumericAnswer("any", "last_number").judge(texts, golds)
+    formulas = MathAnswer(fallback="last_math", num_workers=1)
+    verdicts = formulas.judge(texts, golds)
+    formulas.close()
+    lost = [row for row, one, other in zip(rows, numbers, verdicts, strict=True) if one.score and not other.score]
+    assert not lost

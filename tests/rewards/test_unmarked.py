@@ -1,12 +1,14 @@
 """What counts as the answer of a completion that marks none, and where its own text ends."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qerl_pl.rewards import unmarked
-from qerl_pl.rewards.answers import last_hash
-from qerl_pl.rewards.math import NumericAnswer
+from qerl_pl.rewards.answers import last_boxed, last_hash
+from qerl_pl.rewards.math import MathAnswer, NumericAnswer
 from qerl_pl.rewards.numbers import last_number
 from qerl_pl.rewards.unmarked import answer_alone, final_part, last_math, stated_answer
 
@@ -168,3 +170,87 @@ def test_a_long_text_is_read_in_time(unit):
     text = unit * (1_000_000 // len(unit))
     for find in (own_turn, stated_answer, last_math, answer_alone, last_number, last_hash):
         find(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "after", "anywhere"),
+    [
+        ("<think><answer>5</answer></think>So it is 7.", 0, 1),
+        ("<think>5?</think><answer>5</answer>", 1, 1),
+        ("5?</think><answer>5</answer>", 1, 1),
+        ("<answer>5</answer></think>7", 0, 1),
+        ("<think><answer>5</answer>", 0, 1),
+        ("<think>6</think><answer>5</answer><think><answer>6</answer>", 0, 0),
+        ("<answer>5</answer>", 1, 1),
+    ],
+)
+def test_an_answer_in_the_thoughts_counts_only_where_that_is_asked_for(text, after, anywhere):
+    assert NumericAnswer().judge([text], ["5"])[0].score == after
+    assert NumericAnswer(after_thoughts=False).judge([text], ["5"])[0].score == anywhere
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "She has $5 and pays $3 a day, so $<<5*3=15>>15 in total",
+        "$18 + $20 = $38",
+        "It was $x = 5$ at first. She pays $40.",
+        "That is $12-$7=$5 a day for 3 days",
+        "$1,200.50/month",
+        "at 20$, she earns 20*65 = $1300 a year",
+    ],
+)
+def test_amounts_of_money_are_no_formulas(text):
+    assert last_math(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "formula"),
+    [
+        ("is $5$ and $6$", "5, 6"),
+        ("so $\\$40$", "\\$40"),
+        ("costs $3 and it is $2x + 3$", "2x + 3"),
+        ("it is $ 5 + 6 $", "5 + 6"),
+        ("$0.5x$", "0.5x"),
+    ],
+)
+def test_formulas_beside_money_are_still_read(text, formula):
+    assert last_math(text) == formula
+
+
+@pytest.mark.parametrize("known", ["$\\frac{x^{2}}{2}-y^2=1$", "x+y=1", "x^2 = 1"])
+def test_an_equation_of_unknowns_is_no_known_number(known):
+    assert NumericAnswer("any").judge(["<answer>1</answer>"], [known])[0].cause == "known_answer"
+    assert NumericAnswer("any").judge(["<answer>1</answer>"], ["x = 1"])[0].score == 1.0
+
+
+@pytest.mark.parametrize("between", [" \\quad \\text{and} \\quad ", ", ", "$ and $", " \\text{ or } ", ",\\quad "])
+def test_boxes_with_only_a_conjunction_between_them_are_one_answer(between):
+    assert last_boxed(f"\\boxed{{4}}{between}\\boxed{{5}}") == "4, 5"
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [(text, text) for text in ("C", "(B)", "**D**", "Ten apples", "Twenty-four.", "USD 5", "The answer is 5", "x = 5")]
+    + [
+        (text, None) for text in ("Step", "Case A", "3. Total", "One more step", "One last check", "Step 2: 3 more")
+    ],
+)
+def test_a_name_after_hashes_is_a_heading_and_a_letter_or_a_number_in_words_is_an_answer(line, answer):
+    assert last_hash(f"#### {line}\n") == answer
+    assert last_hash(f"#### 18\n#### {line}") == (answer or "18")
+
+
+def test_a_tag_before_the_turn_does_not_end_it():
+    assert unmarked.own_turn("<|im_end|>\nSo <answer>5</answer><|end|>6", "answer", stated=False).strip() == (
+        "So <answer>5</answer>"
+    )
+
+
+@pytest.mark.parametrize("unit", ["$5 ", "$<<", "\\quad ", "</think>", "</s>", "<think>", "\\$", "$5$", "#### A ", "("])
+def test_long_texts_of_what_is_searched_for_take_no_time(unit):
+    text = unit * (300_000 // len(unit))
+    start = time.process_time()
+    assert len(MathAnswer(fallback="last_math")._span(text) or "") <= len(text)
+    NumericAnswer("any", "last_number").judge([text], ["5"])
+    assert time.process_time() - start < 0.6

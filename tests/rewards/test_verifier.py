@@ -252,3 +252,19 @@ def test_spans_too_long_to_be_answers_never_reach_a_worker():
     verdicts = reward.judge([f"\\boxed{{{'1' * 100_000}}}", "5", "\\boxed{5}"], ["5", "5", "\\sqrt{" * 300])
     assert [verdict.score for verdict in verdicts] == [0.0, 0.0, None]
     assert reward.verifier.pids() == []
+
+
+SCRIPT = """
+held = bytearray(b"1") * (1200 * 2**20)  # resident: more than a worker may use itself
+from qerl_pl.rewards.math import MathAnswer
+from qerl_pl.common.types import Completion, Prompt
+completion = Completion((1,), (0.0,), True, text=r"<answer>\\frac{2}{4}</answer>")
+reward = MathAnswer()
+print("SCORE", reward([Prompt((1,), r"\\frac{1}{2}")], [completion]))
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_the_parent_is_not_held_against_a_row():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert "SCORE [1.0]" in done.stdout
