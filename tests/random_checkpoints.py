@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.output import OutputFolder
-from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.tiny import END_ID, make_tokenizer
 from tests.bench.harness import DEVICE
 from tests.random_models import SIZES, model_config, random_weight

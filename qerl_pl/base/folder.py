@@ -10,8 +10,8 @@ from typing import Literal
 from qerl_pl.base.gguf import gguf_folder, is_gguf
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.model.tokenizer import check_text_survives, load_tokenizer
+from qerl_pl.quant.declared import read_layout
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.layouts import read_layout
 
 BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 

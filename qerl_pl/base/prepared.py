@@ -19,9 +19,9 @@ from qerl_pl.model.quantization import Quantization
 from qerl_pl.model.tokenizer import load_tokenizer
 from qerl_pl.quant import convert, quantize
 from qerl_pl.quant.calibration import read_calibration
+from qerl_pl.quant.declared import declared_layout, read_layout
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.layouts import read_layout
-from qerl_pl.quant.published import conversion_reasons, declared_layout
+from qerl_pl.quant.published import conversion_reasons
 
 
 def prepared_base(base: str, base_format: BaseFormat | None = None, quantization: Quantization | None = None) -> str:

@@ -20,16 +20,16 @@ from qerl_pl.model.hub import hub_config, is_hub_name
 from qerl_pl.model.known_models import known_config, known_format
 from qerl_pl.model.layers import head_dims, layer_configs, num_recurrent_layers
 from qerl_pl.model.quantization import Quantization
+from qerl_pl.quant.declared import declared_layout
 from qerl_pl.quant.families import check_family, longest_with_short_factors
 from qerl_pl.quant.formats import Format
+from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.quant.published import declared_layout
 from qerl_pl.quant.selection import fused_groups, is_ignored
 from qerl_pl.quant.tile_order import fits
-from qerl_pl.quant.writers import WRITERS
 
 
 class Recurrent(NamedTuple):

@@ -1,4 +1,8 @@
-"""Read a checkpoint folder in Hugging Face layout: its config.json, and its safetensors files tensor by tensor."""
+"""Read a checkpoint folder in Hugging Face layout: its config.json, and its safetensors files tensor by tensor.
+
+Of a checkpoint that also has a vision part (``WITH_VISION``), only the text model is read, as if it were stored alone:
+on text, the whole model computes exactly what its text model does.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,29 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-
-from qerl_pl.model.text_part import HEAD, has_vision, text_config, text_name
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
+WITH_VISION = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+"""Maps the ``model_type`` of checkpoints with a vision part, whose config.json has the text model's configuration as
+``text_config``, to the text model's ``model_type``, for configurations that leave the latter out."""
+PREFIXES = {
+    "language_model.model.": "model.",  # written by transformers 4, and found in the hub's checkpoints
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""Maps prefixes of the text model's tensors in a checkpoint with a vision part to their prefixes in a checkpoint of the
+text model alone."""
+NOT_USED = "its vision part is not used"
+_OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 
 class Checkpoint:
     """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``.
-
-    If the checkpoint has a vision part, only the text model's tensors are listed, under the names that they have in a
-    checkpoint of the text model alone.
 
     Args:
         path: folder with config.json and model.safetensors, or with shards and their index.
@@ -36,7 +50,7 @@ class Checkpoint:
         if not self.path.is_dir():
             raise ValueError(f"model folder {self.path} does not exist; expected a Hugging Face checkpoint folder")
         if not (self.path / CONFIG).is_file():
-            inside = ", ".join(sorted(str(found.parent) for found in self.path.glob(f"*/{CONFIG}"))[:8])
+            inside = ", ".join(sorted(str(file.parent) for file in self.path.glob(f"*/{CONFIG}"))[:8])
             hint = f"give one of the folders in it that have one: {inside}" if inside else "give a model's folder"
             raise ValueError(f"{self.path} has no {CONFIG}, so it is not a model in Hugging Face layout; {hint}")
         self._files = {name: _open(self.path / name) for name in self._file_names()}
@@ -80,8 +94,7 @@ class Checkpoint:
         return self._slice(name).get_shape()
 
     def dtype(self, name: str) -> str:
-        """Return the name that safetensors has for a tensor's dtype, e.g. BF16, F8_E4M3 or U8, without reading its
-        data."""
+        """Return safetensors' name of a tensor's dtype, e.g. BF16, F8_E4M3 or U8, without reading its data."""
         return self._slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
@@ -96,17 +109,38 @@ class Checkpoint:
 
 
 def model_config(path: Path) -> Mapping:
-    """Read config.json of a checkpoint folder; if the checkpoint has a vision part, return the configuration of its
-    text model.
+    """Read config.json of a checkpoint folder; if the checkpoint has a vision part, return the config.json that its
+    text model would have alone, including the values that are left out because they are defaults.
 
     Raises:
-        ValueError: the file is no JSON object, or describes no text model.
+        ValueError: the file is no JSON object, or describes no text model, or the configuration class of transformers
+            refuses a value.
     """
     config = read_json(path / CONFIG)
     if not has_vision(config):
         return config
-    has_head = HEAD in Checkpoint(path) if any(path.glob("*.safetensors")) else None
-    return text_config(config, has_head=has_head)
+    text = {**config["text_config"], **{name: config[name] for name in _OF_THE_WHOLE if name in config}}
+    family = text.pop("model_type", WITH_VISION[config["model_type"]])
+    if family not in CONFIG_MAPPING or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"text_config of a {config['model_type']!r} model has model_type {family!r}, not a text model")
+    if any(path.glob("*.safetensors")):  # else nothing says whether the checkpoint stores a head
+        text["tie_word_embeddings"] = "lm_head.weight" not in Checkpoint(path)
+    text = json.loads(CONFIG_MAPPING[family].from_dict(text).to_json_string(use_diff=False))
+    return {**text, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
+
+
+def has_vision(config: Mapping) -> bool:
+    """Return whether a config.json describes a text model with a vision part that can be left out."""
+    return config.get("model_type") in WITH_VISION and isinstance(config.get("text_config"), Mapping)
+
+
+def text_name(name: str) -> str | None:
+    """Return the name that a tensor of a checkpoint with a vision part has in the text model alone; None for tensors of
+    the vision part."""
+    for stored, plain in PREFIXES.items():
+        if name.startswith(stored):
+            return plain + name.removeprefix(stored)
+    return None
 
 
 def read_json(path: Path) -> Mapping:

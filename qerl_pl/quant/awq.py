@@ -1,9 +1,8 @@
 """AWQ (arXiv 2306.00978): before quantisation, multiply a linear's important input channels by scales, and divide the
-preceding module's output channels by them.
+output channels of the preceding norm or linear, which computes the linear's input, by them.
 
-The preceding module is the norm or linear that computes the linear's input. Scales are powers of two, so both
-operations are exact in every floating dtype and the dense model computes the same bits as before. Finer scales lowered
-the error by at most 3 % on random layers.
+Scales are powers of two, so both operations are exact in every floating dtype and the dense model computes the same
+bits as before. Finer scales lowered the error by at most 3 % on random layers.
 
 Norm weights are divided too, so AQN's noise of a given standard deviation has another size relative to them than in the
 original model.
@@ -58,8 +57,7 @@ def fold_block(
         second_moments: measured [K, K] mean of x x^T over inputs x, by the name of the first linear of each group with
             a common input; replaced by the mean for the scaled inputs. Groups without a measurement are not scaled.
         fmt: format to which the linears will be packed.
-        family: description of the model's blocks; ``Family.scale_sources`` names the module that computes each group's
-            input.
+        family: its ``scale_sources`` names the module that computes each group's input.
         head_dim: channels per attention head.
 
     Returns:
@@ -96,14 +94,12 @@ def apply_scales(
     repeats: int = 1,
     head_dim: int = 1,
 ) -> None:
-    """Multiply the input channels of linears by scales, and divide the output channels of the module that computes
-    their input by the same scales.
+    """Multiply the input channels of linears by scales, and divide the output channels of the module ``into``, which
+    computes their input, by the same scales.
 
     Args:
         tensors: weights by full name; changed weights are replaced in this mapping.
         scales: [K] fp32 powers of two.
-        into: norm or linear whose output is the input of the linears.
-        linears: the linears.
         repeats: query heads per value head if ``into`` is v_proj; the scales of query heads with the same value head
             must be equal.
         head_dim: channels per head.
@@ -122,18 +118,13 @@ def best_scales(
     weights: Sequence[Tensor], second_moment: Tensor, fmt: Format, *, repeats: int = 1, head_dim: int = 1
 ) -> tuple[float, Tensor]:
     """Search the exponent e for which scales rms(x_k)^e, rounded to powers of two, give the smallest output error of
-    the packed weights.
+    packed weights, [N_i, K] each, of linears that share an input x; return the exponent and the scales [K] fp32.
 
     Args:
-        weights: [N_i, K] each, of linears that share an input.
-        second_moment: [K, K] mean of x x^T over inputs x.
-        fmt: format to round to.
+        second_moment: [K, K] mean of x x^T.
         repeats: number of consecutive heads of the input that must have equal scales, because they come from one value
             head.
         head_dim: channels per head.
-
-    Returns:
-        The exponent, and the scales [K] fp32.
     """
     mean_square = second_moment.diagonal().view(-1, repeats, head_dim if repeats > 1 else 1).mean(1, keepdim=True)
     rms = mean_square.expand(-1, repeats, -1).flatten().sqrt()

@@ -17,16 +17,12 @@ _TOKENS = 8192  # tokens per forward pass
 
 
 class BlockStream:
-    """Hidden states of calibration sequences at the input of the next decoder block, kept in host memory.
+    """Hidden states of calibration sequences ``tokens``, [S, L] int64, at the input of the next decoder block, kept in
+    host memory.
 
-    A block is run by calling the model's own forward with all other blocks replaced by the identity, so that the model
-    itself computes masks, rotary embeddings and attention.
-
-    Args:
-        skeleton: the model on the meta device; it is modified.
-        checkpoint: the model's tensors, of which only the embeddings are read here.
-        tokens: [S, L] int64.
-        device: device on which blocks run.
+    A block is run on ``device`` by calling the forward of the model ``skeleton``, which is on the meta device and gets
+    modified, with all other blocks replaced by the identity, so that the model itself computes masks, rotary embeddings
+    and attention.
     """
 
     def __init__(
@@ -53,18 +49,8 @@ class BlockStream:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Measure the mean of x x^T over the inputs x of some linears of a block, without replacing the stored hidden
-        states.
-
-        Args:
-            name: name of the block, e.g. "model.layers.3".
-            tensors: the block's weights by full name.
-            linears: full names of the linears.
-            dtype: dtype of products and sums, fp32 or fp64.
-
-        Returns:
-            [K, K] of ``dtype`` on the device, by the name of the linear.
-        """
+        """Measure the mean of x x^T over the inputs x of some linears of the block ``name``, given the block's weights
+        by full name: [K, K] on the device, computed in ``dtype``, fp32 or fp64, by the linear's full name."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
 
@@ -103,8 +89,7 @@ class BlockStream:
 
     @torch.no_grad()
     def _run(self, block: nn.Module | None = None) -> Tensor:
-        """Run the decoder on the stored hidden states, with all blocks except ``block`` replaced by the identity, and
-        return its output; None: all blocks are replaced."""
+        """Run the decoder on the stored hidden states, with all blocks except ``block`` replaced by the identity."""
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):

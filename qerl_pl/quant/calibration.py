@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from qerl_pl.common.packages import not_installed
 
@@ -23,18 +23,12 @@ class Calibration(NamedTuple):
 
 
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
-    """Tokenise a data source with the model's tokenizer and return its first ``samples`` pieces of ``length`` tokens
-    each.
-
-    The rows of a data set are concatenated with the end-of-text token between them; a piece may contain several rows
-    and parts of rows.
+    """Tokenise a data source with the tokenizer in the folder ``model``, concatenate its rows with the end-of-text
+    token after each, and return the first ``samples`` pieces of ``length`` tokens.
 
     Args:
         source: a .txt file (one text), a .jsonl file, or the name of a data set on the Hugging Face hub (its split
             "train"). The text of a row is its column "text" or, without one, all strings in it, in order.
-        model: folder with the tokenizer.
-        samples: number of pieces, S.
-        length: tokens per piece, L.
 
     Raises:
         ValueError: the source cannot be read, or holds fewer than S x L tokens.
@@ -44,25 +38,17 @@ def read_calibration(source: str, model: Path, *, samples: int = 256, length: in
     if not (model / "tokenizer_config.json").is_file():  # transformers would make up an empty tokenizer
         raise ValueError(f"{model} has no tokenizer_config.json; the calibration text needs the model's tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokens = take_tokens(_texts(source), tokenizer, samples * length)
+    tokens, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in _texts(source):
+        tokens += tokenizer(text, add_special_tokens=False)["input_ids"] + end
+        if len(tokens) >= samples * length:
+            break
     if len(tokens) < samples * length:
         raise ValueError(
             f"calibration source {source} holds {len(tokens)} tokens; {samples} samples of {length} need "
             f"{samples * length}: lower --samples or --length, or give more text"
         )
-    return Calibration(torch.tensor(tokens).view(samples, length), source)
-
-
-def take_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
-    """Return the first ``count`` tokens of the concatenated texts, each followed by the end-of-text token; fewer if the
-    texts have fewer."""
-    tokens: list[int] = []
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for text in texts:
-        tokens += tokenizer(text, add_special_tokens=False)["input_ids"] + end
-        if len(tokens) >= count:
-            break
-    return tokens[:count]
+    return Calibration(torch.tensor(tokens[: samples * length]).view(samples, length), source)
 
 
 def row_text(row: object) -> str:
@@ -83,23 +69,19 @@ def _strings(value: object) -> Iterator[str]:
 
 def _texts(source: str) -> Iterator[str]:
     path = Path(source)
-    if path.suffix == ".txt":
-        yield _existing(path).read_text(encoding="utf-8")
-    elif path.suffix == ".jsonl":
-        with _existing(path).open(encoding="utf-8") as file:
+    if path.suffix not in (".txt", ".jsonl"):
+        yield from _hub_texts(source)
+    elif not path.is_file():
+        raise ValueError(f"calibration file {path} does not exist")
+    elif path.suffix == ".txt":
+        yield path.read_text(encoding="utf-8")
+    else:
+        with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     yield row_text(json.loads(line))
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    else:
-        yield from _hub_texts(source)
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise ValueError(f"calibration file {path} does not exist")
-    return path
 
 
 def _hub_texts(name: str) -> Iterator[str]:
@@ -112,5 +94,4 @@ def _hub_texts(name: str) -> Iterator[str]:
         rows = load_dataset(name, split="train", streaming=True)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise ValueError(f"calibration source {name!r} is no .txt or .jsonl file and no data set of the hub") from error
-    for row in rows:
-        yield row_text(row)
+    yield from map(row_text, rows)

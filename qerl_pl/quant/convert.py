@@ -6,7 +6,7 @@ checkpoint, in NVFP4 or 16 bits, has a vision part, the copy has only the text m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,16 +17,19 @@ from torch import Tensor, nn
 from qerl_pl.common.phases import counted
 from qerl_pl.model.files import Checkpoint, model_config
 from qerl_pl.quant.families import check_family
+from qerl_pl.quant.formats import PackedWeight
+from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import check_complete, meta_model
-from qerl_pl.quant.nvfp4 import dequantize
+from qerl_pl.quant.nvfp4 import E4M3_MAX, dequantize, scale_divisor
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.published import COMPRESSED, Stored, conversion_reasons, fused_packed, read_stored
-from qerl_pl.quant.rescale import Scales, share_scale
 from qerl_pl.quant.selection import output_files
-from qerl_pl.quant.writers import WRITERS
 
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 NAN_BITS = 0x7F  # bits of NaN in E4M3, without the sign
+ROUNDING = 2.0**-23
+"""Relative tolerance for equal scales; a tensor scale that is stored as its fp32 reciprocal has at most half of this
+relative error."""
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
@@ -55,7 +58,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     packed = {name for group in groups for name in group}
     dropped = {*stored.activations, *stored.cache}
     settings = {"format": "nvfp4", "method": "published", "version": VERSION, "base": str(path.resolve())}
-    writer, files = WRITERS["nvfp4"], output_files(checkpoint)
+    files = output_files(checkpoint)
     with OutputFolder(output, {**settings, "changes": reasons}) as folder:
         for file in counted(files, "convert to W4A16", total=len(files), unit="files"):
             if file.name in folder.done:
@@ -65,16 +68,15 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
             written = _dense(tensors, stored, modules - packed, skeleton.dtype)
             for group in groups:
                 if group[0] in modules:
-                    written |= _packed(path, {name: _scales(tensors, stored, name) for name in group})
+                    written |= _packed(path, {name: _weight(tensors, stored, name) for name in group})
             quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
             rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
             folder.add(file.name, rest | written, {"layers": [], "folds": []})
         linears = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
         config = {name: value for name, value in model_config(path).items() if name != "quantization_config"}
         if packed:
-            config["quantization_config"] = writer.config(
-                [name for name in linears if name not in packed], skeleton.dtype
-            )
+            dense = [name for name in linears if name not in packed]
+            config["quantization_config"] = WRITERS["nvfp4"].config(dense, skeleton.dtype)
         folder.finish(path, config)
     return reasons
 
@@ -86,31 +88,32 @@ def _dense(
     written = {}
     for name in modules:
         if name in stored.packed:
-            written[f"{name}.weight"] = dequantize(_scales(tensors, stored, name).weight, dtype)
+            written[f"{name}.weight"] = dequantize(_weight(tensors, stored, name), dtype)
         elif name in stored.fp8:
-            written[f"{name}.weight"] = _dense_of_fp8(tensors, name).to(dtype)
+            written[f"{name}.weight"] = dense_of_fp8(tensors, name).to(dtype)
     return written
 
 
-def _packed(path: Path, scales: Mapping[str, Scales]) -> dict[str, Tensor]:
-    shared = share_scale(list(scales.values()))
+def _packed(path: Path, weights: Mapping[str, PackedWeight]) -> dict[str, Tensor]:
+    """Return the tensors of the linears of a fused group, with a common tensor scale."""
+    shared = share_scale(list(weights.values()))
     if shared is None:
-        numbers = ", ".join(f"{scale.multiplier.item():.6g}" for scale in scales.values())
+        numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())
         raise ValueError(
-            f"{path}: the tensor scales of {', '.join(scales)} are {numbers}; engines fuse these linears, which then "
+            f"{path}: the tensor scales of {', '.join(weights)} are {numbers}; engines fuse these linears, which then "
             "have one scale, and no block scales in E4M3 make up for the difference without changing weights: quantise "
             "the bf16 model by `qerl quantize`"
         )
     divisor, block_scales = shared
     written = {}
-    for (name, member), bits in zip(scales.items(), block_scales, strict=True):
-        written[f"{name}.weight_packed"] = member.codes
+    for (name, weight), bits in zip(weights.items(), block_scales, strict=True):
+        written[f"{name}.weight_packed"] = weight.codes
         written[f"{name}.weight_scale"] = bits.view(torch.float8_e4m3fn)
         written[f"{name}.weight_global_scale"] = divisor.view(1).clone()
     return written
 
 
-def _scales(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> Scales:
+def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedWeight:
     if stored.packed[name] == COMPRESSED:
         divisor = tensors[f"{name}.weight_global_scale"].float().reshape(())
         codes, multiplier = tensors[f"{name}.weight_packed"], 1 / divisor.double()
@@ -122,10 +125,44 @@ def _scales(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> Scales:
     block_scale = tensors[f"{name}.weight_scale"].view(torch.uint8)
     if (block_scale & NAN_BITS == NAN_BITS).any():
         raise ValueError(f"{name}.weight_scale holds NaN")
-    return Scales(codes, block_scale, multiplier)
+    return PackedWeight(codes, block_scale, multiplier)
 
 
-def _dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+def share_scale(weights: Sequence[PackedWeight]) -> tuple[Tensor, list[Tensor]] | None:
+    """Find one tensor scale for NVFP4 weights with fp64 tensor scales, and new block scales, such that all dequantised
+    weights stay the same.
+
+    Unless all tensor scales are equal already, block scales are multiplied by the ratio of the old and new tensor
+    scale. This is possible only if E4M3 represents all products exactly, as it mostly does if the ratios are powers of
+    two.
+
+    Returns:
+        The reciprocal of the common tensor scale, [] fp32, and the bits of each weight's block scales, [N, K/16]; None
+        if there is no common tensor scale.
+    """
+    multipliers = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
+    if len(multipliers) == 1:
+        return scale_divisor(weights[0].global_scale), [weight.block_scale for weight in weights]
+    for multiplier in multipliers:
+        absorbed = [bits for weight in weights if (bits := _absorbed(weight, multiplier)) is not None]
+        if len(absorbed) == len(weights):
+            return scale_divisor(torch.tensor(multiplier, dtype=torch.float64)), absorbed
+    return None
+
+
+def _absorbed(weight: PackedWeight, multiplier: float) -> Tensor | None:
+    """Return the bits of a weight's block scales under another tensor scale; None if E4M3 does not have one of them."""
+    used = weight.block_scale.unique()
+    wanted = used.view(torch.float8_e4m3fn).double() * (weight.global_scale / multiplier)
+    bits = wanted.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)
+    if ((bits.double() - wanted).abs() > ROUNDING * wanted.abs()).any():
+        return None
+    table = torch.zeros(256, dtype=torch.uint8)
+    table[used.long()] = bits.view(torch.uint8)
+    return table[weight.block_scale.int()]
+
+
+def dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Dequantise an FP8 weight with scales per tensor, row or block; returns [N, K] in the dtype of the scales."""
     weight, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
     rows, columns = weight.shape

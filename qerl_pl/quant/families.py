@@ -1,35 +1,81 @@
-"""Check config.json of a checkpoint: whether the model's family is supported, and whether values that training depends
-on are possible."""
+"""Check config.json of a checkpoint: whether the model's family is supported, whether values that training depends on
+are possible, and whether trainer and vLLM compute the same function with them.
+
+transformers ignores a key that its configuration class for the family does not have, while vLLM reads some keys of
+every model that its file for the architecture serves. So a key that only one of the two reads is refused, and so are
+values that only one of them supports.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from transformers import CONFIG_MAPPING
 
 from qerl_pl.model.family import FAMILIES, family_of
 from qerl_pl.model.files import CONFIG, model_config, read_json
-from qerl_pl.quant.alike import check_computed_alike
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-POSITIVE = ("rms_norm_eps", "rope_theta")
+SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+WORDS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias")
+"""Names of values that are true or false; any other value, such as the text "false", would be taken as true."""
+POSITIVE = (
+    "rms_norm_eps",
+    "rope_theta",
+    "logits_scaling",
+    "attention_multiplier",
+    "residual_multiplier",
+    "embedding_multiplier",
+    "query_pre_attn_scalar",
+    "final_logit_softcapping",
+)
+"""Names of numbers that have to be finite and above 0."""
 HIGHEST_EPS = 0.1
 """Largest accepted rms_norm_eps; published models have 1e-6 or 1e-5."""
+ONLY_IN_VLLM = (
+    "layer_types",
+    "sliding_window",
+    "attention_bias",
+    "bias",
+    "qkv_bias",
+    "mlp_bias",
+    "attention_sinks",
+    "layer_rope_theta",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "llama_4_scaling",
+    "dual_chunk_attention_config",
+    "target_layer_count",
+)
+"""Names in config.json that vLLM reads for every model of some architectures; where the family's configuration class in
+transformers lacks one, only vLLM would act on it."""
+ACTIVATIONS = {"hidden_act": ("silu", "swish"), "hidden_activation": ("gelu_pytorch_tanh",)}
+"""Activations of the MLP that vLLM has, by the name under which config.json gives them."""
+LAYERS = ("full_attention", "sliding_attention", "linear_attention")
+ROPES = ("default", "linear", "yarn", "llama3", "longrope", "su", "proportional")
+"""Kinds of rotary embedding that trainer and vLLM compute alike."""
 LONGROPE = ("longrope", "su")
 """Names of the rope type LongRoPE; "su" is that of early Phi-3 checkpoints."""
 ORIGINAL = "original_max_position_embeddings"
 """Name in config.json of the longest sequence, in tokens, with which LongRoPE uses its short factors."""
+ROPE_FACTORS = ("low_freq_factor", "high_freq_factor")
+ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    ORIGINAL,
+    *ROPE_FACTORS,
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "partial_rotary_factor",
+)
+"""Numbers of a rotary embedding that have to be finite and above 0."""
 
 
 def check_family(path: str | Path) -> Mapping:
@@ -39,25 +85,29 @@ def check_family(path: str | Path) -> Mapping:
         The content of config.json; for a checkpoint with a vision part, the configuration of its text model.
 
     Raises:
-        ValueError: the family is not supported, the model is a mixture of experts, or a value is impossible; the
-            message is one line.
+        ValueError: the family is not supported, the model is a mixture of experts, or a value is impossible, or trainer
+            and vLLM would compute different functions; the message is one line.
     """
     file = Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path} has no {CONFIG}; expected a Hugging Face checkpoint folder")
     config = model_config(file.parent)
-    family = config.get("model_type")
+    name = config.get("model_type")
     if has_experts(config):
         raise ValueError(
-            f"{path} is a mixture of experts ({family!r}), which is not supported; expected a dense model of "
+            f"{path} is a mixture of experts ({name!r}), which is not supported; expected a dense model of "
             f"{', '.join(FAMILIES)}"
         )
-    for name, words in family_of(family, path=path).refused:
-        if config.get(name):
-            raise ValueError(f"{path}: {name} is {config[name]!r}; {family} models with {words} are not supported")
+    family = family_of(name, path=path)
+    for key, words in family.refused:
+        if config.get(key):
+            raise ValueError(f"{path}: {key} is {config[key]!r}; {name} models with {words} are not supported")
     _check_values(file, config)
-    check_computed_alike(file, config)
-    if family_of(family, path=path).one_window:
+    _check_keys(file, config)
+    _check_layers(file, config)
+    for place, rope in _ropes(file, config):
+        _check_rope(file, place, rope)
+    if family.one_window:
         _check_windows(file, config)
     return config
 
@@ -65,11 +115,8 @@ def check_family(path: str | Path) -> Mapping:
 def has_experts(config: Mapping) -> bool:
     """Return whether a config.json describes a mixture of experts, also in a nested text model of a vision model."""
     nested = (value for value in config.values() if isinstance(value, Mapping))
-    return (
-        any(config.get(name) for name in EXPERTS)
-        or "moe" in str(config.get("model_type"))
-        or any(has_experts(value) for value in nested)
-    )
+    named = "moe" in str(config.get("model_type")) or any(config.get(name) for name in EXPERTS)
+    return named or any(map(has_experts, nested))
 
 
 def check_positions(positions: int | None, short: int | None, *, longest: int) -> None:
@@ -121,21 +168,80 @@ def _check_values(file: Path, config: Mapping) -> None:
             raise ValueError(f"{file} has no {name}; take the file from the model's original folder")
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
+    for name in WORDS:
+        if not isinstance(config.get(name), bool | None):
+            raise ValueError(f"{file}: {name} is {config[name]!r}; expected true or false")
     for name in POSITIVE:
-        value = config.get(name)
-        if value is not None and not (_is_number(value) and 0 < value < math.inf):
-            raise ValueError(f"{file}: {name} is {value!r}; expected a finite number above 0")
-    if config.get("rms_norm_eps", 0) > HIGHEST_EPS:
+        _check_number(file, name, config.get(name))
+    if (config.get("rms_norm_eps") or 0) > HIGHEST_EPS:
         raise ValueError(f"{file}: rms_norm_eps is {config['rms_norm_eps']}; expected at most {HIGHEST_EPS}, as 1e-6")
     heads, groups, hidden = config["num_attention_heads"], config.get("num_key_value_heads"), config["hidden_size"]
     if groups and heads % groups:
         raise ValueError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
     if not config.get("head_dim") and hidden % heads:
         raise ValueError(f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    if (head := config.get("head_dim") or hidden // heads) % 2:
+        raise ValueError(f"{file}: a head has {head} dimensions; rotary embeddings turn pairs, so expected an even one")
     _check_ends(file, config, config["vocab_size"])
     generation = file.with_name("generation_config.json")
     if generation.is_file():
         _check_ends(generation, read_json(generation), config["vocab_size"])
+
+
+def _check_number(file: Path, name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{file}: {name} is {repr(value)[:80]}; expected a finite number above 0")
+
+
+def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:
+    ends = config.get("eos_token_id")
+    tokens = [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
+    # A further end token may have been added to the tokenizer alone; the model then ends with one of the others.
+    known = [token for token in tokens if type(token) is int and 0 <= token < vocab_size]
+    for token in tokens:
+        if type(token) is not int or token < 0 or not known:
+            raise ValueError(f"{file}: eos_token_id is {ends!r}; expected tokens from 0 to {vocab_size - 1}")
+
+
+def _check_keys(file: Path, config: Mapping) -> None:
+    family = str(config["model_type"])
+    known = inspect.signature(CONFIG_MAPPING[family].__init__).parameters
+    for name in ONLY_IN_VLLM:
+        if config.get(name) and name not in known:
+            raise ValueError(
+                f"{file}: {name} is {repr(config[name])[:80]}, which transformers ignores for {family} and vLLM does "
+                "not; remove it, if the model was trained without"
+            )
+    backwards = "a language model that generates text attends backwards only"
+    if config.get("is_causal") is False:
+        raise ValueError(f"{file}: is_causal is false; {backwards}")
+    if (both := config.get("use_bidirectional_attention")) and both != "vision":  # "vision" is that of image tokens
+        raise ValueError(f"{file}: use_bidirectional_attention is {both!r}; {backwards}")
+    name = "hidden_activation" if family.startswith("gemma") else "hidden_act"
+    if config.get(name) not in (None, *ACTIVATIONS[name]):
+        raise ValueError(
+            f"{file}: {name} is {config[name]!r}, which vLLM does not have; expected {ACTIVATIONS[name][0]!r}"
+        )
+
+
+def _check_layers(file: Path, config: Mapping) -> None:
+    window, kinds, blocks = config.get("sliding_window"), config.get("layer_types"), config["num_hidden_layers"]
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"{file}: sliding_window is {window!r}; expected a number of tokens above 0, or null for none")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != blocks:
+        raise ValueError(
+            f"{file}: layer_types is {repr(kinds)[:80]}; expected a kind for each of {blocks} blocks "
+            "(num_hidden_layers), or null"
+        )
+    for kind in kinds:
+        if kind not in LAYERS:
+            raise ValueError(f"{file}: layer_types has {repr(kind)[:80]}; expected {', '.join(LAYERS)}")
+    if "sliding_attention" in kinds and window is None and "sliding_window" in config:
+        raise ValueError(f"{file}: layer_types has sliding_attention and sliding_window is null; give its tokens")
 
 
 def _check_windows(file: Path, config: Mapping) -> None:
@@ -154,15 +260,35 @@ def _check_windows(file: Path, config: Mapping) -> None:
         )
 
 
-def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:
-    ends = config.get("eos_token_id")
-    tokens = [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
-    # A further end token may have been added to the tokenizer alone; the model then ends with one of the others.
-    known = [token for token in tokens if type(token) is int and 0 <= token < vocab_size]
-    for token in tokens:
-        if type(token) is not int or token < 0 or not known:
-            raise ValueError(f"{file}: eos_token_id is {ends!r}; expected tokens from 0 to {vocab_size - 1}")
+def _ropes(file: Path, config: Mapping) -> Iterator[tuple[str, Mapping]]:
+    """Yield the settings of rotary embeddings with their place: of the model, or one per kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if not isinstance(rope, Mapping | None):
+            raise ValueError(f"{file}: {name} is {repr(rope)[:80]}; expected a mapping, or null")
+        parts = {f"{name}.{kind}": part for kind, part in (rope or {}).items() if kind in LAYERS} or {name: rope}
+        for place, part in parts.items():
+            if not isinstance(part, Mapping | None):
+                raise ValueError(f"{file}: {place} is {repr(part)[:80]}; expected a mapping, or null")
+            if part is not None:
+                yield place, part
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _check_rope(file: Path, place: str, rope: Mapping) -> None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "dynamic":
+        raise ValueError(
+            f"{file}: {place} is of the kind 'dynamic', which transformers computes from the longest row of a batch "
+            "and vLLM once for all rows; expected another kind, or none if sequences are short enough"
+        )
+    if kind == "mrope" and "mrope_section" in rope:  # the old name of "default" with sections
+        kind = "default"
+    if kind not in ROPES:
+        raise ValueError(f"{file}: {place} is of the kind {repr(kind)[:80]}; expected one of {', '.join(ROPES)}")
+    for name in ROPE_NUMBERS:
+        _check_number(file, f"{place}.{name}", rope.get(name))
+    if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:
+        raise ValueError(f"{file}: {place} is of the kind {kind!r} and has no factor; take it from the original model")
+    for name in ROPE_FACTORS if kind == "llama3" else ():
+        if rope.get(name) is None:
+            raise ValueError(f"{file}: {place} is of the kind 'llama3' and has no {name}; take it from the original")

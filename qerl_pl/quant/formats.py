@@ -3,8 +3,7 @@ formats a scale per tensor.
 
     w = values[code] * effective_scale(block_scale, global_scale)
 
-Letters: N outputs, K inputs. All arithmetic is fp32, for every dtype of the weight. NVFP4, MXFP4 and NF4 are instances
-of ``Format``. A linear of a dense bf16 base has no format; it is an ``nn.Linear``.
+Letters: N outputs, K inputs. All arithmetic is fp32, for every dtype of the weight.
 """
 
 from __future__ import annotations
@@ -32,40 +31,50 @@ class PackedWeight:
     """[] fp64 or fp32, tensor scale: factor of all weights of the tensor; 1 in formats without a tensor scale."""
 
 
+def no_tensor_scale(amax: Tensor) -> Tensor:
+    """Return 1, [] fp64 on the device of ``amax``: the tensor scale of formats that have none."""
+    return torch.ones((), dtype=torch.float64, device=amax.device)
+
+
 @dataclass(frozen=True)
 class Format:
-    """Description of a 4-bit format: its values, block size and functions."""
+    """Description of a 4-bit format: its values, block size and functions. Bits of block scales have ``scale_dtype``,
+    other scales are fp32, and [...] is any shape."""
 
     name: str
     block: int
     """Number of columns that share a scale."""
     values: tuple[float, ...]
-    """Value of each of the 16 codes; a weight is this value times the scale of its block."""
+    """Value of each of the 16 codes."""
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps weights and the factors of their blocks (fp32, shapes that broadcast) to uint8 codes of the nearest
+    """Maps fp32 weights and the factors of their blocks, of shapes that broadcast, to uint8 codes of the nearest
     values."""
-    tensor_scale: Callable[[Tensor], Tensor]
-    """Maps the largest magnitude [] of all tensors that share one tensor scale to this tensor scale, [] fp64."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
-    """Maps the largest magnitude of each block, fp32, and the tensor scale to the bits of the block's min-max scale."""
+    """Maps the largest magnitude of each block and the tensor scale to the bits of the block's min-max scale."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
-    """Maps the bits of block scales and the tensor scale to the fp32 factor by which each block's values are
-    multiplied."""
+    """Maps the bits of block scales and the tensor scale to the factor of each block's values."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Maps the bits of min-max block scales to candidates for ``search_scales``, of which the first are the given
-    scales."""
-    dequantize: Callable[[PackedWeight, torch.dtype], Tensor]
-    """Maps a packed weight to [N, K]: ``values[code] * effective_scale`` in fp32, rounded once to the dtype."""
+    """Maps the bits of min-max block scales to candidates for better ones; the first are the given scales."""
+    tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
+    """Maps the largest magnitude [] of all tensors that share one tensor scale to this tensor scale, [] fp64."""
+    fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None
+    """Function of the format's own for ``dequantize``; None: ``decode``."""
+
+    def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """Dequantise a weight to [N, K]: ``values[code] * effective_scale`` in fp32, rounded once to the dtype."""
+        if self.fast is not None:
+            return self.fast(weight, dtype)
+        return decode(weight.codes, self.effective_scale(weight.block_scale, weight.global_scale), self.values, dtype)
 
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
-    """Quantise a matrix: round it to the nearest values of a format, with scales that represent each block's largest
-    magnitude (min-max).
+    """Round a matrix to the nearest values of a format, with scales that represent each block's largest magnitude
+    (min-max).
 
     Args:
-        weight: [N, K] floating, K a multiple of the format's block.
+        weight: [N, K] floating.
         fmt: the format.
         global_scale: [] tensor scale that is shared with other tensors; None computes this tensor's own.
         name: name of the tensor in error messages.
@@ -86,8 +95,7 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
 
 def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Round a weight [N, K] to the codes whose values are nearest under given block and tensor scales; return packed
-    codes [N, K/2] uint8."""
+    """Round a weight [N, K] to the codes whose values are nearest under given scales; return packed codes [N, K/2]."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in row_chunks(weight):
         scale = fmt.effective_scale(block_scale[rows], global_scale).unsqueeze(-1)  # [n, K/block, 1]
@@ -106,18 +114,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """Compute ``values[code] * scale`` from packed codes; without a GPU, the two values of a byte are looked up
-    together.
-
-    Args:
-        codes: [N, K/2] packed codes.
-        scale: [N, number of blocks] fp32.
-        values: [16] values of the codes.
-        dtype: dtype of the result; products are computed in fp32 and rounded to it.
-
-    Returns:
-        [N, K] of ``dtype``.
-    """
+    """Compute ``values[code] * scale`` in fp32 from packed codes [N, K/2] and the blocks' scales [N, number of blocks],
+    rounded to [N, K] of ``dtype``; without a GPU, the two values of a byte are looked up together."""
     if codes.is_cuda:
         from qerl_pl.kernels.dequantize import dequantize_table  # needs Triton
 
@@ -131,7 +129,7 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def dequantize_reference(weight: PackedWeight, fmt: Format) -> Tensor:
-    """Dequantise a weight to [N, K] fp32 on any device, slowly: the definition that tests compare faster functions
+    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition that tests compare faster functions
     with."""
     value = torch.tensor(fmt.values, device=weight.codes.device)[unpack(weight.codes).long()]
     return value * fmt.effective_scale(weight.block_scale, weight.global_scale).repeat_interleave(fmt.block, dim=1)
@@ -143,15 +141,15 @@ def row_chunks(matrix: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 
 
+# The devices below are given explicitly, because results are cached and torch's default device may be meta.
+
+
 @cache
 def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device="cpu").to(device)  # [16] fp32; torch's default device may be meta
+    return torch.tensor(values, device="cpu").to(device)  # [16] fp32
 
 
 @cache
 def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
-    # [256, 2] fp32. The devices are given explicitly, because the result is cached and torch's default device may be
-    # meta.
-    table = torch.tensor(values, device="cpu")
-    byte = torch.arange(256, device="cpu")
-    return torch.stack([table[byte & 0xF], table[byte >> 4]], dim=1).to(device)
+    table, byte = torch.tensor(values, device="cpu"), torch.arange(256, device="cpu")
+    return torch.stack([table[byte & 0xF], table[byte >> 4]], dim=1).to(device)  # [256, 2] fp32

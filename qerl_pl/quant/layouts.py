@@ -1,27 +1,27 @@
-"""Layouts of packed weights in supported checkpoints: which tensors a packed linear has, and how they are converted to
-the buffers of ``FrozenLinear``."""
+"""Layouts of packed weights in checkpoints: which tensors a packed linear has, how they are read into the buffers of
+``FrozenLinear``, and how they are written.
+
+NVFP4 and MXFP4 are written in the layout of compressed-tensors, which unmodified vLLM and transformers can load, and
+NF4 in the layout of bitsandbytes, which unmodified transformers can load.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG, Checkpoint, read_json
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.mxfp4 import MXFP4
-from qerl_pl.quant.nf4 import NF4
-from qerl_pl.quant.nvfp4 import NVFP4
-
-_KNOWN = (
-    "unquantised; compressed-tensors nvfp4-pack-quantized and mxfp4-pack-quantized with 16-bit activations; "
-    "ModelOpt W4A16_NVFP4; bitsandbytes nf4 without double quantisation"
-)
+from qerl_pl.quant.nf4 import NF4, NF4_VALUES
+from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Part:
     and how it is converted."""
 
     buffer: str
-    convert: Callable[[Tensor, Sequence[int]], Tensor]
+    convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
     """Converts the stored tensor, given the shape of the buffer. It need not check sizes: the caller checks the
     result's shape."""
 
@@ -50,28 +50,20 @@ class Layout:
     """Suffix of a tensor that has the values of the codes, which have to be the format's."""
 
 
-def _as_is(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
-    return tensor
-
-
 def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _multiplier(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
+def _scale_bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
     return tensor.double().squeeze().view(torch.int64)
 
 
-def _divisor(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
-    return (1 / tensor.double()).squeeze().view(torch.int64)
+def _divisor_bits(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return _scale_bits(1 / tensor.double(), shape)
 
 
-def _swapped_nibbles(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    return _reshaped((tensor >> 4) | (tensor << 4), shape)
-
-
-def _fp32_bits(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    return _reshaped(tensor.float().view(torch.int32), shape)
+def _swap_nibbles(codes: Tensor) -> Tensor:  # bitsandbytes has the even column in the high nibble
+    return (codes >> 4) | (codes << 4)
 
 
 def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -81,36 +73,36 @@ def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 COMPRESSED_NVFP4 = Layout(
     fmt=NVFP4,
     parts={
-        ".weight_packed": Part("codes", _as_is),
+        ".weight_packed": Part("codes"),
         ".weight_scale": Part("block_scale", _bits),
-        ".weight_global_scale": Part("global_scale_bits", _divisor),
+        ".weight_global_scale": Part("global_scale_bits", _divisor_bits),
     },
     marker=".weight_packed",
 )
 COMPRESSED_MXFP4 = Layout(
     fmt=MXFP4,
-    parts={".weight_packed": Part("codes", _as_is), ".weight_scale": Part("block_scale", _as_is)},
+    parts={".weight_packed": Part("codes"), ".weight_scale": Part("block_scale")},
     marker=".weight_packed",
 )
 MODELOPT_NVFP4 = Layout(
     fmt=NVFP4,
     parts={
-        ".weight": Part("codes", _as_is),
+        ".weight": Part("codes"),
         ".weight_scale": Part("block_scale", _bits),
-        ".weight_scale_2": Part("global_scale_bits", _multiplier),
+        ".weight_scale_2": Part("global_scale_bits", _scale_bits),
     },
     marker=".weight_scale_2",
 )
 BITSANDBYTES_NF4 = Layout(
     fmt=NF4,
-    parts={".weight": Part("codes", _swapped_nibbles), ".weight.absmax": Part("block_scale", _fp32_bits)},
+    parts={
+        ".weight": Part("codes", lambda tensor, shape: _reshaped(_swap_nibbles(tensor), shape)),
+        ".weight.absmax": Part("block_scale", lambda tensor, shape: _reshaped(tensor.float().view(torch.int32), shape)),
+    },
     marker=".weight.absmax",
     redundant=(".weight.quant_map", ".weight.quant_state.bitsandbytes__nf4"),
     table=".weight.quant_map",
 )
-
-
-_VARIANT_KEYS = {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant_type"}
 
 
 def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shape: tuple[int, int]) -> PackedWeight:
@@ -132,91 +124,92 @@ def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()
-    own = torch.tensor(layout.fmt.values, device=values.device)
-    if values.shape != own.shape or not torch.allclose(values, own, atol=1e-3):
+    expected = torch.tensor(layout.fmt.values, device=values.device)
+    if values.shape != expected.shape or not torch.allclose(values, expected, atol=1e-3):
         raise ValueError(
             f"{checkpoint.path}: {name} gives the codes the values {values.tolist()[:3]} ...; expected those of "
-            f"{layout.fmt.name}, {own.tolist()[:3]} ...: it is of another format"
+            f"{layout.fmt.name}, {expected.tolist()[:3]} ...: it is of another format"
         )
 
 
-def quantization_config(path: Path) -> Mapping | None:
-    """Return the quantisation config of a checkpoint, from config.json or ModelOpt's file; None if it has none.
+@dataclass(frozen=True)
+class Writer:
+    """Functions that write a format."""
 
-    Raises:
-        ValueError: the config, its groups or a group is no mapping.
-    """
-    config = read_json(path / CONFIG).get("quantization_config")
-    if config is None and (path / MODELOPT_CONFIG).is_file():
-        inner = read_json(path / MODELOPT_CONFIG).get("quantization", {})
-        _require_mapping(path / MODELOPT_CONFIG, "quantization", inner)
-        config = {"quant_method": "modelopt", **inner}
-    if config is None:
-        return None
-    _require_mapping(path / CONFIG, "quantization_config", config)
-    groups = config.get("config_groups") or {}
-    _require_mapping(path / CONFIG, "quantization_config.config_groups", groups)
-    for name, group in groups.items():
-        _require_mapping(path / CONFIG, f"quantization_config.config_groups.{name}", group)
-        _require_mapping(path / CONFIG, f"quantization_config.config_groups.{name}.weights", group.get("weights") or {})
-    return config
+    layout: Layout
+    """Layout by which the written tensors are read."""
+    tensors: Callable[[PackedWeight, torch.dtype], dict[str, Tensor]]
+    """Maps a packed weight and the model's dtype to the tensors to write, by the suffix that follows the linear's
+    name."""
+    config: Callable[[Sequence[str], torch.dtype], dict[str, object]]
+    """Maps the names of the linears that stay dense and the model's dtype to ``quantization_config`` of config.json."""
+
+    @property
+    def fmt(self) -> Format:
+        return self.layout.fmt
 
 
-def _require_mapping(file: Path, name: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{file}: {name} is {str(value)[:80]!r}; expected a mapping")
-
-
-def read_layout(path: Path) -> Layout | None:
-    """Return the layout of a checkpoint folder according to its quantisation config; None if it is not quantised.
-
-    Raises:
-        ValueError: the quantisation is not supported.
-    """
-    config = quantization_config(path)
-    if config is None:
-        return None
-    method = config.get("quant_method")
-    variant = config.get(_VARIANT_KEYS.get(str(method), "quant_algo"))
-    layouts: dict[tuple[object, object], Layout] = {
-        ("compressed-tensors", "nvfp4-pack-quantized"): COMPRESSED_NVFP4,
-        ("compressed-tensors", "mxfp4-pack-quantized"): COMPRESSED_MXFP4,
-        ("modelopt", "NVFP4"): MODELOPT_NVFP4,
-        ("modelopt", "W4A16_NVFP4"): MODELOPT_NVFP4,
-        ("bitsandbytes", "nf4"): BITSANDBYTES_NF4,
+def _nvfp4_tensors(weight: PackedWeight, _dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        ".weight_packed": weight.codes,
+        ".weight_scale": weight.block_scale.view(torch.float8_e4m3fn),
+        ".weight_global_scale": scale_divisor(weight.global_scale).view(1),
     }
-    layout = layouts.get((method, variant))
-    if layout is None:
-        raise ValueError(f"{path} is quantised by {method!r} as {variant!r}; we read {_KNOWN}")
-    if method == "bitsandbytes" and config.get("bnb_4bit_use_double_quant"):
-        raise ValueError(f"{path} quantises its scales too (double quantisation); we read {_KNOWN}")
-    if method != "bitsandbytes" and variant != "W4A16_NVFP4" and not _keeps_activations(config):
-        raise ValueError(f"{path} quantises activations too ({variant}, W4A4); we read {_KNOWN}")
-    check_group_sizes(path, config, layout.fmt.block)
-    if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
-        raise ValueError(f"{path} quantises the key/value cache; we read {_KNOWN}")
-    return layout
 
 
-def check_group_sizes(path: Path, config: Mapping, block: int) -> None:
-    """Check that a quantisation config gives the number of columns that share a scale as the format has it.
-
-    Raises:
-        ValueError: it gives another number; names the key.
-    """
-    groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping)]
-    given = [("group_size", config.get("group_size")), ("blocksize", config.get("blocksize"))]
-    given += [("config_groups.weights.group_size", (group.get("weights") or {}).get("group_size")) for group in groups]
-    for key, size in given:
-        if size is not None and size != block:
-            raise ValueError(
-                f"{path / CONFIG}: quantization_config has {key} {size!r}; its format has {block} weights to a scale, "
-                "so either is wrong: take config.json from the folder that the weights are from"
-            )
+def _mxfp4_tensors(weight: PackedWeight, _dtype: torch.dtype) -> dict[str, Tensor]:
+    return {".weight_packed": weight.codes, ".weight_scale": weight.block_scale}
 
 
-def _keeps_activations(config: Mapping) -> bool:
-    # ModelOpt's algorithm "NVFP4" also quantises activations, unless the config has groups and none has
-    # "input_activations".
-    groups = list((config.get("config_groups") or {}).values())
-    return bool(groups) and all(isinstance(group, dict) and not group.get("input_activations") for group in groups)
+def _nf4_tensors(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    state = {
+        "quant_type": "nf4",
+        "blocksize": NF4.block,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": [weight.codes.shape[0], 2 * weight.codes.shape[1]],
+    }
+    return {
+        ".weight": _swap_nibbles(weight.codes).reshape(-1, 1),
+        ".weight.absmax": weight.block_scale.view(torch.float32).flatten(),
+        ".weight.quant_map": torch.tensor(NF4_VALUES),
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
+def _compressed_tensors_config(
+    preset: str, written_as: str, ignored: Sequence[str], _dtype: torch.dtype
+) -> dict[str, object]:
+    from compressed_tensors.config import CompressionFormat
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = CompressionFormat(written_as)
+    return QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=scheme.format.value,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=list(ignored),
+    ).to_dict()
+
+
+def _nf4_config(ignored: Sequence[str], dtype: torch.dtype) -> dict[str, object]:
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": list(ignored),
+    }
+
+
+_nvfp4_config = partial(_compressed_tensors_config, "NVFP4A16", "nvfp4-pack-quantized")
+_mxfp4_config = partial(_compressed_tensors_config, "MXFP4A16", "mxfp4-pack-quantized")
+WRITERS = {
+    "nvfp4": Writer(COMPRESSED_NVFP4, _nvfp4_tensors, _nvfp4_config),
+    "mxfp4": Writer(COMPRESSED_MXFP4, _mxfp4_tensors, _mxfp4_config),
+    "nf4": Writer(BITSANDBYTES_NF4, _nf4_tensors, _nf4_config),
+}

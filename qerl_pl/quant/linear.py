@@ -15,24 +15,14 @@ class FrozenLinear(nn.Module):
     """Linear layer y = x W^T + b with a frozen 4-bit weight W [N, K] and a frozen bias b [N].
 
     The layer has no parameters, only buffers. Codes and scales of the weight are integers, which ``module.to(dtype)``
-    does not convert; the bias is converted. The product is computed in the dtype of x. For backward, autograd keeps
-    only the packed weight, and neither x nor a dense copy of the weight.
-
-    An NVFP4 weight may be replaced by one in tile order (``quant/tile_order.py``), which the engine can share.
+    does not convert; the bias, of ``dtype``, is converted. The product is computed in the dtype of x. For backward,
+    autograd keeps only the packed weight, and neither x nor a dense copy of the weight.
 
     The buffers of a new layer are zero, or without data on the meta device; assign ``packed`` and ``bias`` to fill
-    them.
-
-    Args:
-        in_features: K, a multiple of the format's block size.
-        out_features: N.
-        fmt: format of the weight.
-        bias: whether there is a bias.
-        dtype: dtype of the bias.
-        device: device of all buffers; "meta" allocates no memory.
+    them. An NVFP4 weight may be replaced by one in tile order (``quant/tile_order.py``), which the engine can share.
 
     Raises:
-        ValueError: in_features is no multiple of the format's block size.
+        ValueError: in_features, K, is no multiple of the format's block size.
     """
 
     codes: Tensor
@@ -92,8 +82,7 @@ class FrozenLinear(nn.Module):
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """Autograd node of y = x W^T that keeps the packed weight, and dequantises it again in backward to compute dX = dY
-    W."""
+    """Autograd node of y = x W^T that dequantises the packed weight again in backward, for dX = dY W."""
 
     @staticmethod
     def forward(

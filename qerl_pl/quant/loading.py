@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from qerl_pl.model.family import family_of
-from qerl_pl.model.files import CONFIG, Checkpoint, model_config, read_json
-from qerl_pl.model.text_part import has_vision
+from qerl_pl.model.files import CONFIG, Checkpoint, has_vision, model_config, read_json
+from qerl_pl.quant.declared import read_layout
 from qerl_pl.quant.formats import Format
-from qerl_pl.quant.layouts import Layout, check_table, read_layout
+from qerl_pl.quant.layouts import Layout, check_table
 from qerl_pl.quant.linear import FrozenLinear
 
 OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers computes it now
@@ -58,8 +58,8 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
         for name in checkpoint.names():
             check_table(layout, checkpoint, name)
     for name, slot in slots.items():
-        own = torch.float32 if slot.leaf in family.fp32 else dtype
-        _fill(model, slot, checkpoint.read(name), name=name, dtype=own, device=device)
+        kept = torch.float32 if slot.leaf in family.fp32 else dtype
+        _fill(model, slot, checkpoint.read(name), name=name, dtype=kept, device=device)
     _tie(model, checkpoint.path)
     fill_computed_buffers(model, device)
     if (checkpoint.path / "generation_config.json").is_file():
@@ -108,7 +108,10 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
-    places = {name: Slot(*_split(name)) for name in wanted}
+    places = {}
+    for name in wanted:
+        module, _, leaf = name.rpartition(".")
+        places[name] = Slot(module, leaf)
     for module in packed:
         places |= {module + suffix: Slot(module, part.buffer, part.convert) for suffix, part in parts.items()}
     redundant = {module + suffix for module in packed for suffix in (layout.redundant if layout else ())}
@@ -122,18 +125,13 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None
             slots[name] = places[stored]
         elif name not in redundant and not any(re.search(pattern, name) for pattern in ignored):
             unexpected.append(name)
-    given = {f"{slot.module}.{slot.leaf}" for slot in slots.values()}
-    given |= {copy for copy, source in tied.items() if source in given}
-    missing = sorted(wanted - given)
+    filled = {f"{slot.module}.{slot.leaf}" for slot in slots.values()}
+    filled |= {copy for copy, source in tied.items() if source in filled}
+    missing = sorted(wanted - filled)
     if missing or unexpected:
         faults = f"missing {_few(missing)}; unexpected {_few(unexpected)}"
         raise ValueError(f"{checkpoint.path} does not fit {type(model).__name__}: {faults}")
     return slots
-
-
-def _split(name: str) -> tuple[str, str]:
-    module, _, leaf = name.rpartition(".")
-    return module, leaf
 
 
 def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
@@ -142,24 +140,19 @@ def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
-    """Check that a checkpoint has a tensor of the right shape for every parameter of a model, without reading data.
-
-    Args:
-        checkpoint: the checkpoint.
-        model: the model that the checkpoint's config.json describes, e.g. on the meta device.
-        packed: names of the linears that the checkpoint stores packed.
+    """Check that a checkpoint, in which the linears ``packed`` are packed, has a tensor of the right shape for every
+    parameter of the model that its config.json describes, without reading data.
 
     Raises:
         ValueError: parameters are missing, or stored in another shape or as integers, or a packed linear is tied to
             the embedding.
     """
     tied = tied_weights(model)
-    held = {*checkpoint.names(), *(f"{name}.weight" for name in packed)}
-    wanted = {name for name, _ in model.named_parameters()}
-    if missing := sorted(name for name in wanted - held if tied.get(name) not in held):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"{checkpoint.path} is half a checkpoint: {', '.join(missing[:3])}{more} missing")
     stored_packed = {f"{name}.weight" for name in packed}
+    stored = {*checkpoint.names(), *stored_packed}
+    wanted = {name for name, _ in model.named_parameters()}
+    if missing := sorted(name for name in wanted - stored if tied.get(name) not in stored):
+        raise ValueError(f"{checkpoint.path} is half a checkpoint: {_few(missing, 3)} missing")
     for name, parameter in model.named_parameters():
         if name not in checkpoint or name in stored_packed:
             continue
@@ -199,8 +192,7 @@ def _fill(
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:
-    """Refuse a tensor with NaN or infinity. The sum is tested first; all elements are tested only if it is not finite,
-    which may also be overflow."""
+    # Most tensors have a finite sum; only if it is not, which may also be overflow, all elements are tested.
     if not tensor.is_floating_point() or (tensor.element_size() > 1 and tensor.sum().isfinite()):
         return
     numbers = tensor.float()
@@ -209,8 +201,7 @@ def _check_finite(tensor: Tensor, name: str) -> None:
 
 
 def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
-    """Refuse scales of blocks that are, once converted, no finite magnitudes: the codes have the signs, and not every
-    kernel reads one of a scale."""
+    """Refuse scales that are, once converted, no finite magnitudes; not every kernel reads the sign of a scale."""
     values = fmt.effective_scale(scales, torch.ones((), dtype=torch.float64, device=scales.device)).float()
     if number := int((~values.isfinite()).sum()):
         raise ValueError(f"{name} holds NaN or infinity in {number} of {scales.numel()} places")
@@ -222,7 +213,7 @@ def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
 
 
 def _check_tensor_scale(bits: Tensor, stored: Tensor, name: str) -> None:
-    """Refuse a tensor scale whose factor, the bits of an fp64 number, is no finite number above 0 in fp32."""
+    """Refuse a tensor scale, given as bits of an fp64 number, that is no finite number above 0 in fp32."""
     factor = bits.view(torch.float64).float()
     if not (factor.isfinite() & (factor > 0)).all():
         raise ValueError(
@@ -264,5 +255,6 @@ def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) ->
                 raise ValueError(f"{type(model).__name__} does not say how to compute its buffer {name}.{leaf}")
 
 
-def _few(names: list[str]) -> str:
-    return "nothing" if not names else ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _few(names: list[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "nothing") + rest

@@ -12,59 +12,36 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.formats import Format, PackedWeight, decode
+from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nvfp4 import E2M1_CODES, e2m1_codes
-
-BLOCK = 32
-
-
-def no_tensor_scale(amax: Tensor) -> Tensor:
-    """Return 1, [] fp64 on the device of ``amax``, because MXFP4 has no tensor scale."""
-    return torch.ones((), dtype=torch.float64, device=amax.device)
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """Choose, as the block's scale, the power of two that brings the block's largest magnitude into [3.5, 7); E2M1's
-    largest value is 6.
-
-    A larger scaled magnitude would be clipped to 6 with a large error, so from 7 on the next power of two is taken.
-
-    Args:
-        block_amax: [...] fp32.
-
-    Returns:
-        [...] uint8 exponents, biased by 127.
-    """
+    """Choose the power of two, as uint8 exponents biased by 127, that brings the block's largest magnitude into
+    [3.5, 7). E2M1's largest value is 6, to which magnitudes from 7 on would be clipped with a large error."""
     exponent = (block_amax.view(torch.int32) + (1 << 21)) >> 23  # biased, of the magnitude rounded up from 1.75 on
     return (exponent - 2).clamp_min(0).to(torch.uint8)
 
 
 def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
-    """Convert the stored block scales, which are biased exponents, to powers of two, fp32 of the same shape."""
+    """Convert biased exponents to powers of two, fp32 of the same shape."""
     bits = block_scale.int()
     return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)  # 2^-127 is subnormal
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield candidates for better block scales: the given powers of two, then half of each, then twice each."""
+    """Yield the given powers of two, then half of each, then twice each."""
     for step in (0, -1, 1):
         yield (block_scale.int() + step).clamp(0, 254).to(torch.uint8)
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to [N, K] of ``dtype``; exact in bf16."""
-    return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), E2M1_CODES, dtype)
-
-
 MXFP4 = Format(
     name="mxfp4",
-    block=BLOCK,
+    block=32,
     values=E2M1_CODES,
     scale_dtype=torch.uint8,
     encode=e2m1_codes,
-    tensor_scale=no_tensor_scale,
     round_scale=round_block_scale,
     effective_scale=effective_scale,
     nearby_scales=nearby_block_scales,
-    dequantize=dequantize,
 )

@@ -14,10 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.formats import Format, PackedWeight, decode
-from qerl_pl.quant.mxfp4 import no_tensor_scale
+from qerl_pl.quant.formats import Format
 
-BLOCK = 64
 # fmt: off
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -28,16 +26,6 @@ NF4_VALUES = (
 _TINY = 1e-38  # smallest divisor, as in bitsandbytes
 
 
-def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """Return the bits of each block's scale, which is its largest magnitude in fp32, as int32 of the same shape."""
-    return block_amax.view(torch.int32)
-
-
-def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
-    """Return the scale of each block, which is its largest magnitude, as fp32 of the same shape."""
-    return block_scale.view(torch.float32)
-
-
 def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
     """Return the uint8 codes of the values nearest to weight / scale; a tie is rounded to the lower value."""
     values = weight * (1 / scale.clamp_min(_TINY))
@@ -45,28 +33,21 @@ def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield candidates for better block scales: the given ones times 1.00, 0.97, ... down to about 0.6. Factors below 1
-    clip the block's largest weight."""
+    """Yield the given scales times 1.00, 0.97, ... down to about 0.6. Factors below 1 clip the block's largest
+    weight."""
     for percent in range(100, 58, -3):
         yield (block_scale.view(torch.float32) * (percent / 100)).view(torch.int32)
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to [N, K] of ``dtype``, rounded once."""
-    return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), NF4_VALUES, dtype)
-
-
 NF4 = Format(
     name="nf4",
-    block=BLOCK,
+    block=64,
     values=NF4_VALUES,
     scale_dtype=torch.int32,
     encode=nf4_codes,
-    tensor_scale=no_tensor_scale,
-    round_scale=round_block_scale,
-    effective_scale=effective_scale,
+    round_scale=lambda block_amax, _global_scale: block_amax.view(torch.int32),
+    effective_scale=lambda block_scale, _global_scale: block_scale.view(torch.float32),
     nearby_scales=nearby_block_scales,
-    dequantize=dequantize,
 )
 
 

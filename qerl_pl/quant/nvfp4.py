@@ -15,12 +15,13 @@ and a 24-bit significand is never within 2^-49 of an fp32 rounding boundary, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.formats import Format, PackedWeight, decode, unpack
+from qerl_pl.quant.formats import Format, PackedWeight, decode
+from qerl_pl.quant.formats import dequantize_reference as dequantize_by_table
 from qerl_pl.quant.tile_order import is_in_tile_order, to_row_order
 
 BLOCK = 16
@@ -35,14 +36,8 @@ NVFP4Weight = PackedWeight  # codes [N, K/2] uint8; block_scale [N, K/16] uint8,
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
-    """Compute the tensor scale with which the largest block scale becomes E4M3's maximum.
-
-    Args:
-        amax: [] largest magnitude of the tensor, or of the tensors that share the scale.
-
-    Returns:
-        [] fp64; 1 if its reciprocal would overflow fp32, for instance for a tensor of zeros.
-    """
+    """Compute, from the largest magnitude [] of the tensors that share it, the tensor scale [] fp64 with which the
+    largest block scale becomes E4M3's maximum; 1 if its reciprocal would overflow fp32, as for a tensor of zeros."""
     divisor = E4M3_MAX * E2M1_MAX / amax.float().clamp_min(torch.finfo(torch.float32).tiny)
     return 1 / torch.where(divisor.isfinite(), divisor, 1.0).double()
 
@@ -67,18 +62,14 @@ def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the uint8 codes of the E2M1 values nearest to weight / scale.
-
-    Ties are rounded to the even code, and magnitudes above 6 become 6.
-    """
+    """Return the uint8 codes of the E2M1 values nearest to weight / scale; ties are rounded to the even code."""
     values = weight / scale
     index = torch.bucketize(values.abs(), _midpoints(values.device), out_int32=True)
     return (index | (values < 0).int() << 3).to(torch.uint8)  # sign bit also for values that round to -0
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield candidates for better block scales: the given ones, and all E4M3 values from 0.42 to 1.2 times each, of
-    which E4M3 has 8 per factor of two."""
+    """Yield the given block scales, and all E4M3 values, 8 per factor of two, from 0.42 to 1.2 times each."""
     for step in (0, 1, 2, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10):
         yield (block_scale.int() + step).clamp(1, _E4M3_MAX_BITS).to(torch.uint8)
 
@@ -96,28 +87,19 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), E2M1_CODES, dtype)
 
 
-def dequantize_reference(weight: PackedWeight) -> Tensor:
-    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition that tests compare faster functions
-    with."""
-    nibbles = unpack(weight.codes)
-    magnitude = torch.tensor(E2M1, device=nibbles.device)[(nibbles & 7).long()]
-    value = torch.where(nibbles >= 8, -magnitude, magnitude)
-    scale = (weight.block_scale.view(torch.float8_e4m3fn).double() * weight.global_scale).float()  # [N, K/16]
-    return value * scale.repeat_interleave(BLOCK, dim=1)
-
-
 NVFP4 = Format(
     name="nvfp4",
     block=BLOCK,
     values=E2M1_CODES,
     scale_dtype=torch.uint8,
     encode=e2m1_codes,
-    tensor_scale=tensor_scale,
     round_scale=round_block_scale,
     effective_scale=effective_scale,
     nearby_scales=nearby_block_scales,
-    dequantize=dequantize,
+    tensor_scale=tensor_scale,
+    fast=dequantize,
 )
+dequantize_reference = partial(dequantize_by_table, fmt=NVFP4)
 
 
 @cache

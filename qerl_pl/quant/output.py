@@ -28,15 +28,11 @@ _CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGN
 
 
 class OutputFolder:
-    """Checkpoint folder that is being written to ``OUTPUT.partial``, next to its final place.
+    """Checkpoint folder that is being written to ``OUTPUT.partial``, next to its final place, which must not exist or
+    be empty.
 
-    Each file is written under a temporary name and then renamed. A manifest lists the finished files, so a later run
-    with equal settings continues after them.
-
-    Args:
-        output: folder to make; it must not exist or be empty.
-        settings: everything that the files' contents depend on, as values that can be written as JSON; stored in the
-            report.
+    A manifest lists the finished files, so a later run with equal settings continues after them. ``settings`` are all
+    values that the files' contents depend on, in JSON's types; they are stored in the report.
 
     Raises:
         ValueError: the output is not empty, or ``OUTPUT.partial`` holds files that were written with other settings.
@@ -60,36 +56,29 @@ class OutputFolder:
         self.done = dict(manifest["files"])
 
     def add(self, file: str, tensors: Mapping[str, Tensor], reports: Mapping[str, Sequence[object]]) -> None:
-        """Write one safetensors file, and add it to the manifest with its reports, which are lists by kind of report.
-
-        Raises:
-            OSError: the file cannot be written, e.g. on a full disk; finished files are kept.
-        """
+        """Write one safetensors file, and add it to the manifest with its reports, lists by kind of report."""
         write_tensors(self.partial / file, tensors)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
 
     def __enter__(self) -> Self:
-        """Return the folder, whose writer may be interrupted."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error, remove ``OUTPUT.partial`` if it would be of no use to the next run: if it has no finished
-        file, or the model was refused, since a retry would refuse it again."""
+        """After an error, remove ``OUTPUT.partial`` if it would be of no use to the next run."""
+        # It has no finished file, or the model was refused, and a retry would refuse it again.
         if kind is not None and (not self.done or issubclass(kind, ValueError)):
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def read(self, file: str) -> dict[str, Tensor]:
-        """Read the tensors of a finished file."""
         return load_file(self.partial / file)
 
     def reports(self, kind: str) -> list[dict]:
-        """Return the reports of a kind of all files."""
         return [report for entry in self.done.values() for report in entry[kind]]
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
-        """Add the index, the report, config.json with the content ``config``, and the tokenizer and other small files
-        of the source; then rename the folder to ``OUTPUT``."""
+        """Add index, report, config.json with the content ``config``, and ``carried_files`` of the folder ``source``;
+        then rename the folder to ``OUTPUT``."""
         carry(source, self.partial)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
@@ -101,18 +90,13 @@ class OutputFolder:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a safetensors file atomically; raise OSError if it cannot be written."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
         try:
-            # The metadata has only one key, because safetensors writes several keys in random order, and equal runs
-            # should give files with equal bytes.
-            save_file(
-                {name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata={"format": "pt"}
-            )
+            # Only one key of metadata: safetensors writes several in random order, and equal runs should give equal
+            # bytes.
+            save_file(whole, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{temporary} cannot be written: {error}") from error
         allow_reading(temporary)
@@ -130,14 +114,13 @@ def carried_files(source: Path) -> list[Path]:
         and not file.name.startswith(".")
         and file.name not in of_one
         and file.name not in RECORDS
-        and file.stem != Path(REPORT).stem  # its picture
         and (file.suffix in _CARRIED or (not file.suffix and _CARRIED_NAMES.match(file.name)))
         and not file.name.endswith(".index.json")
     ]
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy the files of ``carried_files`` to another folder, under the same names."""
+    """Copy ``carried_files`` to another folder, under the same names."""
     for file in carried_files(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)

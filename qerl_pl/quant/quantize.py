@@ -30,16 +30,14 @@ from qerl_pl.model.tokenizer import load_tokenizer
 from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
+from qerl_pl.quant.declared import quantization_config
 from qerl_pl.quant.families import check_family
-from qerl_pl.quant.layer_errors import PICTURE, LayerReport, draw_report, report_layer
-from qerl_pl.quant.layouts import packed_weight, quantization_config
+from qerl_pl.quant.layouts import WRITERS, Writer, packed_weight
 from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.output import OutputFolder
-from qerl_pl.quant.residual import fresh_factors, residual_factors
-from qerl_pl.quant.rounding import Rounding, pack_group
+from qerl_pl.quant.residual import StartFolder, adapter_tensors, fresh_factors, residual_factors, with_adapter
+from qerl_pl.quant.rounding import LayerReport, Rounding, pack_group, report_layer
 from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, split_linears
-from qerl_pl.quant.start_folder import StartFolder, adapter_tensors, with_adapter
-from qerl_pl.quant.writers import WRITERS, Writer
 
 LARGEST_WEIGHT = 1e6  # the sum of squares of a layer of larger weights could overflow fp32
 VERSION = 2  # version of the written tensors' layout and arithmetic, stored with them
@@ -57,9 +55,9 @@ def quantize_checkpoint(
     residual: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
-    """Quantise a dense checkpoint: write a copy of it in which linears are packed.
+    """Quantise a dense checkpoint: write a copy of it in which linears are packed; return one report per packed linear.
 
-    The output can be loaded by ``load_base`` and by the libraries that ``writers`` names. The device holds one decoder
+    The output can be loaded by ``load_base`` and by the libraries that ``layouts`` names. The device holds one decoder
     block and, with calibration data, second moments of the block's inputs. Host memory holds one block, or the
     embeddings if they are larger, and the hidden states of the calibration data.
 
@@ -67,17 +65,13 @@ def quantize_checkpoint(
         model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; it must not exist or be empty.
         format: format of the packed weights.
-        method: rounding method, see the modules ``rounding`` and ``awq``; awq applies its scales and then rounds as mse
-            does.
+        method: rounding method, see ``Rounding``; awq applies its scales and then rounds as mse does.
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by awq and gptq. If it is given, mse weights squared errors by the
             inputs' mean squares, and output errors are reported for all methods.
         residual: rank of an adapter near the quantisation errors (``residual_factors``) that is written to the output's
             folder ``start``, for ``model.lora.start``; requires calibration data. None: none is written.
         device: device on which blocks are quantised.
-
-    Returns:
-        One report per packed linear.
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
@@ -121,7 +115,6 @@ def quantize_checkpoint(
             progress.update(size)
         layers = [LayerReport(**layer) for layer in folder.reports("layers")]
         start.finish(base=output)
-        draw_report(layers, folder.partial / PICTURE)
         folder.finish(checkpoint.path, {**config, "quantization_config": writer.config(dense, skeleton.dtype)})
     return layers
 
@@ -137,17 +130,12 @@ def pack_file(
     device: torch.device | str,
     rank: int | None,
 ) -> tuple[dict[str, Tensor], dict[str, list[dict]], dict[str, Tensor]]:
-    """Compute the tensors of one file of the packed checkpoint.
+    """Compute the tensors of one file of the packed checkpoint from those of the dense one.
 
     Args:
-        file: description of the file.
-        tensors: tensors of the dense checkpoint that belong in the file.
         groups: linears to pack, of all files, in groups that share a tensor scale, as from ``fused_groups``.
-        writer: describes how the format is written.
-        method: rounding method.
         skeleton: the model on the meta device.
         stream: calibration data at the input of the file's decoder block; None without calibration data.
-        device: device to compute on.
         rank: rank of the adapter near the quantisation errors, which requires a stream; None: there is none.
 
     Returns:

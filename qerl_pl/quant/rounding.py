@@ -1,23 +1,40 @@
 """Methods of rounding a weight to a 4-bit format: to nearest, with searched block scales, or with GPTQ's second-order
-corrections."""
+corrections (arXiv 2210.17323); and the errors that they leave."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.formats import Format, PackedWeight, quantize, round_codes
-from qerl_pl.quant.gptq import gptq_codes
-from qerl_pl.quant.scale_search import search_scales
+from qerl_pl.quant.formats import Format, PackedWeight, pack, quantize, round_codes, row_chunks
 
 Rounding = Literal["rtn", "mse", "gptq"]
 """Rounding methods. rtn: to the nearest values under min-max block scales. mse: to the nearest values under the block
 scales with the smallest squared error; with calibration data, columns are weighted by the mean square of their input,
 and a row of the weight keeps its min-max scales if its output error is smaller with them. gptq: GPTQ under the block
 scales with the smallest weighted squared error."""
+_COLUMNS = 128  # columns that GPTQ rounds before it applies their corrections to the rest of the matrix
+
+
+def pack_group(
+    weights: Mapping[str, Tensor], fmt: Format, rounding: Rounding, second_moment: Tensor | None
+) -> dict[str, PackedWeight]:
+    """Pack the weights [N, K] of linears with a common input under a common tensor scale; weights and results are by
+    the linear's name, other arguments as in ``pack_weight``."""
+    shared = group_scale(list(weights.values()), fmt)
+    return {
+        name: pack_weight(weight, fmt, shared, rounding, second_moment, name=f"{name}.weight")
+        for name, weight in weights.items()
+    }
+
+
+def group_scale(weights: Sequence[Tensor], fmt: Format) -> Tensor:
+    """Compute the common tensor scale, [], of several weights from their largest magnitude."""
+    return fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights]).amax())
 
 
 def pack_weight(
@@ -29,13 +46,9 @@ def pack_weight(
     *,
     name: str = "weight",
 ) -> PackedWeight:
-    """Pack a weight [N, K] by a rounding method, under a given tensor scale.
+    """Pack a weight [N, K] by a rounding method, under a given tensor scale [].
 
     Args:
-        weight: [N, K] floating.
-        fmt: format to pack to.
-        global_scale: [] tensor scale.
-        rounding: rounding method.
         second_moment: [K, K] mean of x x^T over the layer's inputs x; None without calibration data, which gptq does
             not allow.
         name: name of the weight in error messages.
@@ -60,23 +73,6 @@ def pack_weight(
     return PackedWeight(codes, torch.where(worse, nearest.block_scale, scale), global_scale)
 
 
-def pack_group(
-    weights: Mapping[str, Tensor], fmt: Format, rounding: Rounding, second_moment: Tensor | None
-) -> dict[str, PackedWeight]:
-    """Pack the weights [N, K] of linears with a common input under a common tensor scale; weights and results are by
-    the linear's name."""
-    shared = group_scale(list(weights.values()), fmt)
-    return {
-        name: pack_weight(weight, fmt, shared, rounding, second_moment, name=f"{name}.weight")
-        for name, weight in weights.items()
-    }
-
-
-def group_scale(weights: Sequence[Tensor], fmt: Format) -> Tensor:
-    """Compute the common tensor scale, [], of several weights from their largest magnitude."""
-    return fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights]).amax())
-
-
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:
     """Compute the mean of |(W' - W) x|^2 over inputs x, for a weight W and the rounded weight W'; arguments as in
     ``row_errors``."""
@@ -94,3 +90,120 @@ def row_errors(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> Tensor
     """
     error = rounded.sub_(weight)
     return (error @ second_moment.to(error.dtype)).mul_(error).sum(1)
+
+
+def search_scales(
+    weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor | None = None
+) -> Tensor:
+    """Choose, for every block of a weight [N, K], the one of ``fmt.nearby_scales`` with the smallest
+    sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k.
+
+    Args:
+        block_scale: [N, K/block] bits of the initial scales, which are kept if no candidate is better.
+        importance: [K] fp32, not negative, e.g. the mean square of each input; None means equal weights.
+
+    Returns:
+        [N, K/block] bits of the chosen block scales.
+    """
+    best = block_scale.clone()
+    values = torch.tensor(fmt.values, device=weight.device)
+    for rows in row_chunks(weight):
+        blocks = weight[rows].float().unflatten(1, (-1, fmt.block))  # [n, K/block, block]
+        least = torch.full_like(best[rows], torch.inf, dtype=torch.float32)
+        for bits in fmt.nearby_scales(block_scale[rows]):
+            scale = fmt.effective_scale(bits, global_scale).unsqueeze(-1)
+            error = (values[fmt.encode(blocks, scale).int()] * scale).sub_(blocks).square_()
+            if importance is not None:
+                error *= importance.unflatten(0, (-1, fmt.block))
+            error = error.sum(-1)  # [n, K/block]
+            best[rows] = torch.where(error < least, bits, best[rows])
+            least = torch.minimum(error, least)
+    return best
+
+
+def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, second_moment: Tensor) -> Tensor:
+    """Find packed codes [N, K/2] that approximately minimise the output error |X W^T - X W'^T|^2 under given scales,
+    where X is the layer's inputs and W' the rounded weight: GPTQ.
+
+    It rounds column by column and compensates each rounding error in the columns that are left. As scales are given,
+    the column with the largest mean square of its inputs can come first, although neighbours share a scale.
+
+    Args:
+        weight: [N, K] floating.
+        block_scale: [N, K/block] bits of the block scales.
+        second_moment: [K, K] X^T X, or a positive multiple of it.
+    """
+    order = second_moment.diagonal().argsort(descending=True)
+    weight = weight[:, order].float()  # a copy
+    scale = fmt.effective_scale(block_scale, global_scale).repeat_interleave(fmt.block, dim=1)[:, order]  # [N, K]
+    factor = inverse_factor(second_moment[order][:, order])
+    codes = torch.empty_like(weight, dtype=torch.uint8)
+    values = torch.tensor(fmt.values, device=weight.device)
+    for start in range(0, weight.shape[1], _COLUMNS):
+        stop = min(start + _COLUMNS, weight.shape[1])
+        errors = torch.empty_like(weight[:, start:stop])
+        for k in range(start, stop):
+            codes[:, k] = fmt.encode(weight[:, k], scale[:, k])
+            rounded = values[codes[:, k].int()] * scale[:, k]
+            errors[:, k - start] = (weight[:, k] - rounded) / factor[k, k]
+            weight[:, k:stop] -= torch.outer(errors[:, k - start], factor[k, k:stop])
+        weight[:, stop:] -= errors @ factor[start:stop, stop:]
+    return pack(codes[:, order.argsort()])
+
+
+def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:
+    """Compute the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1, where H is the second
+    moment. Inputs that were always zero get a positive diagonal element in H, so they do not affect other columns."""
+    # fp64, because outlier channels spread the spectrum of H over many orders of magnitude.
+    moment = second_moment.to(torch.float64, copy=True)
+    diagonal = moment.diagonal()
+    mean = diagonal.mean()
+    diagonal += torch.where(diagonal > 0, damping * mean, torch.where(mean > 0, mean, 1.0))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Quantisation errors of one linear. A relative error is the root mean square of the error, divided by that of the
+    exact values."""
+
+    name: str
+    shape: tuple[int, int]
+    weight_error: float
+    """Relative error of the weights."""
+    max_error: float
+    """Largest error of a weight, divided by the largest weight."""
+    outlier_ratio: float
+    """Largest magnitude of a weight, divided by the root mean square of the weights."""
+    output_error: float | None = None
+    """Relative error of the linear's outputs for calibration data, whose hidden states come from the already packed
+    previous blocks; None: not measured."""
+
+
+def report_layer(
+    name: str, weight: Tensor, packed: PackedWeight, fmt: Format, second_moment: Tensor | None = None
+) -> LayerReport:
+    """Compute the errors of a packed weight relative to the dense weight [N, K], also those of its outputs if the mean
+    [K, K] of x x^T over the calibration data's inputs x is given."""
+    weight = weight.float()
+    rounded = fmt.dequantize(packed, torch.float32)
+    error = rounded - weight
+    norm, largest = weight.norm().item(), weight.abs().max().item()
+    rms = norm / weight.numel() ** 0.5
+    of_output = None
+    if second_moment is not None:
+        power = output_error(weight, torch.zeros_like(weight), second_moment)
+        of_output = _ratio(output_error(weight, rounded, second_moment), power) ** 0.5
+    return LayerReport(
+        name=name,
+        shape=(weight.shape[0], weight.shape[1]),
+        weight_error=_ratio(error.norm().item(), norm),
+        max_error=_ratio(error.abs().max().item(), largest),
+        outlier_ratio=_ratio(largest, rms),
+        output_error=of_output,
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -37,13 +37,32 @@ class OutputFile:
         return [group for first, group in groups.items() if f"{first}.weight" in held]
 
 
+def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
+    """List the files that the quantiser writes: one for all tensors outside the decoder blocks, and then one per block
+    in order."""
+    parts: dict[str, list[str]] = {"": []}
+    for name in checkpoint.names():
+        parts.setdefault(block_of(name) or "", []).append(name)
+    ordered = sorted(parts, key=lambda block: (len(block), block))  # .9 before .10
+    return [
+        OutputFile(f"model-{number:05}-of-{len(parts):05}.safetensors", block or None, parts[block])
+        for number, block in enumerate(ordered, start=1)
+    ]
+
+
+def block_of(name: str) -> str | None:
+    """Return the decoder block that a tensor or module belongs to, e.g. "model.layers.3", from its name; None for names
+    outside the blocks."""
+    block = _BLOCK_OF.match(name)
+    return block and block[1]
+
+
 def split_linears(
     model: PreTrainedModel, ignore: Sequence[str], *, block: int
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Divide a model's linears into those to pack and those to leave dense.
+    """Divide the linears of a model, which may be on the meta device, into those to pack and those to leave dense.
 
     Args:
-        model: the model; it may be on the meta device.
         ignore: names of linears to leave dense, or "re:" and a regular expression that matches the start of names.
         block: number of columns that share a block scale.
 
@@ -57,27 +76,25 @@ def split_linears(
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for entry in ignore:
-        if entry.startswith("re:"):
-            try:
-                re.compile(entry[3:])
-            except re.error as error:
-                raise ValueError(f"ignore entry {entry!r} is no regular expression: {error}") from error
-        if not any(is_ignored(name, [entry]) for name in linears):
-            example = next(reversed(linears), None)
-            raise ValueError(f"ignore entry {entry!r} matches no linear; they are named like {example!r}")
+        try:
+            if not any(is_ignored(name, [entry]) for name in linears):
+                example = next(reversed(linears), None)
+                raise ValueError(f"ignore entry {entry!r} matches no linear; they are named like {example!r}")
+        except re.error as error:
+            raise ValueError(f"ignore entry {entry!r} is no regular expression: {error}") from error
     family = FAMILIES[model.config.model_type]
-    kept = {
-        name: module for name, module in linears.items() if not (is_ignored(name, ignore) or family.stays_dense(name))
-    }
-    for name, module in kept.items():
-        if f"{name}.weight" in tied_weights(model):
+    shapes, tied = {}, tied_weights(model)
+    for name, module in linears.items():
+        if is_ignored(name, ignore) or family.stays_dense(name):
+            continue
+        if f"{name}.weight" in tied:
             raise ValueError(f"{name} shares its weight with the embeddings, which stay dense; add it to ignore")
         if module.in_features % block:
             raise ValueError(f"{name} has {module.in_features} inputs, not a multiple of {block}; add it to ignore")
-    if not kept:
+        shapes[name] = (module.out_features, module.in_features)
+    if not shapes:
         raise ValueError(f"ignore {list(ignore)} leaves no linear to pack")
-    shapes = {name: (module.out_features, module.in_features) for name, module in kept.items()}
-    return shapes, [name for name in linears if name not in kept]
+    return shapes, [name for name in linears if name not in shapes]
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
@@ -86,47 +103,29 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
     return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
 
 
+def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]:
+    """Return the linears, itself included, that engines fuse with a linear into one matrix with a single tensor scale;
+    only those in ``present``, if it is given, because blocks of some families lack a linear of a group."""
+    parent, dot, leaf = linear.rpartition(".")
+    group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
+    return [member for member in group if present is None or member in present]
+
+
 def fused_groups(linears: Sequence[str], present: Collection[str] | None = None) -> dict[str, list[str]]:
-    """Group linears that engines fuse into one matrix and that therefore share a tensor scale.
+    """Group linears as ``fused_with`` does, by the name of the first linear of each group.
 
     Args:
         linears: names of linears.
-        present: names of all linears of the model, which are needed for families in which some blocks lack a linear of
-            a group; None: no block lacks one.
-
-    Returns:
-        Groups by the name of their first linear; a linear that is not fused is a group of its own.
+        present: names of all linears of the model; None: no block lacks a linear of a group.
 
     Raises:
         ValueError: only a part of a fused group is in ``linears``.
     """
     groups: dict[str, list[str]] = {}
     for name in linears:
-        parent, dot, leaf = name.rpartition(".")
-        group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
-        group = [member for member in group if present is None or member in present]
+        group = fused_with(name, present)
         if missing := set(group) - set(linears):
             raise ValueError(f"engines fuse {group}; ignore all of them or none, not only {sorted(missing)}")
         if name == group[0]:
             groups[name] = group
     return groups
-
-
-def block_of(name: str) -> str | None:
-    """Return the decoder block that a tensor or module belongs to, e.g. "model.layers.3", from its name; None for names
-    outside the blocks."""
-    block = _BLOCK_OF.match(name)
-    return block and block[1]
-
-
-def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
-    """List the files that the quantiser writes: one for all tensors outside the decoder blocks, and then one per block
-    in order."""
-    parts: dict[str, list[str]] = {"": []}
-    for name in checkpoint.names():
-        parts.setdefault(block_of(name) or "", []).append(name)
-    ordered = sorted(parts, key=lambda block: (len(block), block))  # .9 before .10
-    return [
-        OutputFile(f"model-{number:05}-of-{len(parts):05}.safetensors", block or None, parts[block])
-        for number, block in enumerate(ordered, start=1)
-    ]

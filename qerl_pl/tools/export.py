@@ -20,10 +20,9 @@ from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings
 from qerl_pl.common.files import allow_reading, in_words
 from qerl_pl.common.run_folder import read_run_config, run_files
-from qerl_pl.model.files import CONFIG, read_json
+from qerl_pl.model.files import CONFIG, has_vision, read_json
 from qerl_pl.model.hub import is_hub_name
 from qerl_pl.model.quantization import quantization_of
-from qerl_pl.model.text_part import has_vision
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.tools.merge import export_merged
 from qerl_pl.tools.model_card import model_card

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from qerl_pl.base.folder import base_folder
-from qerl_pl.model.files import CONFIG, read_json
+from qerl_pl.model.files import CONFIG, NOT_USED, has_vision, read_json
 from qerl_pl.model.quantization import check_calibrated
-from qerl_pl.model.text_part import NOT_USED, has_vision
 from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.output import REPORT
 from qerl_pl.quant.quantize import quantize_checkpoint
-from qerl_pl.quant.start_folder import START
+from qerl_pl.quant.residual import START
 from qerl_pl.tools.options import quantize_options
 
 

@@ -48,7 +48,7 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.quant.calibration import Calibration, read_calibration
 from qerl_pl.quant.quantize import quantize_checkpoint
-from qerl_pl.quant.start_folder import START
+from qerl_pl.quant.residual import START
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.decode import completion_texts

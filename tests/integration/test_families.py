@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from qerl_pl.__main__ import main as command
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
-from qerl_pl.quant.layouts import read_layout
+from qerl_pl.quant.declared import read_layout
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm.arguments import query_scaling

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qerl_pl.model.files import Checkpoint
-from qerl_pl.quant.convert import _dense_of_fp8
+from qerl_pl.quant.convert import dense_of_fp8
+from qerl_pl.quant.declared import read_layout
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.layouts import (
     BITSANDBYTES_NF4,
@@ -19,7 +20,6 @@ from qerl_pl.quant.layouts import (
     COMPRESSED_NVFP4,
     MODELOPT_NVFP4,
     check_table,
-    read_layout,
 )
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import Slot, _fill
@@ -60,7 +60,7 @@ def test_a_weight_that_overflows_in_the_compute_dtype_is_refused():
 def test_an_fp8_scale_that_is_no_finite_magnitude_is_refused(value):
     tensors = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor([value])}
     with pytest.raises(ValueError, match=r"a.weight_scale holds"):
-        _dense_of_fp8(tensors, "a")
+        dense_of_fp8(tensors, "a")
 
 
 def test_a_group_size_that_the_format_does_not_have_is_refused(tmp_path):

@@ -107,7 +107,6 @@ def test_the_output_says_what_was_done(make_checkpoint: Callable[..., Path], tmp
         assert fold["into"] in ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
         ratio = source[f"{fold['into']}.weight"].float() / written[f"{fold['into']}.weight"].float()
         assert (ratio.min().item(), ratio.max().item()) == (fold["smallest"], fold["largest"])
-    assert (tmp_path / "out" / "quantization_report.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])

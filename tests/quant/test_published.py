@@ -12,7 +12,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize as dequ
 from torch import Tensor
 
 from qerl_pl.common.files import in_bytes
-from qerl_pl.quant.convert import _dense_of_fp8, convert_checkpoint
+from qerl_pl.quant.convert import convert_checkpoint, dense_of_fp8
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.published import conversion_reasons
@@ -105,7 +105,7 @@ def test_fp8_in_blocks_is_dequantised_as_compressed_tensors_does(shape: tuple[in
     args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[128, 128])  # pyright: ignore
     expected = dequantize_fp8(weight, scale, args=args)
     for stored in (scale, scale[:, None, :, None]):
-        assert torch.equal(_dense_of_fp8({"a.weight": weight, "a.weight_scale": stored}, "a"), expected)
+        assert torch.equal(dense_of_fp8({"a.weight": weight, "a.weight_scale": stored}, "a"), expected)
     by_hand = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
     assert torch.equal(expected, by_hand)
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.quant import quantize
-from qerl_pl.quant.layer_errors import report_layer
+from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, tensor_scale
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
+from qerl_pl.quant.rounding import report_layer
 from qerl_pl.quant.selection import OutputFile, fused_groups
-from qerl_pl.quant.writers import WRITERS
 from qerl_pl.tools.quantize import main
 from tests.packed import quantize_nvfp4
 from tests.quant.published import rewrite

@@ -6,14 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.quant import gptq
+from qerl_pl.quant import rounding
 from qerl_pl.quant.formats import Format, PackedWeight, dequantize_reference, pack, quantize, round_codes
-from qerl_pl.quant.gptq import gptq_codes, inverse_factor
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.quant.rounding import Rounding, group_scale, output_error, pack_group, pack_weight, row_errors
-from qerl_pl.quant.scale_search import search_scales
+from qerl_pl.quant.rounding import (
+    Rounding,
+    gptq_codes,
+    group_scale,
+    inverse_factor,
+    output_error,
+    pack_group,
+    pack_weight,
+    row_errors,
+    search_scales,
+)
 from tests.quant.outliers import layer_with_outliers
 
 every_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)
@@ -87,7 +95,7 @@ def test_gptq_does_not_depend_on_how_columns_are_gathered(monkeypatch: pytest.Mo
     weight, moment = layer_with_outliers(8, 192)
     start = quantize(weight, NVFP4)
     whole = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, moment)
-    monkeypatch.setattr(gptq, "_COLUMNS", 7)
+    monkeypatch.setattr(rounding, "_COLUMNS", 7)
     assert torch.equal(gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, moment), whole)
 
 

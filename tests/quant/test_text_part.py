@@ -15,9 +15,8 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.base.digest import base_digest
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.memory.shape import checkpoint_shape
-from qerl_pl.model.files import Checkpoint, model_config
+from qerl_pl.model.files import NOT_USED, Checkpoint, model_config, text_name
 from qerl_pl.model.quantization import Quantization
-from qerl_pl.model.text_part import NOT_USED, text_name
 from qerl_pl.quant.convert import convert_checkpoint
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.published import conversion_reasons

@@ -232,9 +232,7 @@ def test_boxes_with_only_a_conjunction_between_them_are_one_answer(between):
 @pytest.mark.parametrize(
     ("line", "answer"),
     [(text, text) for text in ("C", "(B)", "**D**", "Ten apples", "Twenty-four.", "USD 5", "The answer is 5", "x = 5")]
-    + [
-        (text, None) for text in ("Step", "Case A", "3. Total", "One more step", "One last check", "Step 2: 3 more")
-    ],
+    + [(text, None) for text in ("Step", "Case A", "3. Total", "One more step", "One last check", "Step 2: 3 more")],
 )
 def test_a_name_after_hashes_is_a_heading_and_a_letter_or_a_number_in_words_is_an_answer(line, answer):
     assert last_hash(f"#### {line}\n") == answer
