@@ -1,5 +1,5 @@
-"""Cache of model folders that are derived from a base checkpoint, such as its quantised copy. All runs on this machine
-share the cache. The name of a folder contains a digest of the base and the settings that the folder was made from."""
+"""Cache, shared by all runs on this machine, of model folders that are derived from a base checkpoint, such as its
+quantised copy. The name of a folder contains a digest of the base and the settings that the folder was made from."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ VARIABLE = "QERL_PL_CACHE"
 
 
 def cache_root() -> Path:
-    """Return the cache's folder: the environment variable QERL_PL_CACHE or, if it is not set, the folder qerl_pl in
-    XDG_CACHE_HOME (by default ~/.cache)."""
+    """Return the folder QERL_PL_CACHE or, if this is not set, the folder qerl_pl in XDG_CACHE_HOME (~/.cache)."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_pl"
@@ -28,25 +27,19 @@ def cache_root() -> Path:
 
 def made_once(source: Path, label: str, settings: Mapping[str, object], make: Callable[[Path], object]) -> Path:
     """Return the folder in the cache that holds a base's copy made by ``make`` with the given settings; make the copy
-    if it does not exist.
-
-    If several processes ask for the same folder, one makes it and the others wait.
+    if it does not exist. If several processes ask for the same folder, one makes it and the others wait.
 
     Args:
         source: folder of the base, or its GGUF file. The result is looked up by what this contains and not by its path.
         label: first part of the folder's name.
-        settings: everything else that the derived folder depends on, as values that can be written as JSON.
-        make: function that makes the derived folder at a given path; the folder must appear there only when it is
-            complete.
-
-    Raises:
-        ValueError: raised by ``make``.
-        OSError: the cache cannot be written.
+        settings: everything else that the derived folder depends on, in JSON's types.
+        make: makes the derived folder at a given path, where it must appear only when it is complete.
     """
     if source.is_file():
         content = [stored_digests(source.parent, [source])[source.name]]
     else:
-        carried = {str(file.relative_to(source)): _digest(file) for file in carried_files(source)}
+        files = carried_files(source)
+        carried = {str(file.relative_to(source)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         content = [base_digest(source), carried]
     key = hashlib.sha256(json.dumps([content, settings], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_root() / f"{label}-{key}"
@@ -65,7 +58,3 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     finally:
         lock.release()
     return folder
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

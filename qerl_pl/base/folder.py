@@ -21,13 +21,11 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
 
     Args:
         base: folder of a checkpoint, or a GGUF file, which is dequantised into the cache; ``~`` is the home folder.
-        base_format: format of the copy, e.g. nvfp4 for the folder ``BASE-nvfp4`` next to ``BASE``; None means the given
-            base.
-        must_exist: raise an error if the folder of the copy does not exist.
+        base_format: format of the copy, e.g. nvfp4 for the folder ``BASE-nvfp4`` next to ``BASE``; None: the base.
+        must_exist: raise ValueError if the folder of the copy does not exist.
 
     Raises:
-        ValueError: the copy does not exist, in which case the message has the command that quantises the base to this
-            format; or the base is a GGUF file that cannot be used, or is or holds something else than files.
+        ValueError: the base is a GGUF file that cannot be used, or is or holds something else than files.
     """
     if base:
         base = os.path.expanduser(base)
@@ -52,25 +50,15 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
 
 
 def check_kinds_of_files(base: Path) -> None:
-    """Refuse a named pipe, a device or a socket as the base or in its folder, which could be read without an end.
-
-    Raises:
-        ValueError: names the file.
-    """
+    """Refuse a named pipe, a device or a socket as the base or in its folder, which could be read without an end."""
     for path in (base, *base.iterdir()) if base.is_dir() else (base,):
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise ValueError(f"model.base: {path} is no regular file; expected a checkpoint's folder with its files")
 
 
 def check_base(path: str | Path) -> Mapping:
-    """Check that a run can use a checkpoint folder, without reading weights.
-
-    Returns:
-        The folder's config.json.
-
-    Raises:
-        ValueError: the folder cannot be used; the message names the file and the value in one line.
-    """
+    """Check that a run can use a checkpoint folder, without reading weights; return its config.json, or raise
+    ValueError with the file and the value in one line."""
     if Path(path).is_file():
         raise ValueError(
             f"model.base: {path} is a file; give the folder of the checkpoint, with config.json in it, or a GGUF file"

@@ -49,8 +49,7 @@ ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>",
 
 
 def is_gguf(base: str | Path) -> bool:
-    """Return whether ``base`` is a GGUF file: it has this suffix or, as Ollama's files have none, starts with its four
-    magic bytes."""
+    """Return whether ``base`` is a GGUF file, by its suffix or, as Ollama's files have none, its four magic bytes."""
     path = Path(base)
     if path.suffix.lower() == ".gguf":
         return True
@@ -63,11 +62,7 @@ def is_gguf(base: str | Path) -> bool:
 
 def gguf_folder(file: str | Path) -> Path:
     """Return the checkpoint folder in the cache that holds a GGUF file's model in bfloat16, with its tokenizer and chat
-    template; make it if it does not exist. Log the bits per weight of the file.
-
-    Raises:
-        ValueError: the file cannot be used; the message says why in one line.
-    """
+    template; make it if it does not exist. Log the bits per weight of the file."""
     path = Path(file)
     _check(path)
     folder = made_once(path, path.stem, {"from": "gguf", "version": VERSION}, lambda output: _dequantize(path, output))
@@ -143,18 +138,13 @@ def _dequantize(path: Path, output: Path) -> None:
 
 
 def _end_tokens(reader: GGUFReader, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a completion: those that the file names, and the tokenizer's of ``ENDS``."""
     named = [reader.fields[key].contents() for key in END_KEYS if key in reader.fields]
     known = tokenizer.get_vocab()
     return sorted({*named, *(known[token] for token in ENDS if token in known)})
 
 
 def _check_contents(reader: GGUFReader, path: Path) -> None:
-    """Refuse what transformers would leave out without a word.
-
-    Raises:
-        ValueError: the file is a part of a split file, ends before its last tensor, or scales its positions.
-    """
+    """Refuse what transformers would leave out without a word."""
     parts = reader.fields.get("split.count")
     if parts is not None and (count := int(parts.contents())) > 1:
         raise ValueError(

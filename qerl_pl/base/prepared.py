@@ -37,9 +37,6 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
         The base's folder, or a folder of the cache with one of: the quantised base; the text model of a checkpoint with
         a vision part; the W4A16 copy of a published NVFP4 checkpoint that also quantises activations, the KV cache or
         some linears (to FP8).
-
-    Raises:
-        ValueError: the base cannot be used; the message says why in one line.
     """
     base = os.path.expanduser(base)
     name = base.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
@@ -73,11 +70,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
 
 
 def check_format(base: str, base_format: BaseFormat | None, quantization: Quantization | None) -> None:
-    """Refuse ``model.base_format`` together with a setting that excludes it.
-
-    Raises:
-        ValueError: model.base_format is given together with model.quantize, or the base is a model's name on the hub.
-    """
+    """Refuse ``model.base_format`` together with ``model.quantize`` or with a model's name on the hub."""
     if base_format is not None and quantization is not None:
         raise ValueError(
             f"model.base_format is {base_format!r} and model.quantize {quantization.format!r}; the first takes a copy "

@@ -1,7 +1,5 @@
-"""Table of the supported model families.
-
-A family is a ``model_type`` of transformers. Other modules read the fields of its ``Family`` and never test its name.
-"""
+"""Table of the supported model families, by the ``model_type`` of transformers. Other modules read the fields of a
+``Family`` and never test its name."""
 
 from __future__ import annotations
 
@@ -14,11 +12,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Maps a linear that some families store as one merged matrix to the separate linears that other families have in its
 place."""
-INSTEAD = {
-    "in_proj_qkv": ("q_proj", "k_proj", "v_proj"),
-    "in_proj_z": ("q_proj", "k_proj", "v_proj"),
-    "out_proj": ("o_proj",),
-}
+INSTEAD = {"in_proj_qkv": MERGED["qkv_proj"], "in_proj_z": MERGED["qkv_proj"], "out_proj": ("o_proj",)}
 """Maps a linear of gated delta nets, which some layers have in place of attention, to linears of attention. The linear
 gets a LoRA adapter if LoRA's targets name all of these linears of attention."""
 Elementwise = Literal["norms", "mlp", "attention"]
@@ -26,16 +20,13 @@ Elementwise = Literal["norms", "mlp", "attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """Description of a family's decoder blocks for quantisation, adapters, noise and memory planning.
-
-    Linears and norms are given by their attribute names within a block, e.g. ``q_proj`` or ``self_attn.o_proj``.
-    """
+    """Description of a family's decoder blocks for quantisation, adapters, noise and memory planning. Linears and norms
+    are given by their attribute names within a block, e.g. ``q_proj`` or ``self_attn.o_proj``."""
 
     projections: tuple[str, ...] = PROJECTIONS
     """Linears that LoRA may adapt."""
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    """Groups of linears that inference engines fuse into one matrix. In NVFP4 all linears of a group get the same
-    tensor scale, because the fused matrix has only one."""
+    """Groups of linears that inference engines fuse into one matrix, which in NVFP4 has a single tensor scale."""
     last_linear: str = "down_proj"
     """Last linear of a block, whose output is only added to the residual stream."""
     noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -46,36 +37,33 @@ class Family:
         (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
         (("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
     )
-    """Groups of linears with a common input, each group with the module that computes this input. AWQ multiplies the
-    input channels of the linears' weights by scales, and divides the module's output channels by the same scales. If
-    the module is itself a linear of another group, its own group comes later, so that its weights are final when AWQ
-    searches the scales of its input."""
+    """Groups of linears with a common input, each group with the module that computes this input, whose output channels
+    AWQ divides by the scales of the linears' input channels. If the module is itself a linear of another group, that
+    group comes later, so that its weights are final when AWQ searches the scales of its input."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
     """Parts of a block that ``policy.elementwise`` may replace by fused kernels, because they compute the same function
     in this family: norms, the MLP's SwiGLU, or the rotary embeddings in attention."""
     logit_divisor: str | None = None
-    """Name in config.json of the number by which the model divides its logits; None if the family does not divide
-    them."""
+    """Name in config.json of the number by which the model divides its logits; None: it does not."""
     logit_cap: str | None = None
-    """Name in config.json of the number c of the logits' soft cap c tanh(logits / c); None if the family has no soft
-    cap. The value in config.json may be null, which means no soft cap."""
+    """Name in config.json of the number c of the logits' soft cap c tanh(logits / c); None, or null in config.json: no
+    soft cap."""
     keys_as_values: bool = False
-    """Whether blocks without v_proj use the output of k_proj, which includes the LoRA adapter's part, as attention
-    values as well as keys. Keys and values are then normalised separately."""
+    """Whether blocks without v_proj use the output of k_proj, the LoRA adapter's part included, as attention values as
+    well as keys. Keys and values are then normalised separately."""
     dense: tuple[str, ...] = ()
     """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter, because they are small and the model takes
     an exponential of their output, which amplifies quantisation errors."""
     fp32: tuple[str, ...] = ()
     """Parameters outside linears and norms that trainer and vLLM both hold in fp32, whatever the compute dtype is."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Names in config.json of values that must be null, false or 0, because the feature that they enable is not
-    supported. Each comes with a description of the feature for the error message."""
-
+    """Names in config.json of values that must be null, false or 0, because the feature that they enable, whose
+    description is for the error message, is not supported."""
     one_window: bool = False
     """Whether vLLM computes this family only if all blocks have a sliding window, or none."""
 
     def stays_dense(self, linear: str) -> bool:
-        """Return whether a linear, given by its full name, stays in 16 bits in every 4-bit base."""
+        """Return whether a linear, given by its full name, is one of ``dense``."""
         return linear.rpartition(".")[2] in self.dense
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
@@ -85,20 +73,19 @@ class Family:
         Raises:
             ValueError: the targets name some parts of a merged linear but not all.
         """
-        found = list(names)
-        found += [other for other, parts in INSTEAD.items() if other in self.projections and set(parts) <= set(found)]
+        targets = list(names)
+        targets += [name for name, parts in INSTEAD.items() if name in self.projections and set(parts) <= set(names)]
         for merged, parts in MERGED.items():
-            if merged not in self.projections:
+            named = [part for part in parts if part in targets]
+            if merged not in self.projections or not named:
                 continue
-            given = [part for part in parts if part in found]
-            if given and len(given) < len(parts):
+            if len(named) < len(parts):
                 raise ValueError(
-                    f"model.lora.targets has {given}, which are a part of {merged} in this model; name {merged}, or "
+                    f"model.lora.targets has {named}, which are a part of {merged} in this model; name {merged}, or "
                     f"none of {', '.join(parts)}"
                 )
-            if given:
-                found = [merged, *(name for name in found if name not in parts and name != merged)]
-        return tuple(found)
+            targets = [merged, *(name for name in targets if name not in parts and name != merged)]
+        return tuple(targets)
 
 
 _GATED = (("self_attn.o_proj",), "self_attn.v_proj"), (("mlp.down_proj",), "mlp.up_proj")
@@ -169,22 +156,13 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _MERGED,  # the model_type of Phi-3, Phi-3.5 and Phi-4
     "gemma3_text": replace(_GEMMA, refused=(("attn_logit_softcapping", "a soft cap of attention scores"),)),
     "gemma4_text": _GEMMA4,
-    "qwen3_5_text": replace(
-        _QWEN35, refused=(_BIASES,)
-    ),  # dense models (not mixtures of experts) of Qwen3.5 and Qwen3.6
+    "qwen3_5_text": replace(_QWEN35, refused=(_BIASES,)),  # Qwen3.5 and Qwen3.6, not their mixtures of experts
 }
 
 
 def family_of(model_type: object, *, path: object) -> Family:
-    """Look up the description of a family.
-
-    Args:
-        model_type: ``model_type`` of config.json.
-        path: folder of the checkpoint, for the error message.
-
-    Raises:
-        ValueError: the family is not supported.
-    """
+    """Look up a family by config.json's ``model_type``; raise ValueError, with the checkpoint's folder ``path``, if it
+    is not supported."""
     if model_type not in FAMILIES:
         raise ValueError(f"{path} is a {model_type!r} model; expected one of {', '.join(FAMILIES)}")
     return FAMILIES[str(model_type)]

@@ -21,8 +21,7 @@ from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 LOCAL = "models"
-"""Local folder for models in this project's documentation. ``models/NAME`` is therefore always taken as a local path,
-and never as a model of a hub user called "models"."""
+"""Local folder for models in this project's documentation, so ``models/NAME`` is never a model on the hub."""
 ANSWER_S = 5.0
 """Seconds in which the hub has to answer a first request; huggingface_hub's own retries take half a minute."""
 
@@ -33,19 +32,11 @@ def is_hub_name(base: str) -> bool:
     """Return whether ``base``, of the form OWNER/MODEL, names a model on the hub. It is a local path instead if OWNER
     is ``models``, or a file or folder in the working directory, or if MODEL ends in ``.gguf``."""
     owner = base.partition("/")[0]
-    is_file = base.endswith(".gguf")
-    return bool(NAME.fullmatch(base)) and owner != LOCAL and not is_file and not Path(owner).exists()
+    return bool(NAME.fullmatch(base)) and not (owner == LOCAL or base.endswith(".gguf") or Path(owner).exists())
 
 
 def hub_config(name: str) -> Path:
-    """Download a model's config.json, and ModelOpt's configuration file if it has one, without weights.
-
-    Returns:
-        Folder of the downloaded files in huggingface_hub's local cache.
-
-    Raises:
-        ValueError: the model cannot be downloaded, see ``hub_folder``.
-    """
+    """Download a model's config.json, and ModelOpt's configuration file if it has one; else as ``hub_folder``."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     # EntryNotFoundError is also raised if the hub cannot be reached and the file is not in its local cache.
     with suppress(EntryNotFoundError):
@@ -54,10 +45,8 @@ def hub_config(name: str) -> Path:
 
 
 def hub_folder(name: str) -> Path:
-    """Download a whole model with a progress bar; files in huggingface_hub's local cache are not downloaded again.
-
-    Returns:
-        Folder of the model in huggingface_hub's local cache.
+    """Download a whole model with a progress bar, and return its folder in huggingface_hub's local cache; files that
+    are there already are not downloaded again.
 
     Raises:
         ValueError: the hub has no such model, its licence has to be accepted, or there is no network and the cache has
@@ -70,11 +59,8 @@ def hub_folder(name: str) -> Path:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub answers a request within ``ANSWER_S`` seconds; it is asked once per process.
-
-    If it does not, a line on stderr says so, and only the local cache of huggingface_hub is used. With
-    ``HF_HUB_OFFLINE=1`` nothing is asked and the result is False.
-    """
+    """Return whether the hub answers a request within ``ANSWER_S`` seconds; it is asked once per process, and not at
+    all with ``HF_HUB_OFFLINE=1``. Without an answer, only the local cache of huggingface_hub is used."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
@@ -96,31 +82,28 @@ def _answers(endpoint: str) -> bool:
     return answered.is_set()
 
 
+_FAULTS = {  # a class comes before the class that it is derived from
+    GatedRepoError: "model.base: {0} asks for its licence to be accepted: do so at https://huggingface.co/{0}, then "
+    "`hf auth login`",
+    RepositoryNotFoundError: "model.base: there is no folder {0}, and the hub has no model of this name (for a private "
+    "one: `hf auth login`)",
+    LocalEntryNotFoundError: "model.base: there is no folder {0}, and the hub cannot be reached for a model of this "
+    "name, which its cache here does not have; download it where there is a network (hf download NAME --local-dir "
+    "FOLDER)",
+    EntryNotFoundError: f"model.base: {{0}} has no {CONFIG}, so it is not a model in Hugging Face layout",
+}
+
+
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
     try:
         return _quietly(fetch)
-    except GatedRepoError as error:
-        raise ValueError(
-            f"model.base: {name} asks for its licence to be accepted: do so at https://huggingface.co/{name}, then "
-            "`hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"model.base: there is no folder {name}, and the hub has no model of this name (for a private one: "
-            "`hf auth login`)"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ValueError(
-            f"model.base: there is no folder {name}, and the hub cannot be reached for a model of this name, which its "
-            "cache here does not have; download it where there is a network (hf download NAME --local-dir FOLDER)"
-        ) from error
-    except EntryNotFoundError as error:
-        raise ValueError(f"model.base: {name} has no {CONFIG}, so it is not a model in Hugging Face layout") from error
+    except tuple(_FAULTS) as error:
+        fault = next(text for kind, text in _FAULTS.items() if isinstance(error, kind))
+        raise ValueError(fault.format(name)) from error
 
 
 def _quietly(fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads, without huggingface_hub's warnings about each retry. If all retries fail, the
-    error of ``fetch`` is raised."""
+    """Call ``fetch``, which downloads, without huggingface_hub's warnings about each retry."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

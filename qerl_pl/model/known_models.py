@@ -12,18 +12,16 @@ _FORMAT = re.compile(r"-(nvfp4|mxfp4|nf4)(?:a16)?$", re.IGNORECASE)
 class Sizes(NamedTuple):
     """Values of a model's config.json that decide how much memory the model takes."""
 
-    family: str
-    """``model_type`` of config.json."""
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    key_heads: int
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
-    vocabulary: int
-    tied: bool
-    """Whether the output head uses the weight of the input embedding."""
-    positions: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int
 
 
 KNOWN: Mapping[str, Sizes] = {
@@ -59,35 +57,23 @@ KNOWN: Mapping[str, Sizes] = {
 
 
 def known_format(base: str) -> str | None:
-    """Return the 4-bit format at the end of a model's name, e.g. nvfp4 for nvidia/Qwen3-8B-NVFP4; None if there is
-    none."""
-    found = _FORMAT.search(base.rstrip("/"))
-    return found and found[1].lower()
+    """Return the 4-bit format at the end of a model's name, e.g. nvfp4 for nvidia/Qwen3-8B-NVFP4, or None."""
+    ending = _FORMAT.search(base.rstrip("/"))
+    return ending and ending[1].lower()
 
 
 def known_config(base: str) -> Mapping[str, Any] | None:
-    """Return the known values of a model's config.json; None for models that are not in ``KNOWN``.
-
-    Args:
-        base: name or folder of the model, e.g. Qwen/Qwen3-8B or models/qwen2.5-7b. Case and the endings -Instruct and
-            -NVFP4 are ignored.
-    """
+    """Return the known values of a model's config.json by the model's name or folder, e.g. Qwen/Qwen3-8B or
+    models/qwen2.5-7b; None for models that are not in ``KNOWN``. Case and endings like -Instruct and -NVFP4 do not
+    count."""
     name = _short(base)
     sizes = next((sizes for known, sizes in KNOWN.items() if _short(known) == name), None)
     if sizes is None:
         return None
-    return {
-        "model_type": sizes.family,
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inner,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.key_heads,
-        "max_position_embeddings": sizes.positions,
-        "tie_word_embeddings": sizes.tied,
-        **({} if sizes.head_dim * sizes.heads == sizes.hidden else {"head_dim": sizes.head_dim}),
-    }
+    config = sizes._asdict()
+    if sizes.head_dim * sizes.num_attention_heads == sizes.hidden_size:
+        del config["head_dim"]  # as in the model's config.json
+    return config
 
 
 def _short(name: str) -> str:

@@ -8,10 +8,9 @@ from transformers import PretrainedConfig
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per layer. If all layers of the family have the same sizes, each is the model's
-    configuration."""
-    own = getattr(config, "per_layer_config", None)  # older versions of transformers have no ``per_layer_config``
-    return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
+    """Return one configuration per layer: the model's own, if all layers of the family have the same sizes."""
+    per_layer = getattr(config, "per_layer_config", None)  # older versions of transformers do not have it
+    return [config if per_layer is None else per_layer[index] for index in range(config.num_hidden_layers)]
 
 
 def head_dims(config: PretrainedConfig) -> list[int]:

@@ -12,7 +12,7 @@ Method = Literal["rtn", "mse", "awq", "gptq"]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Settings of the quantiser, with the same meaning as the options of ``python -m qerl_pl quantize``.
+    """Settings of the quantiser, as the options of ``python -m qerl_pl quantize``.
 
     Args:
         format: format of the packed weights: nvfp4, mxfp4 or nf4.
@@ -54,16 +54,8 @@ class Quantization:
 
 
 def check_calibrated(calibration: str | None, samples: int, length: int, *, section: str = "--") -> None:
-    """Refuse sizes of calibration data that is not given, which would have no effect.
-
-    Args:
-        calibration: the data; None if there is none.
-        samples, length: of ``Quantization``.
-        section: what stands before the setting's name in the message.
-
-    Raises:
-        ValueError: names the setting.
-    """
+    """Refuse ``samples`` and ``length`` without calibration data, which would have no effect; ``section`` stands before
+    the setting's name in the message of the ValueError."""
     for name, value in (("samples", samples), ("length", length)) if calibration is None else ():
         if value != getattr(Quantization, name):
             raise ValueError(
@@ -77,11 +69,8 @@ Quantize = FormatName | Quantization
 
 
 def quantization_of(value: Quantize | Mapping[str, Any] | None) -> Quantization | None:
-    """Convert the value of ``model.quantize``, a format's name or a mapping, to ``Quantization``; None stays None.
-
-    Raises:
-        ValueError: a setting is out of its range, see ``Quantization``.
-    """
+    """Convert the value of ``model.quantize``, a format's name or a mapping, to ``Quantization``, which checks it; None
+    stays None."""
     if value is None or isinstance(value, Quantization):
         return value
     if isinstance(value, str):

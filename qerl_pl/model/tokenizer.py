@@ -18,24 +18,18 @@ from qerl_pl.model.hub import hub_answers, is_hub_name
 EMBEDDING = "model.embed_tokens.weight"
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 OF_PROCESSOR = ("chat_template.json", "processor_config.json")
-"""Files in which processors of models with a vision part have the chat template, if the tokenizer's own files have
-none."""
+"""Files in which processors of models with a vision part have the chat template, if the tokenizer's files have none."""
 TEMPLATES = "chat_templates"
 """Folder of chat templates by name, ``NAME.jinja``; transformers reads the folder ``additional_chat_templates``."""
 RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents", CLOCK)
-"""Variables of a chat template that are set by this program, so the user's template arguments cannot have these
-names."""
+"""Variables of a chat template that this program sets, so the user's template arguments cannot have these names."""
 PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 """Text that encoding and decoding must not change; it has the characters of typical problems and answers."""
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder, and refuse a folder without tokenizer files, for which transformers
-    would silently build another tokenizer.
-
-    Args:
-        path: the folder.
-        config: the folder's config.json.
+    """Load the tokenizer of a checkpoint folder with the given config.json, and refuse a folder without tokenizer
+    files, for which transformers would silently build another tokenizer.
 
     Raises:
         ValueError: files are missing or cannot be read, or ordinary text has tokens without an embedding. Tokens that
@@ -52,14 +46,15 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
         try:
             AutoConfig.from_pretrained(path, trust_remote_code=False)  # which AutoTokenizer reads, too
         except Exception as error:  # validators of configurations raise errors of their own
-            said = " ".join(str(error).split())[:300]
-            raise ValueError(f"{file} describes no model that transformers knows: {said}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{file} describes no model that transformers knows: {reason}") from error
     try:
         tokenizer = read_tokenizer(path)
     except Exception as error:  # the tokenizers library raises plain Exception for malformed files
         raise ValueError(f"{path}: the tokenizer cannot be read: {_first_line(error)}") from error
     tokens = set(tokenizer.get_vocab().values())
-    if _num_embeddings(folder) in (None, config["vocab_size"]):
+    checkpoint = Checkpoint(folder) if any(folder.glob("*.safetensors")) else ()
+    if EMBEDDING not in checkpoint or checkpoint.shape(EMBEDDING)[0] == config["vocab_size"]:
         tokens -= set(tokenizer.added_tokens_decoder)
     highest = max(tokens, default=-1)
     if highest >= config["vocab_size"]:
@@ -70,21 +65,9 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def _num_embeddings(folder: Path) -> int | None:
-    """Return the number of rows of the embedding that a folder stores; None if it stores none."""
-    if not any(folder.glob("*.safetensors")):
-        return None
-    checkpoint = Checkpoint(folder)
-    return checkpoint.shape(EMBEDDING)[0] if EMBEDDING in checkpoint else None
-
-
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or from the hub, with the chat template of ``OF_PROCESSOR`` or ``TEMPLATES`` if
-    its own files have none.
-
-    Raises:
-        ValueError: the processor's file is not JSON.
-    """
+    its own files have none."""
     # The hub is asked only for one of its models, and only if it answers at once: its client retries for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
@@ -97,26 +80,23 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _template_in(path: str | Path, name: str, local: bool) -> Any:
-    """Return the chat template, or the templates by name, in a processor's file; None if there is none."""
+    """Return the chat template, or the templates by name, in a processor's file, or None."""
     file = cached_file(path, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
     try:
-        held = json.loads(Path(file).read_text(encoding="utf-8"))
+        settings = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    found = held.get("chat_template") if isinstance(held, dict) else None
-    if isinstance(found, list):  # as tokenizer_config.json may have several
-        return {each["name"]: each["template"] for each in found}
-    return found
+    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    if isinstance(template, list):  # as tokenizer_config.json may have several
+        return {entry["name"]: entry["template"] for entry in template}
+    return template
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the chat template with which prompts are made: the only one, or the one named default.
-
-    Raises:
-        ValueError: there is none, or there are several of which none is named default.
-    """
+    """Return the chat template with which prompts are made: the only one, or the one named default; raise ValueError if
+    there is no such template."""
     name, template = tokenizer.name_or_path, tokenizer.chat_template
     if not template:
         raise ValueError(
@@ -141,8 +121,8 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> dict[int, str]:
-    """Return the added tokens, text by id, that the model of a checkpoint folder has no embedding for; none if the
-    folder has no config.json."""
+    """Return the added tokens, text by id, without an embedding in the model of a checkpoint folder; none if that has
+    no config.json."""
     file = Path(path, "config.json")
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -151,12 +131,7 @@ def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Pat
 
 
 def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Check that encoding and decoding a text with the tokenizer gives the same text, so that prompts are not
-    corrupted.
-
-    Raises:
-        ValueError: encoding and decoding changes more than white space in the sentence ``PROBE``.
-    """
+    """Refuse a tokenizer with which encoding and decoding changes more than white space in the sentence ``PROBE``."""
     tokens = tokenizer(PROBE, add_special_tokens=False).input_ids
     back = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
     if "".join(str(back).split()) != "".join(PROBE.split()):
@@ -173,11 +148,10 @@ def check_chat_template(
     arguments: Mapping[str, Any] = {},
     date: str | None = None,
 ) -> None:
-    """Check the tokenizer's chat template by applying it to one user message.
+    """Check the tokenizer's chat template by applying it to one user message, after a system message if
+    ``system_prompt`` is given.
 
     Args:
-        tokenizer: the tokenizer, with or without a template.
-        system_prompt: text of the system message; None means no system message.
         arguments: further variables that the user sets for the template, e.g. enable_thinking.
         date: date that the template writes, in ISO form; None is today.
 
@@ -196,25 +170,20 @@ def check_chat_template(
         )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     messages = [*system, {"role": "user", "content": PROBE}]
-    texts = []
-    for generation_prompt in (True, False):
-        options = {"add_generation_prompt": generation_prompt, **arguments}
-        try:
-            text = render(tokenizer, messages, date=date, **options)
-        except Exception as error:  # a chat template is a program, which may raise any error of Jinja or Python
-            with_system = "" if system_prompt is None else " with a system turn (data.system_prompt)"
-            raise ValueError(
-                f"the chat template of {name} fails{with_system}: {type(error).__name__}: {_first_line(error)}"
-            ) from error
-        texts.append(str(text))
-    asked, told = texts
+    try:
+        asked, told = (
+            render(tokenizer, messages, date=date, **{"add_generation_prompt": value, **arguments})
+            for value in (True, False)
+        )
+    except Exception as error:  # a chat template is a program, which may raise any error of Jinja or Python
+        with_system = "" if system_prompt is None else " with a system turn (data.system_prompt)"
+        raise ValueError(
+            f"the chat template of {name} fails{with_system}: {type(error).__name__}: {_first_line(error)}"
+        ) from error
     if PROBE not in asked:
         raise ValueError(f"the chat template of {name} leaves out the question; it makes {asked[:80]!r} of {PROBE!r}")
-    if (
-        system_prompt is not None
-        and system_prompt.strip() not in asked
-        and not _reads_system(tokenizer, date, arguments)
-    ):
+    heard = system_prompt is None or system_prompt.strip() in asked
+    if not heard and not _reads_system(tokenizer, date, arguments):
         raise ValueError(f"the chat template of {name} leaves out the system turn (data.system_prompt)")
     if asked == told and not _answers_directly(tokenizer, messages, asked, date=date, **arguments):
         raise ValueError(
@@ -226,7 +195,7 @@ def check_chat_template(
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, date: str | None, **variables: Any
 ) -> str:
-    """Apply the chat template to messages, with ``date`` in place of the template's clock; None is the clock's."""
+    """Apply the chat template to messages, with ``date``, if it is given, in place of the template's clock."""
     if date is not None:
         variables = {**variables, CLOCK: template_clock(date)}
     chat, template = [*map(dict, messages)], template_of(tokenizer)

@@ -24,35 +24,17 @@ SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 WORDS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias")
 """Names of values that are true or false; any other value, such as the text "false", would be taken as true."""
 POSITIVE = (
-    "rms_norm_eps",
-    "rope_theta",
-    "logits_scaling",
-    "attention_multiplier",
-    "residual_multiplier",
-    "embedding_multiplier",
-    "query_pre_attn_scalar",
-    "final_logit_softcapping",
-)
+    "rms_norm_eps", "rope_theta", "logits_scaling", "attention_multiplier", "residual_multiplier",
+    "embedding_multiplier", "query_pre_attn_scalar", "final_logit_softcapping",
+)  # fmt: skip
 """Names of numbers that have to be finite and above 0."""
 HIGHEST_EPS = 0.1
 """Largest accepted rms_norm_eps; published models have 1e-6 or 1e-5."""
 ONLY_IN_VLLM = (
-    "layer_types",
-    "sliding_window",
-    "attention_bias",
-    "bias",
-    "qkv_bias",
-    "mlp_bias",
-    "attention_sinks",
-    "layer_rope_theta",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "llama_4_scaling",
-    "dual_chunk_attention_config",
-    "target_layer_count",
-)
+    "layer_types", "sliding_window", "attention_bias", "bias", "qkv_bias", "mlp_bias", "attention_sinks",
+    "layer_rope_theta", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling",
+    "llama_4_scaling", "dual_chunk_attention_config", "target_layer_count",
+)  # fmt: skip
 """Names in config.json that vLLM reads for every model of some architectures; where the family's configuration class in
 transformers lacks one, only vLLM would act on it."""
 ACTIVATIONS = {"hidden_act": ("silu", "swish"), "hidden_activation": ("gelu_pytorch_tanh",)}
@@ -66,15 +48,9 @@ ORIGINAL = "original_max_position_embeddings"
 """Name in config.json of the longest sequence, in tokens, with which LongRoPE uses its short factors."""
 ROPE_FACTORS = ("low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = (
-    "rope_theta",
-    "factor",
-    ORIGINAL,
-    *ROPE_FACTORS,
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
+    "rope_theta", "factor", ORIGINAL, *ROPE_FACTORS, "attention_factor", "beta_fast", "beta_slow",
     "partial_rotary_factor",
-)
+)  # fmt: skip
 """Numbers of a rotary embedding that have to be finite and above 0."""
 
 
