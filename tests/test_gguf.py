@@ -93,7 +93,7 @@ def model(make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
     return make_checkpoint("qwen2", tied=True, vocab_size=128)
 
 
-def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(model: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(model, tmp_path):
     file = write_gguf(model, tmp_path / "small.gguf")
     assert is_gguf(str(file))
     folder = Path(base_folder(str(file), None))
@@ -121,9 +121,7 @@ def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(mo
     assert folder.stat().st_mtime_ns == written
 
 
-def test_a_head_stored_at_another_precision_is_the_embeddings_and_another_head_is_not(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_head_stored_at_another_precision_is_the_embeddings_and_another_head_is_not(model, tmp_path):
     embeddings = load_file(model / "model.safetensors")["model.embed_tokens.weight"].float()
     coarse = embeddings + 0.05 * embeddings.std() * torch.randn(embeddings.shape)
     tied = load_file(gguf_folder(write_gguf(model, tmp_path / "tied.gguf", head=coarse)) / "model.safetensors")
@@ -134,7 +132,7 @@ def test_a_head_stored_at_another_precision_is_the_embeddings_and_another_head_i
     assert "lm_head.weight" in load_file(other / "model.safetensors")
 
 
-def test_a_gguf_file_is_quantised_and_planned_like_a_folder(model: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_quantised_and_planned_like_a_folder(model, tmp_path):
     file = write_gguf(model, tmp_path / "small.gguf")
     output = tmp_path / "small-nvfp4"
     assert command(["quantize", "--model", str(file), "--output", str(output)]) == 0
@@ -165,9 +163,7 @@ def cut(file: Path) -> Path:
     ],
     ids=["cut", "split", "family", "unknown", "rope", "missing", "header", "zip"],
 )
-def test_a_gguf_file_that_cannot_be_used_is_refused_in_one_line(
-    model: Path, tmp_path: Path, make: Callable[[Path, Path], Path], message: str
-) -> None:
+def test_a_gguf_file_that_cannot_be_used_is_refused_in_one_line(model, tmp_path, make, message):
     file = make(model, tmp_path / "bad.gguf")
     with pytest.raises(ValueError, match=message) as error:
         gguf_folder(file)
@@ -176,13 +172,13 @@ def test_a_gguf_file_that_cannot_be_used_is_refused_in_one_line(
     assert not [path for path in (tmp_path / "cache").glob("*") if path.suffix != ".lock"], "nothing is left over"
 
 
-def test_without_the_package_the_message_names_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_message_names_it(model, tmp_path, monkeypatch):
     file = write_gguf(model, tmp_path / "small.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"gguf is not installed; install it: pip install 'gguf>=0\.17'"):
         gguf_folder(file)
 
 
-def test_a_copy_next_to_a_gguf_file_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+def test_a_copy_next_to_a_gguf_file_is_refused_by_name(model, tmp_path):
     with pytest.raises(ValueError, match=r"model\.quantize nvfp4"):
         base_folder(str(write_gguf(model, tmp_path / "small.gguf")), "nvfp4")

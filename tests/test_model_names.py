@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,16 +46,14 @@ def in_hub_cache(hub: Path, name: str, folder: Path) -> Path:
     return Path(shutil.copytree(folder, model / "snapshots" / ("0" * 40)))
 
 
-def test_names_and_folders_are_told_apart(tmp_path: Path) -> None:
+def test_names_and_folders_are_told_apart(tmp_path):
     assert is_hub_name("Qwen/Qwen3-8B")
     assert not any(map(is_hub_name, ["gpt2", "models/qwen", "./a/b", "/a/b", "a/b/c", "../b", "~/b", "a/"]))
     (tmp_path / "owner").mkdir()
     assert not is_hub_name("owner/model"), "a folder of that name is here"
 
 
-def test_a_name_is_a_base_from_the_hubs_cache_and_is_quantised_once(
-    make_checkpoint: Callable[..., Path], offline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_is_a_base_from_the_hubs_cache_and_is_quantised_once(make_checkpoint, offline, tmp_path, caplog):
     source = make_checkpoint("qwen3")
     snapshot = in_hub_cache(offline, "Someone/Tiny-3", source)
     assert prepared_base("Someone/Tiny-3") == str(snapshot)
@@ -74,9 +71,7 @@ def test_a_name_is_a_base_from_the_hubs_cache_and_is_quantised_once(
     assert base_digest(tmp_path / "explicit") == base_digest(first), "a run may go on from either"
 
 
-def test_an_export_names_the_quantised_base_that_the_adapter_belongs_to(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_export_names_the_quantised_base_that_the_adapter_belongs_to(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen3")
     digest = base_digest(Path(prepared_base(str(path), None, NVFP4_RTN)))
     run = make_run(tmp_path / "run", str(path), torch.ones(4, 8), digest=digest, quantize="nvfp4")
@@ -85,9 +80,7 @@ def test_an_export_names_the_quantised_base_that_the_adapter_belongs_to(
     assert named == prepared_base(str(path), None, NVFP4_RTN)
 
 
-def test_method_and_calibration_are_settings_and_part_of_the_key(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_method_and_calibration_are_settings_and_part_of_the_key(make_checkpoint, tmp_path):
     base, text = str(make_checkpoint("qwen3")), tmp_path / "text.txt"
     text.write_text("a few words of calibration text " * 50)
     given = {"format": "nvfp4", "method": "awq", "calibration": str(text), "samples": 4, "length": 16}
@@ -107,12 +100,12 @@ def test_method_and_calibration_are_settings_and_part_of_the_key(
         ({"samples": 0}, "samples 0 and length 2048; expected at least 1"),
     ],
 )
-def test_settings_of_the_quantiser_are_checked(settings: dict, said: str) -> None:
+def test_settings_of_the_quantiser_are_checked(settings, said):
     with pytest.raises(ValueError, match=said):
         quantization_of(settings)
 
 
-def test_contradictions_are_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_contradictions_are_refused(make_checkpoint, tmp_path):
     path = str(make_checkpoint())
     with pytest.raises(ValueError, match=r"base_format is 'nvfp4' and model.quantize 'nvfp4'; .* give one of them"):
         prepared_base(path, "nvfp4", NVFP4_RTN)
@@ -124,14 +117,14 @@ def test_contradictions_are_refused(make_checkpoint: Callable[..., Path], tmp_pa
 
 
 @pytest.mark.parametrize("load", [prepared_base, hub_folder], ids=["base", "folder"])
-def test_a_name_without_network_is_told_in_one_line(load: Callable, tmp_path: Path) -> None:
+def test_a_name_without_network_is_told_in_one_line(load, tmp_path):
     with pytest.raises(ValueError, match="no folder Someone/Unknown, and the hub cannot be reached") as refused:
         load("Someone/Unknown")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_mixture_of_experts_on_the_hub_is_refused_by_its_config_alone(offline: Path, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_on_the_hub_is_refused_by_its_config_alone(offline, tmp_path):
     folder = tmp_path / "moe"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
@@ -142,9 +135,7 @@ def test_a_mixture_of_experts_on_the_hub_is_refused_by_its_config_alone(offline:
         planned_shape("Someone/Moe", None, None, torch.bfloat16)
 
 
-def test_a_plan_of_a_base_that_will_be_quantised_is_that_of_the_quantised_one(
-    make_checkpoint: Callable[..., Path], offline: Path, tmp_path: Path
-) -> None:
+def test_a_plan_of_a_base_that_will_be_quantised_is_that_of_the_quantised_one(make_checkpoint, offline, tmp_path):
     path = make_checkpoint("qwen3")
     quantize_checkpoint(path, tmp_path / "own")
     expected = checkpoint_shape(tmp_path / "own", torch.bfloat16)
@@ -155,7 +146,7 @@ def test_a_plan_of_a_base_that_will_be_quantised_is_that_of_the_quantised_one(
     assert planned_shape("Someone/Tiny-3", None, NVFP4_RTN, torch.bfloat16) == expected
 
 
-def test_known_models_are_found_by_every_name_that_people_give_them() -> None:
+def test_known_models_are_found_by_every_name_that_people_give_them():
     expected = known_config("Qwen/Qwen2.5-7B-Instruct")
     assert expected is not None
     for name in ("models/qwen2.5-7b", "models/Qwen2.5-7B-Instruct/", "RedHatAI/Qwen2.5-7B-Instruct-NVFP4"):
@@ -176,7 +167,7 @@ def test_known_models_are_found_by_every_name_that_people_give_them() -> None:
      ("google/gemma-3-27b-it", 27.0094), ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", 23.5724),
      ("Qwen/Qwen2.5-3B-Instruct", 3.0859)],
 )  # fmt: skip
-def test_known_models_have_as_many_weights_as_published(name: str, billions: float) -> None:
+def test_known_models_have_as_many_weights_as_published(name, billions):
     assert name in KNOWN
     known = known_config(name)
     assert known is not None
@@ -195,7 +186,7 @@ def test_known_models_have_as_many_weights_as_published(name: str, billions: flo
     ],
     ids="_".join,
 )
-def test_recipes_are_planned_without_network_and_weights(recipe, monkeypatch, capsys) -> None:
+def test_recipes_are_planned_without_network_and_weights(recipe, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["pytest"])
     monkeypatch.setenv("COLUMNS", "200")
     files = [word for name in recipe for word in ("-c", name)]

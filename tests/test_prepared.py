@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
@@ -29,9 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_published_checkpoint_is_converted_once_and_the_log_says_what_was_ignored(
-    make_checkpoint: Callable[..., Path], cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_published_checkpoint_is_converted_once_and_the_log_says_what_was_ignored(make_checkpoint, cache, caplog):
     path = make_checkpoint("qwen3")
     compressed(path)
     with caplog.at_level("INFO"):
@@ -47,7 +44,7 @@ def test_a_published_checkpoint_is_converted_once_and_the_log_says_what_was_igno
     assert Path(prepared_base(str(moved))).name.rpartition("-")[2] == first.name.rpartition("-")[2], "by content"
 
 
-def test_a_changed_chat_template_is_not_taken_from_the_cache(make_checkpoint: Callable[..., Path]) -> None:
+def test_a_changed_chat_template_is_not_taken_from_the_cache(make_checkpoint):
     path = make_checkpoint("qwen3")
     compressed(path)
     first = Path(prepared_base(str(path)))
@@ -57,7 +54,7 @@ def test_a_changed_chat_template_is_not_taken_from_the_cache(make_checkpoint: Ca
     assert (second / "chat_template.jinja").exists()
 
 
-def test_damage_is_told_in_one_line_and_leaves_nothing(make_checkpoint: Callable[..., Path], cache: Path) -> None:
+def test_damage_is_told_in_one_line_and_leaves_nothing(make_checkpoint, cache):
     path = make_checkpoint("qwen3")
     compressed(path)
     tensors = read_all(path)
@@ -69,7 +66,7 @@ def test_damage_is_told_in_one_line_and_leaves_nothing(make_checkpoint: Callable
     assert [file.suffix for file in cache.iterdir()] in ([], [".lock"])
 
 
-def test_many_at_once_make_it_once(make_checkpoint: Callable[..., Path]) -> None:
+def test_many_at_once_make_it_once(make_checkpoint):
     path, made = make_checkpoint(), []
 
     def make(folder: Path) -> None:
@@ -85,9 +82,7 @@ def test_many_at_once_make_it_once(make_checkpoint: Callable[..., Path]) -> None
 
 
 @pytest.mark.parametrize("weights", [True, False], ids=["weights", "config.json alone"])
-def test_plan_counts_a_published_checkpoint_as_it_is_held(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, weights: bool
-) -> None:
+def test_plan_counts_a_published_checkpoint_as_it_is_held(make_checkpoint, tmp_path, weights):
     path, own = make_checkpoint("qwen3"), tmp_path / "own"
     quantize_checkpoint(path, own)
     modelopt(path)
@@ -96,7 +91,7 @@ def test_plan_counts_a_published_checkpoint_as_it_is_held(
     assert checkpoint_shape(path, torch.bfloat16) == checkpoint_shape(own, torch.bfloat16)
 
 
-def test_plan_counts_fp8_linears_in_16_bits(make_checkpoint: Callable[..., Path]) -> None:
+def test_plan_counts_fp8_linears_in_16_bits(make_checkpoint):
     path = make_checkpoint("qwen3")
     compressed(path, lambda name: "FP8_DYNAMIC" if "self_attn" in name else "NVFP4")
     expected = checkpoint_shape(Path(prepared_base(str(path))), torch.bfloat16)

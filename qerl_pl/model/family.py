@@ -68,11 +68,7 @@ class Family:
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
         """Translate LoRA targets to the linears of this family. Naming all parts of a merged linear, such as q_proj,
-        k_proj and v_proj, means the merged linear, such as qkv_proj.
-
-        Raises:
-            ValueError: the targets name some parts of a merged linear but not all.
-        """
+        k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some is refused."""
         targets = list(names)
         targets += [name for name, parts in INSTEAD.items() if name in self.projections and set(parts) <= set(names)]
         for merged, parts in MERGED.items():

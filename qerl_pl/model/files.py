@@ -36,14 +36,8 @@ _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch
 
 
 class Checkpoint:
-    """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``.
-
-    Args:
-        path: folder with config.json and model.safetensors, or with shards and their index.
-
-    Raises:
-        ValueError: the folder is missing or has no model, or a file is missing, truncated or not safetensors.
-    """
+    """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``. Raise
+    ValueError if the folder has no model, or a file is missing, truncated or not safetensors."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -110,12 +104,7 @@ class Checkpoint:
 
 def model_config(path: Path) -> Mapping:
     """Read config.json of a checkpoint folder; if the checkpoint has a vision part, return the config.json that its
-    text model would have alone, including the values that are left out because they are defaults.
-
-    Raises:
-        ValueError: the file is no JSON object, or describes no text model, or the configuration class of transformers
-            refuses a value.
-    """
+    text model would have alone, including the values that are left out because they are defaults."""
     config = read_json(path / CONFIG)
     if not has_vision(config):
         return config
@@ -144,11 +133,7 @@ def text_name(name: str) -> str | None:
 
 
 def read_json(path: Path) -> Mapping:
-    """Read a JSON file that holds a JSON object.
-
-    Raises:
-        ValueError: the file is not JSON, or holds no object.
-    """
+    """Read a JSON file; raise ValueError if it does not hold a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

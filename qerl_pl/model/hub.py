@@ -46,12 +46,7 @@ def hub_config(name: str) -> Path:
 
 def hub_folder(name: str) -> Path:
     """Download a whole model with a progress bar, and return its folder in huggingface_hub's local cache; files that
-    are there already are not downloaded again.
-
-    Raises:
-        ValueError: the hub has no such model, its licence has to be accepted, or there is no network and the cache has
-            no copy; the message is one line.
-    """
+    are there already are not downloaded again. Raise ValueError, in one line, if that is not possible."""
     local = not hub_answers()
     bars = sys.stderr.isatty()  # huggingface_hub shows bars of its own there
     with nullcontext() if bars or local else phase(f"downloading {name}, where the cache here does not have it"):

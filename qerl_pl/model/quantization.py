@@ -24,10 +24,6 @@ class Quantization:
         samples: number of calibration sequences.
         length: tokens per calibration sequence.
         ignore: linears that stay in 16 bits, each a name or "re:" and a regular expression for names.
-
-    Raises:
-        ValueError: a value is out of its range, the method needs calibration data, or there is none and its size is
-            given.
     """
 
     format: FormatName = "nvfp4"

@@ -149,17 +149,9 @@ def check_chat_template(
     date: str | None = None,
 ) -> None:
     """Check the tokenizer's chat template by applying it to one user message, after a system message if
-    ``system_prompt`` is given.
-
-    Args:
-        arguments: further variables that the user sets for the template, e.g. enable_thinking.
-        date: date that the template writes, in ISO form; None is today.
-
-    Raises:
-        ValueError: there is no template; the template fails, does not read one of the arguments or the date, or leaves
-            out the question or the system prompt; or no generation prompt is between the user's message and the
-            assistant's, so the policy would continue the user's message.
-    """
+    ``system_prompt`` is given. The template has to read the user's ``arguments``, and the ``date``, in ISO form, if it
+    is given; and a generation prompt has to be between the user's message and the assistant's, or the policy would
+    continue the user's message."""
     name, template = tokenizer.name_or_path, template_of(tokenizer)
     if date is not None and not reads_clock(tokenizer):
         raise ValueError(f"data.date is {date!r}, and the chat template of {name} writes no date; leave it out")

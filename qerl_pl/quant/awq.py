@@ -49,19 +49,15 @@ def fold_block(
     head_dim: int,
 ) -> list[Fold]:
     """Apply AWQ's scales to the weights of a decoder block, chosen such that the output error of its packed linears is
-    smallest.
+    smallest; return one record per group of linears that was scaled.
 
     Args:
         block: name of the block, e.g. "model.layers.3".
         tensors: the block's weights by full name; changed weights are replaced in this mapping.
         second_moments: measured [K, K] mean of x x^T over inputs x, by the name of the first linear of each group with
             a common input; replaced by the mean for the scaled inputs. Groups without a measurement are not scaled.
-        fmt: format to which the linears will be packed.
         family: its ``scale_sources`` names the module that computes each group's input.
         head_dim: channels per attention head.
-
-    Returns:
-        One record per group of linears that was scaled.
 
     Raises:
         ValueError: a measured linear has no preceding norm or linear that can be divided by scales.

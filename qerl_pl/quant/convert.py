@@ -33,18 +33,12 @@ relative error."""
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
-    """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision part.
+    """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision part, to
+    ``output``; return ``conversion_reasons``.
 
     Dequantised weights of the copy equal, bit for bit, the ones that compressed-tensors computes from the original. For
     a checkpoint by ModelOpt, the reciprocal of each tensor scale is stored in fp32, which changes weights by a relative
     error of at most 2^-23 before they are rounded.
-
-    Args:
-        path: folder of the checkpoint.
-        output: folder to make; it gets this name only when it is complete.
-
-    Returns:
-        Descriptions of what was changed, as ``conversion_reasons`` gives them.
 
     Raises:
         ValueError: the checkpoint is damaged, or linears that engines fuse have tensor scales that cannot be made equal
@@ -130,15 +124,11 @@ def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedW
 
 def share_scale(weights: Sequence[PackedWeight]) -> tuple[Tensor, list[Tensor]] | None:
     """Find one tensor scale for NVFP4 weights with fp64 tensor scales, and new block scales, such that all dequantised
-    weights stay the same.
+    weights stay the same; return its reciprocal, [] fp32, and the bits of each weight's block scales, [N, K/16].
 
     Unless all tensor scales are equal already, block scales are multiplied by the ratio of the old and new tensor
-    scale. This is possible only if E4M3 represents all products exactly, as it mostly does if the ratios are powers of
-    two.
-
-    Returns:
-        The reciprocal of the common tensor scale, [] fp32, and the bits of each weight's block scales, [N, K/16]; None
-        if there is no common tensor scale.
+    scale. E4M3 has to represent all products exactly, as it mostly does if the ratios are powers of two; else the
+    result is None.
     """
     multipliers = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
     if len(multipliers) == 1:

@@ -28,11 +28,7 @@ _KNOWN = (
 
 
 def quantization_config(path: Path) -> Mapping | None:
-    """Return the quantisation config of a checkpoint, from config.json or ModelOpt's file; None if it has none.
-
-    Raises:
-        ValueError: the config, its groups or a group is no mapping.
-    """
+    """Return the quantisation config of a checkpoint, from config.json or ModelOpt's file; None if it has none."""
     config = read_json(path / CONFIG).get("quantization_config")
     if config is None and (path / MODELOPT_CONFIG).is_file():
         inner = read_json(path / MODELOPT_CONFIG).get("quantization", {})
@@ -68,11 +64,8 @@ def quantises_cache(config: Mapping) -> bool:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """Return the layout of a checkpoint folder that can be used as a base as it is; None if it is not quantised.
-
-    Raises:
-        ValueError: the quantisation is not supported.
-    """
+    """Return the layout of a checkpoint folder that can be used as a base as it is; None if it is not quantised. Raise
+    ValueError if the quantisation is not supported."""
     config = quantization_config(path)
     if config is None:
         return None
@@ -101,11 +94,7 @@ def read_layout(path: Path) -> Layout | None:
 
 def declared_layout(path: Path) -> Layout | None:
     """Return the layout in which a checkpoint that can be used as a base, directly or after conversion, stores packed
-    linears; None if it is not quantised.
-
-    Raises:
-        ValueError: the quantisation is not supported.
-    """
+    linears; else as ``read_layout``."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)
@@ -113,11 +102,8 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Return which of the formats "NVFP4" and "FP8" the quantisation config of the folder ``path`` gives for linears.
-
-    Raises:
-        ValueError: the config combines NVFP4 with an unsupported format, or is not valid.
-    """
+    """Return which of the formats "NVFP4" and "FP8" the quantisation config of the folder ``path`` gives for linears;
+    raise ValueError if it combines NVFP4 with an unsupported format, or is not valid."""
     method = str(config.get("quant_method"))
     if method.startswith("modelopt"):
         algorithm = str(config.get("quant_algo"))

@@ -55,14 +55,10 @@ ROPE_NUMBERS = (
 
 
 def check_family(path: str | Path) -> Mapping:
-    """Read config.json of a checkpoint folder, and refuse models that cannot be trained.
+    """Refuse models that cannot be trained, by config.json of a checkpoint folder, with a ValueError of one line.
 
     Returns:
         The content of config.json; for a checkpoint with a vision part, the configuration of its text model.
-
-    Raises:
-        ValueError: the family is not supported, the model is a mixture of experts, or a value is impossible, or trainer
-            and vLLM would compute different functions; the message is one line.
     """
     file = Path(path) / CONFIG
     if not file.is_file():
@@ -96,22 +92,13 @@ def has_experts(config: Mapping) -> bool:
 
 
 def check_positions(positions: int | None, short: int | None, *, longest: int) -> None:
-    """Check that a model has enough positions for the longest prompt and completion, and that trainer and vLLM give
-    every sequence the same positions.
+    """Check that a model has enough positions for the ``longest`` prompt and completion together, and that trainer and
+    vLLM give every sequence the same positions.
 
     A model with LongRoPE has short and long factors of the rotary embedding. transformers chooses between them by the
     longest row of a forward pass, so that one long row would change all rows that are packed with it. vLLM chooses once
-    by ``max_model_len``, which is ``longest``. Both use the short factors if no sequence is longer than
-    original_max_position_embeddings.
-
-    Args:
-        positions: the model's number of positions; None if config.json does not say.
-        short: see ``longest_with_short_factors``.
-        longest: tokens of the longest prompt and completion together.
-
-    Raises:
-        ValueError: ``longest`` is larger than the model's number of positions, or than the number up to which LongRoPE
-            uses its short factors.
+    by ``max_model_len``, which is ``longest``. Both use the short factors if no sequence is longer than ``short``,
+    which is ``longest_with_short_factors``.
     """
     if positions is not None and longest > positions:
         raise ValueError(

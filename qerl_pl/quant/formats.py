@@ -70,17 +70,13 @@ class Format:
 
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
-    """Round a matrix to the nearest values of a format, with scales that represent each block's largest magnitude
-    (min-max).
+    """Round a matrix [N, K] to the nearest values of a format, with scales that represent each block's largest
+    magnitude (min-max).
 
     Args:
-        weight: [N, K] floating.
-        fmt: the format.
+        weight: [N, K] floating, finite, K a multiple of the format's block.
         global_scale: [] tensor scale that is shared with other tensors; None computes this tensor's own.
         name: name of the tensor in error messages.
-
-    Raises:
-        ValueError: the number of columns is no multiple of the format's block, or the weight holds NaN or infinity.
     """
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
         raise ValueError(f"{name} has shape {list(weight.shape)}; expected [N, K] with K a multiple of {fmt.block}")

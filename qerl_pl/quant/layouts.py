@@ -116,11 +116,7 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
-    """Check a stored tensor with the values of the codes, if ``name`` is one.
-
-    Raises:
-        ValueError: a value differs from the format's by more than rounding.
-    """
+    """Refuse a stored tensor with values of the codes that differ from the format's, if ``name`` is one."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()

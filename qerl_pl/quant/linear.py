@@ -20,9 +20,6 @@ class FrozenLinear(nn.Module):
 
     The buffers of a new layer are zero, or without data on the meta device; assign ``packed`` and ``bias`` to fill
     them. An NVFP4 weight may be replaced by one in tile order (``quant/tile_order.py``), which the engine can share.
-
-    Raises:
-        ValueError: in_features, K, is no multiple of the format's block size.
     """
 
     codes: Tensor

@@ -1,7 +1,7 @@
 """Load a checkpoint folder as a frozen causal language model, tensor by tensor, without a dense copy of the model.
 
-Linears that the checkpoint stores packed become ``FrozenLinear``, and dense linears stay dense. Which linears these are
-is seen from the stored tensors, so the ``ignore`` list of the quantisation config need not be read.
+Linears that the checkpoint stores packed become ``FrozenLinear``. Which ones these are is seen from the stored tensors,
+so the ``ignore`` list of the quantisation config need not be read.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
         device: device to which every tensor is moved when it is read.
 
     Raises:
-        ValueError: the folder has no model, its quantisation is not supported, or its tensors do not fit the model that
-            config.json describes.
+        ValueError: the quantisation is not supported, or tensors do not fit the model that config.json describes.
     """
     checkpoint = Checkpoint(path)
     layout = read_layout(checkpoint.path)
@@ -140,13 +139,8 @@ def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
-    """Check that a checkpoint, in which the linears ``packed`` are packed, has a tensor of the right shape for every
-    parameter of the model that its config.json describes, without reading data.
-
-    Raises:
-        ValueError: parameters are missing, or stored in another shape or as integers, or a packed linear is tied to
-            the embedding.
-    """
+    """Check that a checkpoint, in which the linears ``packed`` are packed, has a floating-point tensor of the right
+    shape for every parameter of the model that its config.json describes, without reading data."""
     tied = tied_weights(model)
     stored_packed = {f"{name}.weight" for name in packed}
     stored = {*checkpoint.names(), *stored_packed}
@@ -234,10 +228,8 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 
 
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the model's own initialisation.
-
-    Parameters keep their values, although the model's initialisation of a module would also initialise its parameters.
-    """
+    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the model's own initialisation. Parameters
+    keep their values, although the initialisation of a module would also initialise its parameters."""
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for leaf, buffer in computed.items():

@@ -31,11 +31,8 @@ class OutputFolder:
     """Checkpoint folder that is being written to ``OUTPUT.partial``, next to its final place, which must not exist or
     be empty.
 
-    A manifest lists the finished files, so a later run with equal settings continues after them. ``settings`` are all
-    values that the files' contents depend on, in JSON's types; they are stored in the report.
-
-    Raises:
-        ValueError: the output is not empty, or ``OUTPUT.partial`` holds files that were written with other settings.
+    A manifest lists the finished files, so a later run with equal settings continues after them; one with others is
+    refused. ``settings``, in JSON's types, are all values that the files' contents depend on; the report holds them.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:

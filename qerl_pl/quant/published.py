@@ -51,12 +51,7 @@ class Stored:
 
 def conversion_reasons(path: Path) -> list[str]:
     """List the reasons why a checkpoint has to be converted before it can be used as a base, none if it can be used as
-    it is, or if it is neither in NVFP4 nor has a vision part. Only config.json and headers are read.
-
-    Raises:
-        ValueError: the checkpoint is in NVFP4, but damaged or in an unsupported variant, or it has a vision part and is
-            in another 4-bit format.
-    """
+    it is, or if it is neither in NVFP4 nor has a vision part. Only config.json and headers are read."""
     config = quantization_config(path)
     reasons = [NOT_USED] if has_vision(read_json(path / CONFIG)) else []
     if config is None:
@@ -87,11 +82,7 @@ def conversion_reasons(path: Path) -> list[str]:
 
 def read_stored(checkpoint: Checkpoint) -> Stored:
     """Find the linears in NVFP4 and FP8, and the scales of activations and KV cache, by the names, dtypes and shapes of
-    a checkpoint's tensors.
-
-    Raises:
-        ValueError: a quantised linear lacks a tensor, has a wrong shape, or is stored in an unsupported way.
-    """
+    a checkpoint's tensors; raise ValueError for a linear that is stored in another way."""
     leaves: dict[str, set[str]] = defaultdict(set)
     stored = Stored()
     for name in checkpoint.names():
@@ -121,12 +112,8 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
 
 
 def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
-    """Group the NVFP4 linears of the decoder blocks such that linears that engines fuse into one matrix are in one
-    group.
-
-    Raises:
-        ValueError: of the linears of a fused group, some are in NVFP4 and some are not.
-    """
+    """Group the NVFP4 linears of the decoder blocks by the matrices that engines fuse them into; raise ValueError if of
+    the linears of a group some are in NVFP4 and some are not."""
     groups = []
     for name in stored.packed:
         group = fused_with(name, stored.modules)

@@ -1,8 +1,7 @@
 """Offline quantiser: write a packed copy of a dense checkpoint, one decoder block at a time.
 
-All linears except the ignored ones are packed; embeddings, norms and biases are copied. The query, key and value
-projections share one tensor scale, and so do the gate and up projections, because engines fuse each of these groups
-into one matrix with a single tensor scale.
+All linears except the ignored ones are packed; embeddings, norms and biases are copied. Linears that engines fuse into
+one matrix share one tensor scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. If
 there is calibration data, each block's weights are rounded, and their errors measured, for the hidden states that the
@@ -64,19 +63,16 @@ def quantize_checkpoint(
     Args:
         model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; it must not exist or be empty.
-        format: format of the packed weights.
         method: rounding method, see ``Rounding``; awq applies its scales and then rounds as mse does.
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by awq and gptq. If it is given, mse weights squared errors by the
             inputs' mean squares, and output errors are reported for all methods.
         residual: rank of an adapter near the quantisation errors (``residual_factors``) that is written to the output's
             folder ``start``, for ``model.lora.start``; requires calibration data. None: none is written.
-        device: device on which blocks are quantised.
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
-            with other settings, an entry of ``ignore`` matches nothing or a part of a fused group, a weight does not
-            fit the format, nothing is left to pack, or calibration data is missing.
+            with other settings, or the linears cannot be packed as asked.
     """
     checkpoint = Checkpoint(model)
     config = check_family(checkpoint.path)
@@ -203,11 +199,7 @@ def dense_tensors(
 
 
 def check_weights(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not finite or implausibly large.
-
-    Raises:
-        ValueError: a tensor holds NaN, infinity, or a number above ``LARGEST_WEIGHT``.
-    """
+    """Refuse weights that are not finite, or above ``LARGEST_WEIGHT``."""
     for name, tensor in tensors.items():
         largest = tensor.abs().amax().item() if tensor.is_floating_point() and tensor.numel() else 0.0
         if not math.isfinite(largest):

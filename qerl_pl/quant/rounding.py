@@ -80,14 +80,8 @@ def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> floa
 
 
 def row_errors(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> Tensor:
-    """Compute the mean square of each element of (W' - W) x over inputs x, that is, of each row's output error: [N]
-    fp32.
-
-    Args:
-        weight: W [N, K] floating.
-        rounded: the rounded weight W' [N, K] fp32; overwritten.
-        second_moment: [K, K] mean of x x^T.
-    """
+    """Compute the mean square of each element of (W' - W) x over inputs x, [N] fp32, from W [N, K], the rounded weight
+    W' [N, K] fp32, which is overwritten, and the mean [K, K] of x x^T."""
     error = rounded.sub_(weight)
     return (error @ second_moment.to(error.dtype)).mul_(error).sum(1)
 
@@ -172,10 +166,6 @@ class LayerReport:
     shape: tuple[int, int]
     weight_error: float
     """Relative error of the weights."""
-    max_error: float
-    """Largest error of a weight, divided by the largest weight."""
-    outlier_ratio: float
-    """Largest magnitude of a weight, divided by the root mean square of the weights."""
     output_error: float | None = None
     """Relative error of the linear's outputs for calibration data, whose hidden states come from the already packed
     previous blocks; None: not measured."""
@@ -188,21 +178,12 @@ def report_layer(
     [K, K] of x x^T over the calibration data's inputs x is given."""
     weight = weight.float()
     rounded = fmt.dequantize(packed, torch.float32)
-    error = rounded - weight
-    norm, largest = weight.norm().item(), weight.abs().max().item()
-    rms = norm / weight.numel() ** 0.5
+    weight_error = _ratio((rounded - weight).norm().item(), weight.norm().item())
     of_output = None
     if second_moment is not None:
         power = output_error(weight, torch.zeros_like(weight), second_moment)
         of_output = _ratio(output_error(weight, rounded, second_moment), power) ** 0.5
-    return LayerReport(
-        name=name,
-        shape=(weight.shape[0], weight.shape[1]),
-        weight_error=_ratio(error.norm().item(), norm),
-        max_error=_ratio(error.abs().max().item(), largest),
-        outlier_ratio=_ratio(largest, rms),
-        output_error=of_output,
-    )
+    return LayerReport(name, (weight.shape[0], weight.shape[1]), weight_error, of_output)
 
 
 def _ratio(part: float, whole: float) -> float:

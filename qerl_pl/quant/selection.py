@@ -69,10 +69,6 @@ def split_linears(
     Returns:
         Shapes [N, K] of the linears to pack by name, and the names of the linears that stay dense because of ``ignore``
         or ``Family.dense``, both in the model's order.
-
-    Raises:
-        ValueError: an entry of ``ignore`` matches no linear, no linear is left to pack, or a linear to pack has a tied
-            weight or an input size that is no multiple of ``block``.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for entry in ignore:
@@ -112,15 +108,8 @@ def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]
 
 
 def fused_groups(linears: Sequence[str], present: Collection[str] | None = None) -> dict[str, list[str]]:
-    """Group linears as ``fused_with`` does, by the name of the first linear of each group.
-
-    Args:
-        linears: names of linears.
-        present: names of all linears of the model; None: no block lacks a linear of a group.
-
-    Raises:
-        ValueError: only a part of a fused group is in ``linears``.
-    """
+    """Group linears as ``fused_with`` does, by the name of the first linear of each group; raise ValueError if only a
+    part of a group is in ``linears``."""
     groups: dict[str, list[str]] = {}
     for name in linears:
         group = fused_with(name, present)

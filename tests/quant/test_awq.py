@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.model.family import FAMILIES, Family
 from qerl_pl.model.layers import head_dims
 from qerl_pl.quant.awq import apply_scales, best_scales, fold_block
-from qerl_pl.quant.formats import Format
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
@@ -48,9 +46,7 @@ def small_weights_on_large_inputs(weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-def test_folding_leaves_the_dense_model_alone_bit_for_bit(
-    make_checkpoint: Callable[..., Path], architecture: str, dtype: torch.dtype
-) -> None:
+def test_folding_leaves_the_dense_model_alone_bit_for_bit(make_checkpoint, architecture, dtype):
     path = make_checkpoint(architecture, dtype=dtype)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     with torch.no_grad():
@@ -78,7 +74,7 @@ def test_folding_leaves_the_dense_model_alone_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_the_folds_of_each_family_leave_its_dense_model_alone(tmp_path: Path, family: str) -> None:
+def test_the_folds_of_each_family_leave_its_dense_model_alone(tmp_path, family):
     save_dense(tmp_path, tiny_config(family))
     file, described = tmp_path / "model.safetensors", FAMILIES[family]
     tensors = load_file(file)
@@ -106,9 +102,7 @@ def test_the_folds_of_each_family_leave_its_dense_model_alone(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-def test_a_folded_block_has_a_lower_error_and_moments_that_match_its_inputs(
-    make_checkpoint: Callable[..., Path], architecture: str
-) -> None:
+def test_a_folded_block_has_a_lower_error_and_moments_that_match_its_inputs(make_checkpoint, architecture):
     path = make_checkpoint(architecture)
     tensors = block_tensors(path, BLOCK)
     firsts = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
@@ -142,7 +136,7 @@ def test_a_folded_block_has_a_lower_error_and_moments_that_match_its_inputs(
 
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)
-def test_the_best_scales_are_powers_of_two_and_never_worse_than_none(fmt: Format) -> None:
+def test_the_best_scales_are_powers_of_two_and_never_worse_than_none(fmt):
     weight, moment = layer_with_outliers(32, 256)
     exponent, scales = best_scales([weight, 2 * weight], moment, fmt)
     assert 0 <= exponent <= 1
@@ -159,7 +153,7 @@ def test_the_best_scales_are_powers_of_two_and_never_worse_than_none(fmt: Format
     assert error(scales) <= error(torch.ones(256))
 
 
-def test_heads_that_one_value_head_feeds_share_their_scales() -> None:
+def test_heads_that_one_value_head_feeds_share_their_scales():
     weight, _ = layer_with_outliers(16, 128)
     moment = small_weights_on_large_inputs(weight)
     _, scales = best_scales([weight], moment, MXFP4, repeats=4, head_dim=16)
@@ -168,6 +162,6 @@ def test_heads_that_one_value_head_feeds_share_their_scales() -> None:
     assert len(scales.unique()) > 1
 
 
-def test_linears_that_nothing_known_precedes_are_refused() -> None:
+def test_linears_that_nothing_known_precedes_are_refused():
     with pytest.raises(ValueError, match=r"awq knows no norm or linear before \['b\.mlp\.router'\]"):
         fold_block("b", {}, {"b.mlp.router": torch.eye(16)}, NVFP4, family=Family(), head_dim=16)

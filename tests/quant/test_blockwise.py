@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
     [*((name, {}) for name in NAMES), ("qwen2", SLIDING)],
     ids=[*NAMES, "qwen2 with a sliding window"],
 )
-def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path: Path, architecture: str, sizes: dict) -> None:
+def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path, architecture, sizes):
     path = tmp_path / architecture
     save_dense(path, CONFIG_MAPPING[architecture].from_dict(tiny_config(architecture).to_dict(), **sizes))
     model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -64,9 +62,7 @@ def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path: Path, architec
         torch.testing.assert_close(stream.hidden, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_sequences_are_batched_by_tokens_without_changing_the_result(
-    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_are_batched_by_tokens_without_changing_the_result(make_checkpoint, monkeypatch):
     path = make_checkpoint(dtype=torch.float32)
     checkpoint = Checkpoint(path)
     tensors = {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith("model.layers.0.")}
@@ -84,7 +80,7 @@ def test_sequences_are_batched_by_tokens_without_changing_the_result(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_leave_nothing_on_the_device(make_checkpoint: Callable[..., Path]) -> None:
+def test_blocks_leave_nothing_on_the_device(make_checkpoint):
     path = make_checkpoint(dtype=torch.float32)
     checkpoint = Checkpoint(path)
     skeleton = meta_model(path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +10,7 @@ import torch
 from qerl_pl.quant.calibration import read_calibration, row_text
 
 
-def test_pieces_follow_one_another_with_the_end_token_between_rows(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_pieces_follow_one_another_with_the_end_token_between_rows(make_checkpoint, tmp_path):
     model, file = make_checkpoint(), tmp_path / "rows.jsonl"
     rows = [{"text": "abc", "other": "zzz"}, {"question": "de", "answer": "f"}, {"text": "ghijk"}]
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -24,13 +20,13 @@ def test_pieces_follow_one_another_with_the_end_token_between_rows(
     assert calibration.tokens.tolist() == [[0, 1, 2, 37, 3], [4, 5, 37, 6, 7]]  # 37 ends a text
 
 
-def test_a_text_file_is_one_text(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_text_file_is_one_text(make_checkpoint, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("abcdef")
     assert read_calibration(str(file), make_checkpoint(), samples=1, length=6).tokens.tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_strings_are_found_however_deep_and_in_order() -> None:
+def test_strings_are_found_however_deep_and_in_order():
     row = {"system": "s", "turns": [{"from": "user", "value": "v"}, ["w", 3, None]], "score": 0.5}
     assert row_text(row) == "s\nuser\nv\nw"
 
@@ -43,16 +39,14 @@ def test_strings_are_found_however_deep_and_in_order() -> None:
         ("", 0, "samples is 0"),
     ],
 )
-def test_text_that_does_not_suffice_is_refused(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, content: str, samples: int, message: str
-) -> None:
+def test_text_that_does_not_suffice_is_refused(make_checkpoint, tmp_path, content, samples, message):
     file = tmp_path / "rows.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_calibration(str(file), make_checkpoint(), samples=samples, length=8)
 
 
-def test_a_missing_file_and_a_missing_tokenizer_are_named(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_missing_file_and_a_missing_tokenizer_are_named(make_checkpoint, tmp_path):
     model = make_checkpoint()
     with pytest.raises(ValueError, match=r"nowhere\.txt does not exist"):
         read_calibration(str(tmp_path / "nowhere.txt"), model, samples=1, length=1)

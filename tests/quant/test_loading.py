@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import dequantize_reference
-from qerl_pl.quant.quantize import FormatName, quantize_checkpoint
+from qerl_pl.quant.quantize import quantize_checkpoint
 
 TOKENS = torch.randint(0, 96, (2, 80), generator=torch.Generator().manual_seed(1))
 
@@ -68,9 +68,7 @@ def as_modelopt(path: Path, quantization: dict, *, in_config: bool) -> None:
     ("architecture", "tied", "shard"),
     [("qwen2", False, "60KB"), ("qwen2", True, "5GB"), ("qwen3", False, "5GB"), ("llama", True, "60KB")],
 )
-def test_an_unquantised_checkpoint_gives_the_logits_of_from_pretrained(
-    make_checkpoint: Callable[..., Path], architecture: str, tied: bool, shard: str
-) -> None:
+def test_an_unquantised_checkpoint_gives_the_logits_of_from_pretrained(make_checkpoint, architecture, tied, shard):
     path = make_checkpoint(architecture, tied=tied, shard=shard)
     assert (len(list(path.glob("*.safetensors"))) > 1) == (shard == "60KB")
     model = load_base(path, dtype=torch.float32, device="cpu")
@@ -88,9 +86,7 @@ def test_an_unquantised_checkpoint_gives_the_logits_of_from_pretrained(
     ("architecture", "name"),
     [("qwen2", "nvfp4"), ("qwen3", "nvfp4"), ("llama", "nvfp4"), ("qwen3", "mxfp4"), ("qwen2", "nf4")],
 )
-def test_a_packed_checkpoint_equals_transformers_own_reading_of_it(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, name: FormatName
-) -> None:
+def test_a_packed_checkpoint_equals_transformers_own_reading_of_it(make_checkpoint, tmp_path, architecture, name):
     path, ignore = tmp_path / "packed", ["lm_head", "model.layers.1.mlp.down_proj"]
     quantize_checkpoint(make_checkpoint(architecture), path, format=name, ignore=ignore)
     model = load_base(path, dtype=torch.bfloat16, device="cpu")
@@ -109,9 +105,7 @@ def test_a_packed_checkpoint_equals_transformers_own_reading_of_it(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_packed_logits_in_fp32_equal_a_dense_model_with_the_dequantised_weights(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, tied: bool
-) -> None:
+def test_packed_logits_in_fp32_equal_a_dense_model_with_the_dequantised_weights(make_checkpoint, tmp_path, tied):
     source = make_checkpoint(tied=tied)
     quantize_checkpoint(source, tmp_path / "packed")
     model = load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
@@ -122,9 +116,7 @@ def test_packed_logits_in_fp32_equal_a_dense_model_with_the_dequantised_weights(
 
 
 @pytest.mark.parametrize("in_config", [True, False], ids=["config.json", "hf_quant_config.json"])
-def test_a_modelopt_checkpoint_gives_the_same_weights(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, in_config: bool
-) -> None:
+def test_a_modelopt_checkpoint_gives_the_same_weights(make_checkpoint, tmp_path, in_config):
     path = tmp_path / "packed"
     quantize_checkpoint(make_checkpoint(), path)
     expected = packed_modules(load_base(path, dtype=torch.float32, device="cpu"))
@@ -137,7 +129,7 @@ def test_a_modelopt_checkpoint_gives_the_same_weights(
         assert module.packed.global_scale == expected[name].packed.global_scale.float()  # stored as an fp32 multiplier
 
 
-def test_no_dense_copy_of_a_packed_weight_is_ever_made(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_no_dense_copy_of_a_packed_weight_is_ever_made(make_checkpoint, tmp_path):
     quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
     made: set[tuple[int, ...]] = set()
 
@@ -155,7 +147,7 @@ def test_no_dense_copy_of_a_packed_weight_is_ever_made(make_checkpoint: Callable
     assert made.isdisjoint((module.out_features, module.in_features) for module in packed_modules(model).values())
 
 
-def test_nothing_keeps_the_files_open_for_reading_after_loading(make_checkpoint: Callable[..., Path]) -> None:
+def test_nothing_keeps_the_files_open_for_reading_after_loading(make_checkpoint):
     path = make_checkpoint()
     model = load_base(path, dtype=torch.bfloat16, device="cpu")
     before = logits(model)
@@ -167,7 +159,7 @@ def test_nothing_keeps_the_files_open_for_reading_after_loading(make_checkpoint:
     assert torch.equal(logits(model), before)
 
 
-def test_only_what_is_not_packed_follows_the_dtype(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_only_what_is_not_packed_follows_the_dtype(make_checkpoint, tmp_path):
     quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
     model = load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -182,21 +174,21 @@ def test_only_what_is_not_packed_follows_the_dtype(make_checkpoint: Callable[...
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
-def test_a_checkpoint_that_holds_only_the_copy_of_a_tied_weight_loads(make_checkpoint: Callable[..., Path]) -> None:
+def test_a_checkpoint_that_holds_only_the_copy_of_a_tied_weight_loads(make_checkpoint):
     path = make_checkpoint(tied=True)
     expected = logits(load_base(path, dtype=torch.float32, device="cpu"))
     edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
     assert torch.equal(logits(load_base(path, dtype=torch.float32, device="cpu")), expected)
 
 
-def test_tied_weights_that_differ_in_the_file_are_refused(make_checkpoint: Callable[..., Path]) -> None:
+def test_tied_weights_that_differ_in_the_file_are_refused(make_checkpoint):
     path = make_checkpoint(tied=True)
     edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
     with pytest.raises(ValueError, match=r"lm_head\.weight is tied .*holds different values"):
         load_base(path, dtype=torch.float32, device="cpu")
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_ignored(make_checkpoint: Callable[..., Path]) -> None:
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(make_checkpoint):
     path = make_checkpoint("llama")
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_weights(path, lambda tensors: tensors.update({key: torch.ones(8)}))
@@ -222,14 +214,14 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(make_checkpoint: Call
     ],
     ids=["missing", "unexpected", "shape", "dtype"],
 )
-def test_tensors_that_do_not_fit_are_named(make_checkpoint: Callable[..., Path], edit, message: str) -> None:
+def test_tensors_that_do_not_fit_are_named(make_checkpoint, edit, message):
     path = make_checkpoint()
     edit_weights(path, edit)
     with pytest.raises(ValueError, match=message):
         load_base(path, dtype=torch.float32, device="cpu")
 
 
-def test_a_packed_weight_without_its_scale_is_named(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_packed_weight_without_its_scale_is_named(make_checkpoint, tmp_path):
     quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
     file = next(iter((tmp_path / "packed").glob("model-00002*")))
     tensors = load_file(file)
@@ -262,16 +254,14 @@ def test_a_packed_weight_without_its_scale_is_named(make_checkpoint: Callable[..
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8"}, "key/value cache"),
     ],
 )
-def test_a_quantisation_that_we_do_not_read_is_named(
-    make_checkpoint: Callable[..., Path], config: dict, message: str
-) -> None:
+def test_a_quantisation_that_we_do_not_read_is_named(make_checkpoint, config, message):
     path = make_checkpoint()
     edit_config(path, quantization_config=config)
     with pytest.raises(ValueError, match=message):
         load_base(path, dtype=torch.float32, device="cpu")
 
 
-def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint, tmp_path):
     def load(path: Path) -> None:
         load_base(path, dtype=torch.float32, device="cpu")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.loading import load_base
-from qerl_pl.quant.quantize import Method, quantize_checkpoint
+from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.tools.quantize import main
 
 TOKENS = torch.randint(0, 38, (16, 64), generator=torch.Generator().manual_seed(0))
@@ -32,9 +30,7 @@ def logits(model: nn.Module) -> Tensor:
     ("architecture", "methods"),
     [("qwen2", ["rtn", "mse", "awq", "gptq"]), ("qwen3", ["rtn", "awq"]), ("llama", ["rtn", "awq"])],
 )
-def test_each_method_is_better_than_rounding_to_nearest(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, methods: list[Method]
-) -> None:
+def test_each_method_is_better_than_rounding_to_nearest(make_checkpoint, tmp_path, architecture, methods):
     path = make_checkpoint(architecture, dtype=torch.float32)
     dense = logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
     errors, gaps = {}, {}
@@ -50,9 +46,7 @@ def test_each_method_is_better_than_rounding_to_nearest(
     assert min(gaps, key=lambda method: gaps[method]) == methods[-1]
 
 
-def test_output_errors_are_measured_after_the_packed_blocks_before(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_output_errors_are_measured_after_the_packed_blocks_before(make_checkpoint, tmp_path):
     path = make_checkpoint(dtype=torch.float32)
     layers = quantize_checkpoint(path, tmp_path / "out", calibration=CALIBRATION)
     packed = load_base(tmp_path / "out", dtype=torch.float32, device="cpu")
@@ -71,8 +65,8 @@ def test_output_errors_are_measured_after_the_packed_blocks_before(
 @pytest.mark.slow
 @pytest.mark.parametrize(("format", "method"), [("nvfp4", "gptq"), ("nf4", "awq"), ("mxfp4", "mse")])
 def test_a_stopped_calibrated_run_continues_and_ends_with_the_same_bytes(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format, method
-) -> None:
+    make_checkpoint, tmp_path, monkeypatch, format, method
+):
     path = make_checkpoint()
     quantize_checkpoint(path, tmp_path / "straight", format=format, method=method, calibration=CALIBRATION)
     read = Checkpoint.read
@@ -92,7 +86,7 @@ def test_a_stopped_calibrated_run_continues_and_ends_with_the_same_bytes(
         assert (tmp_path / "out" / written.name).read_bytes() == written.read_bytes(), written.name
 
 
-def test_the_output_says_what_was_done(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_output_says_what_was_done(make_checkpoint, tmp_path):
     path = make_checkpoint()
     quantize_checkpoint(path, tmp_path / "out", method="awq", calibration=CALIBRATION)
     report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
@@ -110,9 +104,7 @@ def test_the_output_says_what_was_done(make_checkpoint: Callable[..., Path], tmp
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_a_method_without_what_it_needs_is_refused(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, method: Method
-) -> None:
+def test_a_method_without_what_it_needs_is_refused(make_checkpoint, tmp_path, method):
     path = make_checkpoint()
     with pytest.raises(ValueError, match=f"{method} needs calibration data"):
         quantize_checkpoint(path, tmp_path / "out", method=method)
@@ -121,9 +113,7 @@ def test_a_method_without_what_it_needs_is_refused(
         quantize_checkpoint(path, tmp_path / "out", method=method, ignore=ignore, calibration=CALIBRATION)
 
 
-def test_the_command_calibrates(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_calibrates(make_checkpoint, tmp_path, capsys):
     path, text = make_checkpoint(), tmp_path / "text.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz0123456789" * 20)
     command = ["--model", str(path), "--device", "cpu", "--calibration", str(text), "--length", "32"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,8 +50,8 @@ def assert_base_of(path: Path, expected: dict[str, Tensor], output: Path) -> lis
     ("architecture", "tied", "shards"), [("qwen3", False, 3), ("qwen2", True, 1), ("llama", True, 3)]
 )
 def test_compressed_tensors_w4a4_has_the_weights_that_its_own_compressor_decompresses(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, tied: bool, shards: int
-) -> None:
+    make_checkpoint, tmp_path, architecture, tied, shards
+):
     path = make_checkpoint(architecture, tied=tied)
     expected = compressed(path, shards=shards)
     assert len(expected) == 14
@@ -62,9 +61,7 @@ def test_compressed_tensors_w4a4_has_the_weights_that_its_own_compressor_decompr
 
 
 @pytest.mark.parametrize("in_config", [True, False], ids=["config.json", "hf_quant_config.json"])
-def test_modelopt_has_the_weights_of_compressed_tensors_converter(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, in_config: bool
-) -> None:
+def test_modelopt_has_the_weights_of_compressed_tensors_converter(make_checkpoint, tmp_path, in_config):
     path = make_checkpoint("qwen3")
     expected = modelopt(path, in_config=in_config)
     activations, cache = assert_base_of(path, expected, tmp_path / "out")
@@ -73,9 +70,7 @@ def test_modelopt_has_the_weights_of_compressed_tensors_converter(
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
 
 
-def test_fp8_linears_of_a_mixed_checkpoint_are_held_in_16_bits(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_fp8_linears_of_a_mixed_checkpoint_are_held_in_16_bits(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen3")
 
     def preset(name: str) -> str | None:
@@ -86,20 +81,20 @@ def test_fp8_linears_of_a_mixed_checkpoint_are_held_in_16_bits(
     assert f"5 linears are in FP8: held in 16 bits, {in_bytes(2 * size)} instead of {in_bytes(size)}" in said
 
 
-def test_a_mixed_modelopt_checkpoint_is_read(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_mixed_modelopt_checkpoint_is_read(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen2")
     expected = modelopt(path, fp8=lambda name: "self_attn" in name)
     assert any("8 linears are in FP8" in line for line in assert_base_of(path, expected, tmp_path / "out"))
 
 
-def test_bf16_linears_and_a_packed_head(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_bf16_linears_and_a_packed_head(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen3")
     expected = compressed(path, lambda name: None if "layers.1.mlp.down" in name else "NVFP4", head=True)
     assert "lm_head is packed" in "".join(assert_base_of(path, expected, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 130)])
-def test_fp8_in_blocks_is_dequantised_as_compressed_tensors_does(shape: tuple[int, int]) -> None:
+def test_fp8_in_blocks_is_dequantised_as_compressed_tensors_does(shape):
     weight = torch.randn(shape).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.1
     args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[128, 128])  # pyright: ignore
@@ -119,9 +114,7 @@ def apart(path: Path, factor: float) -> None:
     rewrite(path, tensors)
 
 
-def test_scales_that_are_a_power_of_two_apart_are_absorbed(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_scales_that_are_a_power_of_two_apart_are_absorbed(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen3")
     expected = compressed(path)
     apart(path, 2.0)
@@ -133,7 +126,7 @@ def test_scales_that_are_a_power_of_two_apart_are_absorbed(
     assert len({written[name].item() for name in fused}) == 1
 
 
-def test_scales_that_no_block_scale_absorbs_are_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_scales_that_no_block_scale_absorbs_are_refused(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen3")
     compressed(path)
     apart(path, 1.37)
@@ -142,7 +135,7 @@ def test_scales_that_no_block_scale_absorbs_are_refused(make_checkpoint: Callabl
     assert not list(tmp_path.glob("out*"))
 
 
-def test_our_own_checkpoints_are_used_as_they_are(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_our_own_checkpoints_are_used_as_they_are(make_checkpoint, tmp_path):
     path = make_checkpoint()
     assert conversion_reasons(path) == []
     for name in ("nvfp4", "mxfp4", "nf4"):
@@ -183,9 +176,7 @@ def test_our_own_checkpoints_are_used_as_they_are(make_checkpoint: Callable[...,
     ],
     ids=["scale", "scale 2", "codes", "norm", "linear", "fused", "nan", "awq", "shape"],
 )
-def test_a_damaged_checkpoint_is_refused_in_one_line_and_nothing_is_written(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, damage: Callable[[dict], object], said: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_in_one_line_and_nothing_is_written(make_checkpoint, tmp_path, damage, said):
     path = make_checkpoint("qwen3")
     modelopt(path)
     tensors = read_all(path)
@@ -205,7 +196,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_and_nothing_is_written(
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "x"}}}}, "not valid"),
     ],
 )  # fmt: skip
-def test_a_config_that_cannot_be_read_is_named(make_checkpoint, quantization: dict, said: str) -> None:
+def test_a_config_that_cannot_be_read_is_named(make_checkpoint, quantization, said):
     path = make_checkpoint()
     edit_config(path, quantization_config=quantization)
     with pytest.raises(ValueError, match=said) as refused:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def test_a_config_that_cannot_be_is_refused_alike_by_every_command(tmp_path, cha
         checkpoint_shape(path, DTYPES["bfloat16"])
 
 
-def test_a_config_of_each_family_is_taken(make_checkpoint: Callable[..., Path]):
+def test_a_config_of_each_family_is_taken(make_checkpoint):
     for family in ("qwen2", "qwen3", "llama"):
         assert check_family(make_checkpoint(family))["model_type"] == family
 

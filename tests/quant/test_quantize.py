@@ -50,9 +50,7 @@ def dense_of(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("architecture", "shard"), [("qwen2", "60KB"), ("qwen3", "5GB"), ("llama", "5GB")])
-def test_linears_are_rounded_to_nearest_and_everything_else_is_copied(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, architecture: str, shard: str
-) -> None:
+def test_linears_are_rounded_to_nearest_and_everything_else_is_copied(make_checkpoint, tmp_path, architecture, shard):
     path = make_checkpoint(architecture, shard=shard)
     reports = quantize_checkpoint(path, tmp_path / "out")
     source, written = read_all(path), read_all(tmp_path / "out")
@@ -74,7 +72,7 @@ def test_linears_are_rounded_to_nearest_and_everything_else_is_copied(
                 assert f"{name}.weight" not in written
 
 
-def test_each_report_says_what_the_written_weights_say(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_each_report_says_what_the_written_weights_say(make_checkpoint, tmp_path):
     path = make_checkpoint()
     reports = quantize_checkpoint(path, tmp_path / "out")
     source, written = read_all(path), read_all(tmp_path / "out")
@@ -83,21 +81,19 @@ def test_each_report_says_what_the_written_weights_say(make_checkpoint: Callable
         error = dense_of(written, report.name).double() - weight
         assert report.shape == tuple(weight.shape)
         assert report.weight_error == pytest.approx((error.norm() / weight.norm()).item(), rel=1e-5)
-        assert report.max_error == pytest.approx((error.abs().max() / weight.abs().max()).item(), rel=1e-5)
-        assert report.outlier_ratio == pytest.approx((weight.abs().max() / weight.square().mean().sqrt()).item(), 1e-5)
         assert 0.05 < report.weight_error < 0.15  # Gaussian weights in NVFP4
     on_disk = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
     assert [layer["name"] for layer in on_disk["layers"]] == [report.name for report in reports]
     assert (on_disk["format"], on_disk["method"], on_disk["version"]) == ("nvfp4", "rtn", VERSION)
 
 
-def test_an_all_zero_weight_is_reported_without_error() -> None:
+def test_an_all_zero_weight_is_reported_without_error():
     report = report_layer("zero", torch.zeros(2, 32), quantize_nvfp4(torch.zeros(2, 32)), NVFP4)
-    assert (report.weight_error, report.max_error, report.outlier_ratio) == (0, 0, 0)
+    assert report.weight_error == 0
 
 
 @pytest.mark.parametrize(("name", "preset"), [("nvfp4", NVFP4A16), ("mxfp4", MXFP4A16)])
-def test_the_config_says_what_compressed_tensors_calls_the_scheme(name: str, preset: dict) -> None:
+def test_the_config_says_what_compressed_tensors_calls_the_scheme(name, preset):
     parsed = QuantizationConfig.model_validate(WRITERS[name].config(["lm_head"], torch.bfloat16))
     scheme = parsed.config_groups["group_0"]
     assert not isinstance(scheme, list)
@@ -109,9 +105,7 @@ def test_the_config_says_what_compressed_tensors_calls_the_scheme(name: str, pre
     assert parsed.quantization_status.value == "compressed"
 
 
-def test_small_files_are_copied_and_foreign_weights_are_not(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_small_files_are_copied_and_foreign_weights_are_not(make_checkpoint, tmp_path):
     path = make_checkpoint(shard="60KB")
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "merges_of_mine.json").write_text("{}")
@@ -130,9 +124,7 @@ def test_small_files_are_copied_and_foreign_weights_are_not(
     assert written == source
 
 
-def test_a_stopped_run_continues_and_ends_with_the_same_bytes(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_continues_and_ends_with_the_same_bytes(make_checkpoint, tmp_path, monkeypatch):
     path = make_checkpoint()
     quantize_checkpoint(path, tmp_path / "straight")
     monkeypatch.setattr(quantize, "pack_file", interrupted_at("model-00003-of-00003.safetensors"))
@@ -153,9 +145,7 @@ def test_a_stopped_run_continues_and_ends_with_the_same_bytes(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_full_disk_is_one_line_and_the_next_run_completes(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line_and_the_next_run_completes(make_checkpoint, tmp_path, capsys):
     command = ["--device", "cpu", "--model", str(make_checkpoint(vocab_size=160)), "--output", str(tmp_path / "out")]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # a block fits, the embeddings do not
@@ -169,21 +159,19 @@ def test_a_full_disk_is_one_line_and_the_next_run_completes(
     assert main(command) == 0
 
 
-def test_only_the_head_can_be_packed(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_only_the_head_can_be_packed(make_checkpoint, tmp_path):
     reports = quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=[r"re:model\."])
     assert [report.name for report in reports] == ["lm_head"]
     load_base(tmp_path / "out", dtype=torch.bfloat16, device="cpu")
 
 
-def test_fused_linears_form_groups_in_order() -> None:
+def test_fused_linears_form_groups_in_order():
     names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj", "b.down_proj", "lm_head"]
     assert fused_groups(names[:2], {*names[:2], "model.layers.9.self_attn.v_proj"}) == {names[0]: names[:2]}
     assert list(fused_groups(names).values()) == [names[:3], names[3:4], names[4:6], names[6:7], names[7:]]
 
 
-def test_a_regular_expression_ignores_from_the_start_of_the_name(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_regular_expression_ignores_from_the_start_of_the_name(make_checkpoint, tmp_path):
     reports = quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["lm_head", r"re:model\.layers\.0\."])
     assert {report.name.split(".")[2] for report in reports} == {"1"}
 
@@ -197,17 +185,13 @@ def test_a_regular_expression_ignores_from_the_start_of_the_name(
         (["re:.*"], "leaves no linear"),
     ],
 )
-def test_an_ignore_list_that_cannot_work_is_refused(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, ignore: list[str], message: str
-) -> None:
+def test_an_ignore_list_that_cannot_work_is_refused(make_checkpoint, tmp_path, ignore, message):
     with pytest.raises(ValueError, match=message):
         quantize_checkpoint(make_checkpoint(tied=True), tmp_path / "out", ignore=ignore)
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(make_checkpoint, tmp_path, capsys):
     path, out = str(make_checkpoint()), tmp_path / "out"
 
     def fails_with(message: str, *arguments: str) -> None:
@@ -233,7 +217,7 @@ def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(
     fails_with("/proc/out", "--model", path)
 
 
-def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys):
     for option in (["--format", "int3"], ["--method", "guess"]):
         with pytest.raises(SystemExit) as exit_info:
             main(["--model", ".", "--output", "o", *option])
@@ -243,9 +227,7 @@ def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys: pytest.Cap
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_weights_that_no_model_has_are_refused_and_named(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, name: str, number: float
-) -> None:
+def test_weights_that_no_model_has_are_refused_and_named(make_checkpoint, tmp_path, name, number):
     path = make_checkpoint()
     tensors = load_file(path / "model.safetensors")
     tensors[name][1, 2] = number
@@ -257,9 +239,7 @@ def test_weights_that_no_model_has_are_refused_and_named(
 
 @pytest.mark.parametrize("change", [lambda weight: weight[:-1], lambda weight: weight.to(torch.int8)])
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"])
-def test_weights_of_another_shape_or_of_integers_are_refused_before_work(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, name: str, change: Callable[[Tensor], Tensor]
-) -> None:
+def test_weights_of_another_shape_or_of_integers_are_refused_before_work(make_checkpoint, tmp_path, name, change):
     path = make_checkpoint()
     tensors = load_file(path / "model.safetensors")
     save_file({**tensors, name: change(tensors[name]).contiguous()}, path / "model.safetensors", {"format": "pt"})
@@ -268,7 +248,7 @@ def test_weights_of_another_shape_or_of_integers_are_refused_before_work(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_code_in_a_models_folder_is_not_carried_over(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_code_in_a_models_folder_is_not_carried_over(make_checkpoint, tmp_path):
     path = make_checkpoint()
     for name in ("modeling.py", "run.sh", "lib.so", "weights.pkl", "program", "LICENSE", "chat_template.jinja"):
         (path / name).write_text("text")
@@ -278,21 +258,19 @@ def test_code_in_a_models_folder_is_not_carried_over(make_checkpoint: Callable[.
     assert not names & {"modeling.py", "run.sh", "lib.so", "weights.pkl", "program"}
 
 
-def test_files_have_the_permissions_of_any_new_file(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_files_have_the_permissions_of_any_new_file(make_checkpoint, tmp_path):
     quantize_checkpoint(make_checkpoint(), tmp_path / "out")
     (tmp_path / "new").write_text("")
     assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
-def test_a_bad_regular_expression_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_bad_regular_expression_is_refused(make_checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"'re:\(' is no regular expression"):
         quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["re:("])
 
 
 @pytest.mark.parametrize("name", ["layers.1.mlp.down_proj.weight", "layers.0.mlp.up_proj.weight", "norm.weight"])
-def test_half_a_checkpoint_is_refused_and_nothing_is_written(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, name: str
-) -> None:
+def test_half_a_checkpoint_is_refused_and_nothing_is_written(make_checkpoint, tmp_path, name):
     path = make_checkpoint("qwen3")
     tensors = read_all(path)
     del tensors[f"model.{name}"]
@@ -311,9 +289,7 @@ def test_half_a_checkpoint_is_refused_and_nothing_is_written(
         (lambda scale: scale.repeat(2), "weight_global_scale"),
     ],
 )
-def test_a_tensor_scale_that_is_no_positive_number_is_refused(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, change: Callable[[Tensor], Tensor], said: str
-) -> None:
+def test_a_tensor_scale_that_is_no_positive_number_is_refused(make_checkpoint, tmp_path, change, said):
     quantize_checkpoint(make_checkpoint(), tmp_path / "out")
     file = tmp_path / "out" / "model-00002-of-00003.safetensors"
     tensors = load_file(file)
@@ -323,9 +299,7 @@ def test_a_tensor_scale_that_is_no_positive_number_is_refused(
         load_base(tmp_path / "out", dtype=torch.float32, device="cpu")
 
 
-def test_a_config_whose_groups_are_not_those_of_the_weights_is_refused(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_config_whose_groups_are_not_those_of_the_weights_is_refused(make_checkpoint, tmp_path):
     quantize_checkpoint(make_checkpoint(), tmp_path / "out")
     file = tmp_path / "out" / "config.json"
     file.write_text(file.read_text().replace('"group_size": 16', '"group_size": 32'))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from qerl_pl.quant import quantize
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.loading import load_base, meta_model
-from qerl_pl.quant.quantize import Method, quantize_checkpoint
+from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.quant.residual import residual_factors
 from qerl_pl.tools.quantize import main
 from tests.families import tiny_config
@@ -52,7 +51,7 @@ def output_error(error: Tensor, inputs: Tensor) -> float:
 
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_product_of_this_rank_has_a_smaller_output_error(shape: tuple[int, int], rank: int) -> None:
+def test_no_product_of_this_rank_has_a_smaller_output_error(shape, rank):
     """By Eckart and Young, what remains of the outputs E X at best are the singular values after the first ones."""
     residual, inputs = drawn(shape)
     a, b = residual_factors(residual, moment_of(inputs), rank)
@@ -64,7 +63,7 @@ def test_no_product_of_this_rank_has_a_smaller_output_error(shape: tuple[int, in
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_identity_moments_give_the_plain_singular_value_decomposition(shape: tuple[int, int]) -> None:
+def test_identity_moments_give_the_plain_singular_value_decomposition(shape):
     residual, _ = drawn(shape)
     a, b = residual_factors(residual, torch.eye(shape[1]), 2)
     u, s, v = torch.linalg.svd(residual, full_matrices=False)
@@ -75,9 +74,7 @@ def test_identity_moments_give_the_plain_singular_value_decomposition(shape: tup
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_full_rank_leaves_no_error_and_factors_that_can_be_trained(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_a_full_rank_leaves_no_error_and_factors_that_can_be_trained(shape, dtype):
     residual, inputs = drawn(shape, dtype=dtype)
     for moment in (moment_of(inputs), torch.zeros(shape[1], shape[1])):
         a, b = residual_factors(residual, moment, min(shape) + 2)
@@ -87,7 +84,7 @@ def test_a_full_rank_leaves_no_error_and_factors_that_can_be_trained(
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_input_has_a_larger_error_whatever_was_measured(shape: tuple[int, int], tokens: int) -> None:
+def test_no_input_has_a_larger_error_whatever_was_measured(shape, tokens):
     residual, inputs = drawn(shape, tokens=tokens)
     inputs[:, -1] = 0
     never_seen = torch.randn(50, shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -97,15 +94,13 @@ def test_no_input_has_a_larger_error_whatever_was_measured(shape: tuple[int, int
         assert (after.norm(dim=1) <= before.norm(dim=1) + 1e-5).all()
 
 
-def test_a_residual_of_zero_gives_a_fresh_adapter() -> None:
+def test_a_residual_of_zero_gives_a_fresh_adapter():
     a, b = residual_factors(torch.zeros(6, 8), torch.eye(8), 3, generator=torch.Generator().manual_seed(0))
     assert not b.any()
     assert 0 < a.abs().max() <= 8**-0.5
 
 
-def test_moments_in_fp64_are_positive_where_one_channel_is_a_million_times_the_others(
-    make_checkpoint: Callable[..., Path],
-) -> None:
+def test_moments_in_fp64_are_positive_where_one_channel_is_a_million_times_the_others(make_checkpoint):
     path = make_checkpoint(dtype=torch.float32)
     checkpoint, block = Checkpoint(path), "model.layers.0"
     tensors = {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith(f"{block}.")}
@@ -127,9 +122,7 @@ def logits(model: torch.nn.Module) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
-def test_the_start_halves_the_distance_to_the_dense_model(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, method: Method
-) -> None:
+def test_the_start_halves_the_distance_to_the_dense_model(make_checkpoint, tmp_path, method):
     path = make_checkpoint(dtype=torch.float32)
     ignore = ["lm_head", "model.layers.1.mlp.down_proj"]
     dense = logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
@@ -145,7 +138,7 @@ def test_the_start_halves_the_distance_to_the_dense_model(
     assert (logits(packed) - dense).square().mean() < 0.5 * without
 
 
-def test_the_folder_is_one_that_peft_reads(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_folder_is_one_that_peft_reads(make_checkpoint, tmp_path):
     path, out = make_checkpoint(dtype=torch.float32), tmp_path / "out"
     ignore = ["lm_head", r"re:model\.layers\.1\."]
     quantize_checkpoint(path, out, calibration=CALIBRATION, ignore=ignore, residual=4)
@@ -163,9 +156,7 @@ def test_the_folder_is_one_that_peft_reads(make_checkpoint: Callable[..., Path],
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_stopped_run_continues_with_the_same_adapter(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+def test_a_stopped_run_continues_with_the_same_adapter(make_checkpoint, tmp_path, monkeypatch, at):
     path, straight, out = make_checkpoint(), tmp_path / "straight", tmp_path / "out"
     settings = {"calibration": CALIBRATION, "residual": 3}
     quantize_checkpoint(path, straight, **settings)
@@ -193,7 +184,7 @@ def logprobs(base: Path, lora: LoraSettings) -> Tensor:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "phi3", "qwen3_5_text"])
-def test_a_run_that_starts_from_the_folder_is_nearer_to_the_dense_model(tmp_path: Path, architecture: str) -> None:
+def test_a_run_that_starts_from_the_folder_is_nearer_to_the_dense_model(tmp_path, architecture):
     """Also where q_proj, k_proj and v_proj are one linear, and where blocks have other linears."""
     dense, packed = tmp_path / "dense", tmp_path / "packed"
     save_dense(dense, CONFIG_MAPPING[architecture].from_dict(tiny_config(architecture).to_dict()))
@@ -203,9 +194,7 @@ def test_a_run_that_starts_from_the_folder_is_nearer_to_the_dense_model(tmp_path
     assert (start - whole).square().mean() < 0.8 * (without - whole).square().mean()
 
 
-def test_the_command_says_what_the_residual_needs_and_where_it_is(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_the_residual_needs_and_where_it_is(make_checkpoint, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("abcdefgh" * 40)
     command = ["--device", "cpu", "--model", str(make_checkpoint()), "--output", str(out), "--residual", "2"]

@@ -35,7 +35,7 @@ def block_errors(weight: Tensor, fmt: Format, scale: Tensor, global_scale: Tenso
 
 @every_format
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_search_finds_the_best_of_the_nearby_scales_for_every_block(fmt: Format, weighted: bool) -> None:
+def test_the_search_finds_the_best_of_the_nearby_scales_for_every_block(fmt, weighted):
     weight, moment = layer_with_outliers(6, 192)
     weight[0, :64] = 0
     start = quantize(weight, fmt)
@@ -70,7 +70,7 @@ def gptq_reference(weight: Tensor, scale: Tensor, fmt: Format, moment: Tensor, d
 
 
 @every_format
-def test_gptq_equals_a_loop_that_inverts_anew_for_every_column(fmt: Format) -> None:
+def test_gptq_equals_a_loop_that_inverts_anew_for_every_column(fmt):
     weight, moment = layer_with_outliers(8, 192)
     start = quantize(weight, fmt)
     scale = fmt.effective_scale(start.block_scale, start.global_scale).repeat_interleave(fmt.block, 1)
@@ -84,14 +84,14 @@ def test_gptq_equals_a_loop_that_inverts_anew_for_every_column(fmt: Format) -> N
 
 
 @every_format
-def test_gptq_of_uncorrelated_inputs_rounds_to_nearest(fmt: Format) -> None:
+def test_gptq_of_uncorrelated_inputs_rounds_to_nearest(fmt):
     weight, _ = layer_with_outliers(8, 192)
     start = quantize(weight, fmt)
     moment = torch.diag(torch.rand(192) + 0.1)
     assert torch.equal(gptq_codes(weight, fmt, start.block_scale, start.global_scale, moment), start.codes)
 
 
-def test_gptq_does_not_depend_on_how_columns_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_does_not_depend_on_how_columns_are_gathered(monkeypatch):
     weight, moment = layer_with_outliers(8, 192)
     start = quantize(weight, NVFP4)
     whole = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, moment)
@@ -99,7 +99,7 @@ def test_gptq_does_not_depend_on_how_columns_are_gathered(monkeypatch: pytest.Mo
     assert torch.equal(gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, moment), whole)
 
 
-def test_the_factor_inverts_the_damped_moment() -> None:
+def test_the_factor_inverts_the_damped_moment():
     _, moment = layer_with_outliers(4, 64)
     moment[5] = moment[:, 5] = 0  # an input that was always zero
     factor = inverse_factor(moment, 0.01).double()
@@ -110,7 +110,7 @@ def test_the_factor_inverts_the_damped_moment() -> None:
     torch.testing.assert_close(factor.T @ factor @ damped, torch.eye(64, dtype=torch.float64), rtol=0, atol=1e-4)
 
 
-def test_gptq_of_inputs_that_were_all_zero_rounds_to_nearest() -> None:
+def test_gptq_of_inputs_that_were_all_zero_rounds_to_nearest():
     weight, _ = layer_with_outliers(4, 64)
     start = quantize(weight, NVFP4)
     codes = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, torch.zeros(64, 64))
@@ -118,7 +118,7 @@ def test_gptq_of_inputs_that_were_all_zero_rounds_to_nearest() -> None:
 
 
 @every_format
-def test_each_rounding_has_a_lower_output_error_than_the_one_before(fmt: Format) -> None:
+def test_each_rounding_has_a_lower_output_error_than_the_one_before(fmt):
     weight, moment = layer_with_outliers(128, 256)
     shared = group_scale([weight], fmt)
     roundings: list[Rounding] = ["rtn", "mse", "gptq"]
@@ -129,7 +129,7 @@ def test_each_rounding_has_a_lower_output_error_than_the_one_before(fmt: Format)
 
 
 @every_format
-def test_no_row_has_worse_outputs_after_a_search_that_knows_the_inputs(fmt: Format) -> None:
+def test_no_row_has_worse_outputs_after_a_search_that_knows_the_inputs(fmt):
     weight, moment = layer_with_outliers(64, 192)
     moment += 5 * moment.diagonal().mean()  # a shared direction: what the search does not see
     shared = group_scale([weight], fmt)
@@ -143,7 +143,7 @@ def test_no_row_has_worse_outputs_after_a_search_that_knows_the_inputs(fmt: Form
 
 
 @every_format
-def test_a_search_that_knows_no_inputs_lowers_the_weight_error(fmt: Format) -> None:
+def test_a_search_that_knows_no_inputs_lowers_the_weight_error(fmt):
     weight, _ = layer_with_outliers(128, 256)
     shared = group_scale([weight], fmt)
 
@@ -153,7 +153,7 @@ def test_a_search_that_knows_no_inputs_lowers_the_weight_error(fmt: Format) -> N
     assert error("mse") < error("rtn")
 
 
-def test_the_output_error_is_that_of_the_outputs() -> None:
+def test_the_output_error_is_that_of_the_outputs():
     weight, inputs = torch.randn(5, 32), torch.randn(100, 32)
     rounded = weight + 0.1 * torch.randn(5, 32)
     expected = ((rounded - weight) @ inputs.T).square().sum(0).mean()
@@ -161,7 +161,7 @@ def test_the_output_error_is_that_of_the_outputs() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["rtn", "mse", "gptq"])
-def test_a_group_shares_the_scale_of_its_largest_weight(rounding: Rounding) -> None:
+def test_a_group_shares_the_scale_of_its_largest_weight(rounding):
     small, moment = layer_with_outliers(8, 64)
     packed = pack_group({"q": small, "k": 3 * small}, NVFP4, rounding, moment)
     assert packed["q"].global_scale == packed["k"].global_scale == NVFP4.tensor_scale(3 * small.abs().max())

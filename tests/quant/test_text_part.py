@@ -132,7 +132,7 @@ def test_a_head_that_is_stored_is_not_tied_whatever_the_config_leaves_out(tmp_pa
         ({"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}}, "not to NVFP4"),
     ],
 )
-def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes: dict, said: str):
+def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes, said):
     save_dense(tmp_path / "whole", with_vision(tiny_config("mistral")))
     edit_config(tmp_path / "whole", **changes)
     with pytest.raises(ValueError, match=said) as refused:
@@ -140,7 +140,7 @@ def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes: dict, s
     assert "\n" not in str(refused.value)
 
 
-def test_half_of_a_checkpoint_is_refused_and_nothing_is_written(whole: Path, tmp_path: Path):
+def test_half_of_a_checkpoint_is_refused_and_nothing_is_written(whole, tmp_path):
     tensors = load_file(whole / "model.safetensors")
     del tensors[next(name for name in tensors if text_name(name) == "model.layers.1.mlp.up_proj.weight")]
     save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
