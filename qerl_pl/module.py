@@ -30,8 +30,8 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Prompt
+from qerl_pl.evaluation.cache import described, evaluation_identity, open_cache
 from qerl_pl.evaluation.evaluation import Evaluation
-from qerl_pl.evaluation.identity import described, evaluation_identity, open_cache
 from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.device import available_bytes
 from qerl_pl.memory.plan import Plan

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from qerl_pl.evaluation.identity import open_cache
+from qerl_pl.evaluation.cache import open_cache
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy

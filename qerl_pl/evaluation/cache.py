@@ -1,15 +1,33 @@
-"""A cache on disk of an evaluation's finished batches, so that an interrupted evaluation can be resumed."""
+"""A cache on disk of an evaluation's finished batches, so that an interrupted evaluation can be resumed, and its key:
+everything that the batches' records depend on."""
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from qerl_pl import __version__
 from qerl_pl.common.files import read_lines, write_whole
 from qerl_pl.common.types import Prompt
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.checksums import checksums
+from qerl_pl.rollout.common import end_tokens
+
+PLAIN = (str, bytes, int, float, complex, bool, NoneType)
 
 
 class EvaluationCache:
@@ -17,7 +35,7 @@ class EvaluationCache:
 
     Args:
         folder: folder of the cache's files.
-        identity: everything but the prompts that the records depend on (policy, engine, sampling, rewards), as JSON.
+        identity: everything but the prompts that the records depend on, as JSON; see ``evaluation_identity``.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -41,6 +59,127 @@ class EvaluationCache:
 
     def _path(self, prompts: Sequence[Prompt]) -> Path:
         return self.folder / f"{_digest([list(prompt) for prompt in prompts])}.jsonl"
+
+
+def open_cache(folder: Path, identity: Mapping[str, Any]) -> EvaluationCache | None:
+    """Open an evaluation's cache in a folder; returns None, with a warning, if engine or rewards cannot be
+    described."""
+    built = identity["engine and rewards"]
+    if isinstance(built, Indescribable):
+        rank_zero_warn(
+            "this evaluation starts anew if it is interrupted: the engine or a reward cannot be described, and "
+            f"finished batches of other ones must not be taken for theirs ({built})"
+        )
+        return None
+    return EvaluationCache(folder, identity)
+
+
+def evaluation_identity(
+    policy: Policy, sampling: Sampling, *, run: Mapping[str, Any], built: str | Indescribable
+) -> dict[str, Any]:
+    """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values.
+
+    Args:
+        policy: the policy with the adapter that is evaluated.
+        sampling: settings with which completions are sampled.
+        run: identity of the run: base, adapter settings, seed.
+        built: description of engine and rewards, from ``described``.
+    """
+    base = Path(policy.base)
+    tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
+    return {
+        **run,
+        "version": __version__,
+        "adapter": checksums(policy.adapter_state()),
+        "sampling": asdict(sampling),
+        "dtype": str(policy.dtype),
+        "engine and rewards": built,
+        "end_tokens": end_tokens(policy.base, policy.config),
+        "tokenizer": _digest_of(sorted(tokenizer)),
+    }
+
+
+class Indescribable(ValueError):
+    """Raised for an object that cannot be described in a way that is the same in every process."""
+
+
+def described(*values: object) -> str | Indescribable:
+    """Describe engine and rewards; returns the error if they cannot be described.
+
+    Call this before the engine starts, because a running engine holds more than its settings.
+    """
+    try:
+        return describe(values)
+    except RecursionError:
+        return Indescribable("an object holds itself")
+    except ValueError as error:
+        return Indescribable(str(error))
+
+
+def describe(value: object) -> str:
+    """Describe an object by import paths, digests of the source files, and settings, recursively, so that equal
+    descriptions mean equal behaviour in every process.
+
+    Raises:
+        Indescribable: it contains something that cannot be imported by name (a lambda, a local class), that pickle
+            refuses (a lock, a file), or a tensor.
+        RecursionError: it contains itself.
+    """
+    if type(value) in PLAIN:
+        return repr(value)
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return f"{type(value).__name__}({', '.join(map(describe, value))})"
+    if type(value) in (set, frozenset):  # whose order differs between processes
+        return f"{type(value).__name__}({', '.join(sorted(map(describe, value)))})"  # pyright: ignore
+    if type(value) is dict:
+        return f"{{{', '.join(f'{describe(key)}: {describe(part)}' for key, part in value.items())}}}"
+    if isinstance(value, type):
+        return " ".join(_source(base) for base in inspect.getmro(value) if base is not object)
+    if isinstance(value, BuiltinFunctionType):
+        return _source(value)
+    if isinstance(value, FunctionType):
+        return f"{_source(value)} {describe((vars(value), [cell.cell_contents for cell in value.__closure__ or ()]))}"
+    return f"{describe(type(value))} {describe(_settings(value))}"
+
+
+def _settings(value: Any) -> tuple[Any, ...]:
+    """Return what pickle would store of an object, so that no hidden state is missed."""
+    if isinstance(value, Tensor):
+        raise Indescribable("tensors are not described")
+    reduce = copyreg.dispatch_table.get(type(value))
+    try:
+        stored = reduce(value) if reduce else value.__reduce_ex__(4)
+    except Exception as error:  # whatever a class raises that refuses to be pickled
+        raise Indescribable(f"a {type(value).__qualname__} is not plain data: {error}") from error
+    if isinstance(stored, str):  # pickle's way to say: import this name
+        raise Indescribable(f"a {type(value).__qualname__} is not described")
+    make, arguments, state, items, pairs = (*stored, None, None, None)[:5]
+    return make, arguments, state, list(items or ()), list(pairs or ())
+
+
+def _source(owner: type | FunctionType | BuiltinFunctionType) -> str:
+    """Return the import path of a class or function, and a digest of its source file; of a module in a package, of all
+    files of the package, because they often use one another."""
+    name = f"{owner.__module__}:{owner.__qualname__}"
+    if owner.__module__ in sys.builtin_module_names:
+        return name
+    try:
+        path = Path(inspect.getfile(owner))
+        known = isinstance(owner, FunctionType) or resolve_name(name) is owner  # else it was made while running
+    except (TypeError, OSError, AttributeError, ImportError, ValueError) as error:
+        raise Indescribable(f"the source of {name} is not known") from error
+    if "<" in name or not known or not path.is_file():
+        raise Indescribable(f"{name} cannot be imported by name: define it at the top of a module")
+    in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))
+    return f"{name}@{_digest_of(sorted({path, *path.parent.glob('*.py')}) if in_package else [path])}"
+
+
+def _digest_of(paths: Iterable[Path]) -> str:
+    """Compute a digest of the names and contents of files, in the given order."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _digest(value: Any) -> str:

@@ -31,13 +31,7 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        loop: RolloutLoop,
-        sampling: Sampling,
-        *,
-        seed: int,
-        cache: EvaluationCache | None,
-        device: torch.device,
+        self, loop: RolloutLoop, sampling: Sampling, *, seed: int, cache: EvaluationCache | None, device: torch.device
     ) -> None:
         self._loop, self._sampling, self._seed, self._cache = loop, sampling, seed, cache
         self._rows: list[dict[str, Any]] = []
@@ -47,8 +41,7 @@ class Evaluation:
         self._add([])  # a rank may get no prompts at all
 
     def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
-        """Return one record per completion of a batch of prompts, from the cache, or by sampling and scoring
-        completions."""
+        """Return one record per completion of a batch of prompts, from the cache or newly sampled and scored."""
         num_rows = len(prompts) * self._sampling.num_completions
         rows = None if self._cache is None else self._cache.read(prompts, num_rows=num_rows)
         if rows is None:
@@ -64,12 +57,11 @@ class Evaluation:
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:
-        """Average the records over the completions of all ranks, [] fp64 each; empty if there is no completion.
-        Collective.
+        """Average the records over the completions of all ranks, [] fp64 each; empty if there is none. Collective.
 
-        The result has the mean of every reward by its name and of the weighted sum (``reward``); the shares of
-        completions that could not be scored and that were truncated; and, with several completions per problem, pass@k,
-        where a completion is right if the first reward gives it 1. A completion that could not be scored counts as 0.
+        The result has the mean of every reward by its name, of the weighted sum (``reward``) and of ``_OF_ROWS``; and,
+        with several completions per problem, pass@k, where a completion is right if the first reward gives it 1. A
+        completion that could not be scored counts as 0.
         """
         name = self._loop.rewards[0].name
         if never_right(self._rows, name):
@@ -77,12 +69,12 @@ class Evaluation:
                 f"the reward {name}, the first of model.rewards, gives positive values and never 1: pass@k "
                 "counts a completion as right where it gives 1; list a reward first that gives right completions 1"
             )
-        found = self._means.compute() | self._pass_at_k.compute()
-        return {} if found["reward"].isnan() else found
+        means = self._means.compute() | self._pass_at_k.compute()
+        return {} if means["reward"].isnan() else means
 
     def _mean_pass_at_k(self, num_right: Tensor) -> dict[str, Tensor]:
         values = accuracy(num_right, self._sampling.num_completions)
-        return {name: each.mean() for name, each in values.items() if name.startswith("pass@")}
+        return {name: value.mean() for name, value in values.items() if name.startswith("pass@")}
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
         self._rows += rows
@@ -95,8 +87,7 @@ class Evaluation:
 
 
 def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether a reward never gives 1 but gives other positive values, so that it does not say which completions
-    are right."""
+    """Return whether a reward gives positive values but never 1, so that it does not say what is right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     return 1 not in values and any(value > 0 for value in values)
 

@@ -44,16 +44,13 @@ def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
 def bootstrap_interval(
     values: Tensor, *, level: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Compute a percentile bootstrap interval of a mean over problems.
+    """Compute a percentile bootstrap interval of a mean over problems; equal arguments give equal intervals.
 
     Args:
         values: [P] one value per problem, P at least 1.
         level: coverage, in (0, 1).
         num_resamples: number of draws of P problems with replacement.
-        seed: seed of the resampling; equal arguments give equal intervals.
-
-    Returns:
-        Lower and upper bound.
+        seed: seed of the resampling.
 
     Raises:
         ValueError: there are no problems, or the level is out of range.
@@ -64,7 +61,6 @@ def bootstrap_interval(
         raise ValueError(f"level is {level}; expected more than 0 and less than 1, e.g. 0.95")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(len(values), (num_resamples, len(values)), generator=generator)
-    means = values.double()[rows].mean(dim=1)
-    tail = (1 - level) / 2
-    low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    tail = torch.tensor((1 - level) / 2, dtype=torch.float64)
+    low, high = torch.quantile(values.double()[rows].mean(dim=1), torch.stack([tail, 1 - tail])).tolist()
     return low, high
