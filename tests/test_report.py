@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import shutil
-import socket
-import threading
 from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.common.run_folder import LOCK
 from qerl_pl.results.curves import read_curves
-from qerl_pl.tools.report import started_curves
 
 
 @pytest.fixture
@@ -119,32 +113,3 @@ def test_a_folder_without_a_run_is_refused_with_advice(run, tmp_path, capsys):
     (tmp_path / "new").mkdir()
     assert command(["report", str(tmp_path / "new")]) == 2
     assert "holds no TensorBoard event files, which a run writes once it trains" in capsys.readouterr().err
-
-
-def test_a_port_in_use_is_named_with_the_option_for_another(run, capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert command(["report", str(run), "--follow", "--port", str(port)]) == 2
-    assert f"error: port {port} is in use by another program; give another one by --port" in capsys.readouterr().err
-
-
-def test_a_followed_run_is_waited_for_from_its_start_to_its_first_values(run, tmp_path, capsys):
-    started = tmp_path / "started"
-    started.mkdir()
-    with pytest.raises(ValueError, match="holds no TensorBoard event files"):
-        started_curves(started)
-    with (started / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        later = threading.Timer(0.3, lambda: shutil.copy(events(run), started))
-        later.start()
-        assert started_curves(started) == read_curves(run)
-        later.join()
-        (started / events(run).name).unlink()
-        ended = threading.Timer(0.3, lock.close)
-        ended.start()
-        with pytest.raises(ValueError, match="holds no TensorBoard event files"):
-            started_curves(started)
-        ended.join()
-    assert capsys.readouterr().out == 2 * f"waiting for the first values of {started}\n"

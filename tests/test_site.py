@@ -91,7 +91,7 @@ def test_every_setting_and_class_of_the_shipped_configurations_is_explained(site
 @pytest.mark.slow
 def test_every_command_has_its_help(site):
     text = (site / "reference" / "commands.html").read_text()
-    assert all(option in text for option in ("--print_config", "--smoke", "--gpu-memory", "--follow", "--calibration"))
+    assert all(option in text for option in ("--print_config", "--smoke", "--gpu-memory", "--html", "--calibration"))
     assert " at 0x" not in text
 
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import struct
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean, median_high
 from typing import NamedTuple
 
-from qerl_pl.results.event_files import Scalar, read_scalars
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (generated)
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.util.tensor_util import make_ndarray
 
 SURPRISAL = "rollout/surprisal"
 """Name of the entropy of the sampling distribution, noise and temperature included."""
+HEADER = 12  # bytes of a record before its data: the data's length, and a checksum of the length
+FOOTER = 4  # bytes of a record after its data: the data's checksum
+
+
+class Scalar(NamedTuple):
+    """One value of a scalar."""
+
+    tag: str
+    step: int
+    value: float
+    time: float
+    """Wall-clock time at which the scalar was logged, in seconds since the epoch."""
 
 
 class Curve(NamedTuple):
@@ -34,16 +51,20 @@ def read_curves(run: Path) -> dict[str, Curve]:
         raise ValueError(_without_events(run))
     scalars: list[Scalar] = []
     for path in files:
-        found, lost = read_scalars(path)
+        of_file, lost = read_scalars(path)
+        scalars += of_file
         if lost:
             print(f"warning: {path} is damaged or cut off: {lost} bytes of it are left out", file=sys.stderr)
-        scalars += found
     if not scalars:
         raise ValueError(f"the event files of {run} hold no scalars: the run logged none, or they are damaged")
     latest: dict[str, dict[int, Scalar]] = {}
     for scalar in sorted(scalars, key=lambda scalar: scalar.time):
         latest.setdefault(scalar.tag, {})[scalar.step] = scalar
     return {tag: _curve([by_step[step] for step in sorted(by_step)]) for tag, by_step in latest.items()}
+
+
+def _curve(scalars: list[Scalar]) -> Curve:
+    return Curve([one.step for one in scalars], [one.value for one in scalars], [one.time for one in scalars])
 
 
 def _without_events(folder: Path) -> str:
@@ -55,39 +76,60 @@ def _without_events(folder: Path) -> str:
     return f"{folder} holds no TensorBoard event files, which a run writes once it trains"
 
 
-def _curve(scalars: list[Scalar]) -> Curve:
-    return Curve([one.step for one in scalars], [one.value for one in scalars], [one.time for one in scalars])
+def read_scalars(path: Path) -> tuple[list[Scalar], int]:
+    """Read the scalars of an event file, in the order in which they were written.
+
+    Returns:
+        The scalars, and the number of bytes that could not be read.
+    """
+    data, scalars = path.read_bytes(), []
+    place = lost = 0
+    while place < len(data):
+        start = place + HEADER
+        length, checksum = struct.unpack("<QI", data[place:start].ljust(HEADER))
+        end = start + length
+        # after a damaged length, the start of the next record is unknown
+        if checksum != masked_crc32c(data[place : place + 8]) or end + FOOTER > len(data):
+            return scalars, lost + len(data) - place
+        if data[end : end + FOOTER] == struct.pack("<I", masked_crc32c(data[start:end])):
+            scalars += _scalars(Event.FromString(data[start:end]))
+        else:
+            lost += end + FOOTER - place
+        place = end + FOOTER
+    return scalars, lost
 
 
-def summarize(curves: dict[str, Curve]) -> dict[str, float]:
+def _scalars(event: Event) -> list[Scalar]:
+    scalars = []
+    for value in event.summary.value:
+        if value.HasField("simple_value"):
+            scalars.append(Scalar(value.tag, event.step, value.simple_value, event.wall_time))
+        elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name == "scalars":
+            scalars.append(Scalar(value.tag, event.step, float(make_ndarray(value.tensor)), event.wall_time))
+    return scalars
+
+
+def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
     """Summarise a run in numbers: accuracy, reward, entropy, speed and sampler-trainer gap, where they were logged."""
-    found: dict[str, float] = {}
-
-    def ends(name: str, tag: str, window: int = 1) -> None:
+    summary: dict[str, float] = {}
+    for name, tag, window in (
+        ("accuracy (held out)", "val/accuracy", 1),
+        ("reward (held out)", "val/reward", 1),
+        ("reward (rollouts, mean of 5)", "train/reward", 5),
+        ("entropy (nats per token, mean of 5)", "policy/entropy", 5),
+    ):
         if tag in curves:
             values = curves[tag].values
-            found[f"{name}, first"] = sum(values[:window]) / len(values[:window])
-            found[f"{name}, last"] = sum(values[-window:]) / len(values[-window:])
-
-    ends("accuracy (held out)", "val/accuracy")
-    ends("reward (held out)", "val/reward")
-    ends("reward (rollouts, mean of 5)", "train/reward", window=5)
-    ends("entropy (nats per token, mean of 5)", "policy/entropy", window=5)
-    if "throughput/rollout_tokens_per_s" in curves:
-        values = sorted(curves["throughput/rollout_tokens_per_s"].values)
-        found["rollout tokens/s (median)"] = values[len(values) // 2]
-    if "time/step_s" in curves:
-        found["seconds in RL steps"] = sum(curves["time/step_s"].values)
-        found["RL steps"] = float(len(curves["time/step_s"].values))
+            summary |= {f"{name}, first": fmean(values[:window]), f"{name}, last": fmean(values[-window:])}
+    if speed := curves.get("throughput/rollout_tokens_per_s"):
+        summary["rollout tokens/s (median)"] = median_high(speed.values)
+    if steps := curves.get("time/step_s"):
+        summary |= {"seconds in RL steps": sum(steps.values), "RL steps": float(len(steps.values))}
+    sigma = curves.get("aqn/sigma")
+    noise = dict(zip(sigma.steps, sigma.values, strict=True)) if sigma else {}
     for statistic in ("mean_abs", "max"):
-        if f"gap/{statistic}" in curves:
-            gap = curves[f"gap/{statistic}"]
-            quiet = [v for s, v in zip(gap.steps, gap.values, strict=True) if _at(curves.get("aqn/sigma"), s) == 0]
-            found[f"logprob gap {statistic}, without noise (nats)"] = max(quiet, default=float("nan"))
-            found[f"logprob gap {statistic}, whole run (nats)"] = max(gap.values)
-    return found
-
-
-def _at(curve: Curve | None, step: int) -> float:
-    """Return the value of a curve at a step, or 0 if none was logged there."""
-    return dict(zip(curve.steps, curve.values, strict=True)).get(step, 0.0) if curve else 0.0
+        if gap := curves.get(f"gap/{statistic}"):
+            quiet = [value for step, value in zip(gap.steps, gap.values, strict=True) if noise.get(step, 0.0) == 0]
+            summary[f"logprob gap {statistic}, without noise (nats)"] = max(quiet, default=float("nan"))
+            summary[f"logprob gap {statistic}, whole run (nats)"] = max(gap.values)
+    return summary

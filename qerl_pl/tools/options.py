@@ -107,7 +107,7 @@ def study_options() -> CommandParser:
     parser.add_argument(
         "--analyse",
         action="store_true",
-        help="run nothing; write tables and pictures of what is finished to OUTPUT/analysis, or the file's folder",
+        help="run nothing; write tables and curves of what is finished to OUTPUT/analysis, or the file's folder",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all runs and start none")
     return parser
@@ -181,8 +181,6 @@ def report_options() -> CommandParser:
     parser.add_argument(
         "--html", type=output_file, help="write an HTML page with curves, checks, settings, completions"
     )
-    parser.add_argument("--follow", action="store_true", help="serve that page on this machine while the run continues")
-    parser.add_argument("--port", type=at_least(1, 65535), default=8008, help="TCP port of --follow (default: 8008)")
     parser.add_argument(
         "--completions",
         type=at_least(0),

@@ -10,7 +10,7 @@ import pytest
 
 import train
 from qerl_pl.__main__ import main as command
-from qerl_pl.results.event_files import read_scalars
+from qerl_pl.results.curves import read_scalars
 from tests.integration.conftest import ROOT, arguments, differences, launch, load_last
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Pictures of the run page for the documents: python -m tests.tools.page_pictures RUN [RUN ...] --output docs.
+"""Picture of the run page for the documents: python -m tests.tools.page_pictures RUN [RUN ...] --output docs.
 
-Writes run_page_light.png (curves) and run_page.png (completions, dark) from one page of these runs.
+Writes run_page.png (completions, dark) from the page of these runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from qerl_pl.tools.page.collect import collect
-from qerl_pl.tools.page.render import render
+from qerl_pl.results.curves import read_curves
+from qerl_pl.tools.page.render import page_of
 from tests.browser import browser_tab
 
 READY = 'document.body && document.body.dataset.ready === "yes"'
@@ -21,32 +21,28 @@ COLOURS = 96  # of a picture's palette
 
 
 async def take(page: Path, output: Path, profile: Path) -> None:
-    """Open the page and take both pictures."""
+    """Open the page and take the picture."""
     async with browser_tab(profile) as tab:
-        await tab.open(page.as_uri(), scheme="light", width=1200, height=590)
-        await tab.wait_for(READY)
-        await tab.value('document.getElementById("curves").scrollIntoView()')
-        await tab.screenshot(output / "run_page_light.png")
         await tab.open(page.as_uri(), scheme="dark", width=1200, height=760)
         await tab.wait_for(READY)
-        await tab.value('document.getElementById("sort").value = "advantage-up"; filter(true)')
+        await tab.value('document.getElementById("sort").value = "advantage-up"; filter()')
         await tab.value('colouring = 1; drawDetail(); document.getElementById("completions").scrollIntoView()')
         await tab.screenshot(output / "run_page.png")
 
 
 def main() -> None:
-    """Make the page in a folder of its own, and take pictures of it."""
+    """Make the page in a folder of its own, and take the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, default=Path("docs"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         page = Path(name, "page.html")
-        page.write_text(render(*collect(options.runs, limit=10_000)), encoding="utf-8")
+        page.write_text(page_of({run: read_curves(run) for run in options.runs}, limit=10_000), encoding="utf-8")
         asyncio.run(take(page, options.output, Path(name, "profile")))
-    for path in (options.output / "run_page.png", options.output / "run_page_light.png"):
-        Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
-        print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
+    picture = options.output / "run_page.png"
+    Image.open(picture).convert("RGB").quantize(COLOURS).save(picture, optimize=True)
+    print(f"{picture}: {picture.stat().st_size / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

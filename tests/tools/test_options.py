@@ -17,7 +17,6 @@ WRONG_PATHS = {
     "chat empty": "empty is no run folder: it has no config.yaml",
     "plan -c gsm8k --json empty": "'empty' is a folder",
     "report empty --json /dev/null": "'/dev/null' is no regular file",
-    "report empty --port 99999999": "--port: it is 99999999; expected 1 to 65535",
     "chat run --temperature nan": "--temperature: it is nan; expected 0 or more",
     "tiny --output out --seed -1": "--seed: it is -1; expected 0 or more",
     "tiny --output out --seed x": "--seed: invalid whole number value: 'x'",

@@ -1,15 +1,11 @@
-"""The page of a run: what it holds, that text of a model stays text, and that its server tells nobody else."""
+"""The page of a run: what it holds, that text of a model stays text, and that nothing leaves it."""
 
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import html.parser
 import json
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +14,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.common.run_folder import LOCK
 from qerl_pl.rollout.token_file import RowTokens, read_tokens, write_tokens
-from qerl_pl.tools.page.follow import make_server
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028"
 PIECES = {3: " three", 70: "</script>", 100_000: "\u00e9"}
@@ -183,45 +177,3 @@ def test_a_damaged_line_is_counted_and_left_out(run):
     path.write_bytes(path.read_bytes()[:-30])
     [block, _] = page_of(run)[2]
     assert (len(block["rows"]), block["damaged"]) == (2, 1)
-
-
-def test_the_server_has_the_page_and_its_news_for_this_machine_alone(run):
-    server = make_server([run], port=0, limit=100)
-    host, port = server.server_address[:2]
-    assert host == "127.0.0.1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-
-    def get(path: str, **headers: str) -> str:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
-        with urllib.request.urlopen(request) as answer:
-            return answer.read().decode()
-
-    try:
-        page = Scripts(get("/"))
-        assert "connect-src 'self'" in page.policy
-        newest = json.loads(next(text for attributes, text in page.scripts if attributes.get("id") == "summary"))[
-            "newest"
-        ]
-        assert json.loads(get(f"/news?after={newest}"))["blocks"] == []
-        write_completions(run, "train-000001", ["new"])
-        with (run / LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            found = json.loads(get(f"/news?after={newest}"))
-        assert [block["step"] for block in found["blocks"]] == [1]
-        assert found["summary"]["runs"][0]["running"]
-        for path, headers, status in (
-            ("/../config.yaml", {}, 404),
-            ("/news?after=x", {}, 400),
-            ("/", {"Host": "elsewhere.example"}, 403),
-        ):
-            with pytest.raises(urllib.error.HTTPError) as error:
-                get(path, **headers)
-            assert error.value.code == status
-        for method in ("POST", "PUT", "DELETE", "PATCH"):
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/", method=method, data=b"x")
-            with pytest.raises(urllib.error.HTTPError) as error:
-                urllib.request.urlopen(request)
-            assert error.value.code == 501, "the page is read only"
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -1,12 +1,10 @@
-"""The page of a run in a browser: 10 000 completions, the keyboard, no request that leaves it, live news."""
+"""The page of a run in a browser: 10 000 completions, the keyboard, no request that leaves it."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import random
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.common.run_folder import LOCK
 from qerl_pl.rollout.token_file import RowTokens, write_tokens
-from qerl_pl.tools.page.follow import make_server
 from tests.browser import Tab, browser_tab, chromium
 
 pytestmark = [
@@ -118,7 +114,7 @@ def browse(tmp_path) -> Callable[[Callable[[Tab], Awaitable[Any]]], Any]:
 SEARCH = """(() => {
   const box = document.getElementById("search"), start = performance.now();
   box.value = %r;
-  filter(true);
+  filter();
   document.body.offsetHeight;
   return performance.now() - start;
 })()"""
@@ -139,7 +135,7 @@ def test_ten_thousand_completions_are_painted_searched_and_sorted_at_once(browse
         await tab.value(SEARCH % "needle")
         assert await tab.value('document.querySelectorAll(".item").length') == 1
         await tab.value(SEARCH % "")
-        await tab.value('document.getElementById("sort").value = "advantage-up"; filter(true)')
+        await tab.value('document.getElementById("sort").value = "advantage-up"; filter()')
         assert "advantage -0.5" in await tab.value('document.querySelector(".item").textContent')
         assert await tab.value('document.querySelectorAll("#detail .text span").length') == 250
         assert await tab.value('document.querySelectorAll(".item").length') < 60, "those out of sight are not drawn"
@@ -148,14 +144,14 @@ def test_ten_thousand_completions_are_painted_searched_and_sorted_at_once(browse
     browse(visit)
 
 
-def test_two_seeds_are_a_band_and_the_planned_memory_stands_beside_the_measured(browse, page):
+def test_each_run_is_a_line_and_the_planned_memory_stands_beside_the_measured(browse, page):
     async def visit(tab: Tab) -> None:
         await tab.open(page.as_uri())
         await tab.wait_for(READY, seconds=60)
-        assert await tab.value('document.querySelectorAll("#curves path.band").length') >= 4
-        assert await tab.value('document.getElementById("legend").textContent') == "seed-1 and 1 more"
-        await tab.value('document.getElementById("bands").click()')
-        assert await tab.value('document.querySelectorAll("#curves path.band").length') == 0
+        assert await tab.value('document.querySelectorAll("#curves figure").length') == 4
+        assert await tab.value('document.querySelectorAll("#curves path.line").length') == 2 * 4
+        await tab.value('document.getElementById("tags").value = "rollout_s"; showCurves()')
+        assert await tab.value('document.querySelectorAll("#curves figure").length') == 1
         assert await tab.value('document.getElementById("legend").textContent') == "seed-1seed-2"
         cells = '[...document.querySelectorAll("#cost table:last-of-type td")].map((cell) => cell.textContent)'
         assert (await tab.value(cells))[-4:] == ["peak", "13 GiB", "10 GiB", "-23 %"]
@@ -200,47 +196,10 @@ def test_the_keyboard_is_enough(browse, page):
         for _ in range(60):
             await tab.press("Tab")
             names.add(await tab.value(f"{focus} || document.activeElement.textContent"))
-        controls = {"theme", "bands", "smooth", "tags", "search", "run", "stage", "sort", "step", "list", "Checks"}
+        controls = {"tags", "search", "run", "stage", "sort", "step", "list", "Checks"}
         assert controls <= names, controls - names
 
     browse(visit)
-
-
-def test_what_a_running_process_writes_appears_while_one_reads(browse, tmp_path):
-    run = tmp_path / "run"
-    with SummaryWriter(str(run)) as writer:
-        writer.add_scalar("train/reward", 0.0, 0)
-    for step in (0, 1):
-        write_rollout(run, step, count=3)
-    server = make_server([run], port=0, limit=4)  # one of the two files
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-
-    async def visit(tab: Tab) -> None:
-        await tab.open(f"{address}/")
-        await tab.wait_for(READY)
-        await tab.press("j")
-        with SummaryWriter(str(run)) as writer:
-            writer.add_scalar("train/reward", 1.0, 1)
-        write_rollout(run, 2, count=4)
-        await tab.wait_for('document.getElementById("count").textContent.startsWith("7 of 7")')
-        assert "When this page was opened: 3 of 6" in await tab.value('document.getElementById("count").textContent')
-        assert "2 rollouts" in await tab.value('document.getElementById("state").textContent')
-        assert ", running" in await tab.value('document.getElementById("state").textContent')
-        assert await tab.value("document.querySelector('.item[aria-selected=true]').id") == "item-1", "the reader stays"
-        assert tab.requests[0] == f"{address}/"
-        assert all(url.startswith(f"{address}/news?after=") for url in tab.requests[1:])
-        refused = "fetch('https://example.invalid/').then(() => 'sent', () => 'refused')"
-        assert await tab.value(refused) == "refused"
-        tab.errors.clear()  # of that refusal
-
-    try:
-        with (run / LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            browse(visit)
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -255,7 +214,5 @@ def test_it_follows_the_scheme_of_the_system_and_text_stands_out(browse, page, s
         paper, ink = [await tab.value(brightness % name) for name in ("backgroundColor", "color")]
         assert (paper > ink) == (scheme == "light")
         assert abs(paper - ink) > 0.7
-        await tab.value('document.getElementById("theme").click()')
-        assert (await tab.value(brightness % "backgroundColor") > 0.5) == (scheme == "dark")
 
     browse(visit)

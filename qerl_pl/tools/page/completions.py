@@ -1,11 +1,11 @@
-"""Convert the completion files of a run to JSON for its page, with log-probability, entropy and gap per token if
-written."""
+"""Convert the completion files of runs to JSON for their page."""
 
 from __future__ import annotations
 
 import base64
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +20,54 @@ LARGEST = 32.0  # nats; larger per-token numbers are clipped to this
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
     """Choose completion files, spread evenly over each run, so that they have about ``limit`` completions together.
 
-    Returns: (index of the run, file) in order, and a sentence that says which files were left out, or "".
+    Returns:
+        (index of the run, file), ordered by run, stage and rollout; and a sentence that says what was left out, or "".
     """
-    found = [(index, path) for index, folder in enumerate(folders) for path in completion_files(folder)]
-    counts = [_count(path) for _, path in found]
+    every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
+    counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:
-        return found, ""
+        return every, ""
     if limit == 0:
         return [], f"none of {sum(counts):,} completions are shown; `report --completions N` shows N"
-    each = -(-sum(counts) // limit)
-    return found[::each], (
-        f"{sum(counts[::each]):,} of {sum(counts):,} completions are shown, those of one file in {each}; "
+    stride = -(-sum(counts) // limit)
+    return every[::stride], (
+        f"{sum(counts[::stride]):,} of {sum(counts):,} completions are shown, those of one file in {stride}; "
         "`report --completions N` shows up to N"
     )
-
-
-def completion_files(folder: Path) -> list[Path]:
-    """List the files that ``callbacks.completions`` wrote for a run, ordered by stage and then by rollout."""
-    return sorted((folder / "completions").glob("*.jsonl"))
 
 
 def block(path: Path, run: int) -> dict[str, Any]:
     """Convert the completions of one file. Lines that cannot be read are skipped and counted in ``damaged``.
 
     Returns:
-        JSON-serialisable: run, stage, step, pieces (texts of tokens), rows. Per-token numbers are base64 of
-        little-endian integers: piece indices are uint32, the others int16 in thousandths of a nat.
+        JSON-serialisable: run, stage, step, rows, and pieces (texts of tokens) if per-token numbers were written.
+        Per-token numbers are base64 of little-endian integers: piece indices are uint32, log-probability, entropy and
+        gap int16 in thousandths of a nat.
     """
     stage, _, step = path.stem.rpartition("-")
-    lines = [_read(line) for line in read_lines(path, errors="replace")]
-    rows = [_row(line) for line in lines if line is not None]
-    found = {"run": run, "stage": stage, "step": int(step), "rows": rows, "damaged": len(lines) - len(rows)}
+    lines, rows = read_lines(path, errors="replace"), []
+    for line in lines:
+        with suppress(ValueError, AttributeError):  # no JSON, or no mapping
+            rows.append(_row(json.loads(line)))
+    content = {"run": run, "stage": stage, "step": int(step), "rows": rows, "damaged": len(lines) - len(rows)}
     tokens_path = path.with_suffix(".safetensors")
-    if tokens_path.exists() and not found["damaged"]:
+    if tokens_path.exists() and not content["damaged"]:
         from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
 
         tokens = read_tokens(tokens_path)
         if len(tokens.offsets) == len(rows) + 1:
             pieces = sorted(tokens.pieces)
-            places = np.searchsorted(np.array(pieces), tokens.ids.numpy()).astype("<u4")
-            numbers = {"l": tokens.logprobs, "e": tokens.entropy, "g": tokens.gap}
-            fixed = {
-                key: (value.float().nan_to_num().clamp(-LARGEST, LARGEST) * STEP).round().numpy().astype("<i2")
-                for key, value in numbers.items()
-            }
+            numbers = {"t": np.searchsorted(np.array(pieces), tokens.ids.numpy()).astype("<u4")}
+            for key, value in {"l": tokens.logprobs, "e": tokens.entropy, "g": tokens.gap}.items():
+                fixed = value.float().nan_to_num().clamp(-LARGEST, LARGEST) * STEP
+                numbers[key] = fixed.round().numpy().astype("<i2")
             bounds = tokens.offsets.tolist()
             for row, start, end, advantage in zip(rows, bounds, bounds[1:], tokens.advantages.tolist(), strict=False):
                 row["v"] = float(f"{advantage:.4g}")
-                row["t"] = _base64(places[start:end])
-                row.update({key: _base64(value[start:end]) for key, value in fixed.items()})
-            found["pieces"] = [tokens.pieces[token] for token in pieces]
-    return found
+                for key, values in numbers.items():
+                    row[key] = base64.b64encode(values[start:end].tobytes()).decode()
+            content["pieces"] = [tokens.pieces[token] for token in pieces]
+    return content
 
 
 def _row(line: dict[str, Any]) -> dict[str, Any]:
@@ -84,20 +81,3 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
         "n": line.get("num_tokens", 0),
         "f": bool(line.get("finished", True)),
     }
-
-
-def _read(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _count(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
-
-
-def _base64(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode()

@@ -8,12 +8,13 @@ const KEY = {
   advantage: "of the whole completion: red where it is encouraged, blue where it is discouraged; full at 1.5",
   none: "",
 };
-let rows = [], shown = [], chosen = -1, colouring = 0;
+const rows = [];
+let shown = [], chosen = -1, colouring = 0;
 function addBlock(block) {
   const pieces = block.pieces || null;
   for (const row of block.rows) {
     rows.push({ ...row, run: block.run, stage: block.stage, step: block.step, pieces, order: rows.length,
-      found: [row.p, row.c, row.a, ...Object.values(row.y)].join("\n").toLowerCase() });
+      all: [row.p, row.c, row.a, ...Object.values(row.y)].join("\n").toLowerCase() });
   }
 }
 function options(select, values, label) {
@@ -29,27 +30,26 @@ function showFilters() {
   options($("stage"), [...new Set(rows.map((row) => row.stage))], (stage) => stage);
   $("step").max = stepsOf().length - 1;
 }
-function filter(fromTheTop = false) {
+function filter() {
   const text = $("search").value.toLowerCase(), run = $("run").value, stage = $("stage").value;
   const steps = stepsOf(), at = Number($("step").value), step = at >= 0 ? steps[at] : null;
   $("stepname").textContent = step === null || step === undefined ? "all" : String(step);
-  const kept = !fromTheTop && chosen >= 0 ? shown[chosen] : null;
-  if (fromTheTop) $("list").scrollTop = 0;
+  $("list").scrollTop = 0;
   shown = rows.filter((row) => (run === "" || row.run === Number(run)) && (stage === "" || row.stage === stage) &&
-    (at < 0 || row.step === step) && (!text || row.found.includes(text)));
+    (at < 0 || row.step === step) && (!text || row.all.includes(text)));
   const [key, way] = $("sort").value.split("-");
   if (key !== "order") {
     const value = { reward: (row) => row.w, advantage: (row) => row.v, length: (row) => row.n }[key];
     const sign = way === "up" ? 1 : -1;
-    const last = (found) => (found === null || found === undefined ? 1 : 0);
+    const last = (known) => (known === null || known === undefined ? 1 : 0);
     shown.sort((a, b) => last(value(a)) - last(value(b)) || sign * (value(a) - value(b)) || a.order - b.order);
   }
   const scored = shown.filter((row) => row.w !== null);
   $("count").textContent = `${shown.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} completions` +
     (scored.length ? `, mean reward ${number(mean(scored.map((row) => row.w)), 3)}` : "") +
-    (summary.note ? `. ${summary.follow ? "When this page was opened: " : ""}${summary.note}` : "");
+    (summary.note ? `. ${summary.note}` : "");
   $("spacer").style.height = `${shown.length * ITEM}px`;
-  chosen = shown.length ? Math.max(0, shown.indexOf(kept)) : -1;
+  chosen = shown.length ? 0 : -1;
   drawList();
   drawDetail();
 }
@@ -125,11 +125,11 @@ function drawDetail() {
 
 // ---- events --------------------------------------------------------------------------------------------------------
 let waiting = 0;
-$("search").oninput = () => { clearTimeout(waiting); waiting = setTimeout(() => filter(true), 60); };
-for (const id of ["run", "sort", "step"]) $(id).oninput = () => filter(true);
-$("stage").oninput = () => { $("step").value = -1; showFilters(); filter(true); };
+$("search").oninput = () => { clearTimeout(waiting); waiting = setTimeout(() => filter(), 60); };
+for (const id of ["run", "sort", "step"]) $(id).oninput = () => filter();
+$("stage").oninput = () => { $("step").value = -1; showFilters(); filter(); };
 $("list").onscroll = () => requestAnimationFrame(drawList);
-for (const id of ["bands", "smooth", "tags"]) $(id).oninput = showCurves;
+$("tags").oninput = showCurves;
 addEventListener("keydown", (event) => {
   const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement.tagName);
   if (event.key === "Escape") document.activeElement.blur();
@@ -140,29 +140,10 @@ addEventListener("keydown", (event) => {
   else if (event.key === "k" || (inList && event.key === "ArrowUp")) { event.preventDefault(); choose(chosen - 1); }
   else if (event.key === "c") { colouring = (colouring + 1) % COLOURINGS.length; drawDetail(); }
 });
-function showAll() { showState(); showChecks(); showCurves(); showCost(); showSettings(); }
-const seeds = new Set(summary.runs.map((run) => run.arm)).size < summary.runs.length;
-$("bands").checked = seeds;
-$("bands").parentElement.hidden = !seeds;
-showAll();
+showCurves();
 addEventListener("DOMContentLoaded", () => setTimeout(() => {
   for (const node of document.querySelectorAll("script.completions")) { addBlock(JSON.parse(node.textContent)); node.remove(); }
   showFilters();
   filter();
   document.body.dataset.ready = "yes";
-  if (summary.follow) setTimeout(follow, 3000);
 }, 0));
-async function follow() {
-  try {
-    const news = await (await fetch(`news?after=${summary.newest}`)).json();
-    summary = { ...news.summary, note: summary.note, follow: true };
-    for (const block of news.blocks) {  // a resumed run writes a file again
-      rows = rows.filter((row) => row.run !== block.run || row.stage !== block.stage || row.step !== block.step);
-      addBlock(block);
-    }
-    showAll();
-    showFilters();
-    if (news.blocks.length) filter();
-  } catch (error) { $("state").textContent = `No answer from the server (${error}); this page shows what it was last told.`; }
-  setTimeout(follow, 3000);
-}
