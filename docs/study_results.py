@@ -15,8 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from qerl_pl.study.decision import ALPHA, holm  # noqa: E402  (the script is run by its path)
-from qerl_pl.study.statistics import Comparison, compare, smallest_size  # noqa: E402
+from qerl_pl.study.statistics import ALPHA, Comparison, compare, holm, smallest_size  # noqa: E402  (the script is run by its path)  # noqa: E402
 
 READOUTS = ROOT / "docs" / "results" / "noise-words-0" / "readouts.csv"
 PAGE, README = ROOT / "docs" / "study.md", ROOT / "README.md"

@@ -6,26 +6,33 @@ import csv
 import io
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.results.curves import SURPRISAL
+from qerl_pl.results.curves import SURPRISAL, Curve, read_curves
 from qerl_pl.study import state
-from qerl_pl.study.decision import holm, pairs_to_accept
-from qerl_pl.study.readouts import Curves, curves_of, entropy_at, equal_reward, readouts
-from qerl_pl.study.statistics import Comparison, Estimate, compare, mean, seeds_needed, smallest_size
+from qerl_pl.study.readouts import Curves, entropy_at, equal_reward, readouts
+from qerl_pl.study.statistics import (
+    Comparison,
+    Estimate,
+    compare,
+    holm,
+    mean,
+    pairs_to_accept,
+    seeds_needed,
+    smallest_size,
+)
 from qerl_pl.study.study_file import Run, Study
 
 TINY_DIFFERENCE = 0.02  # the table has the number of seeds that would show this difference in accuracy
+HEAD = ["readout", "arms", "difference", "pairs", "p", "p (Holm)", "sd", "seen from", f"seeds for {TINY_DIFFERENCE}"]
 
 
 class Group(NamedTuple):
-    """Finished runs of an arm with one combination of values of the options in the study's grid (a point of the
-    grid)."""
+    """Finished runs of an arm at one point of the grid, that is with one combination of values of its options."""
 
     arm: str
     point: str
@@ -40,12 +47,21 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def values(self, readout: str) -> list[float]:
-        """Return a measured quantity (readout) of these runs, ordered by seed, NaN where a run has none."""
+        """Return a readout of these runs, ordered by seed, NaN where a run has none."""
         return [values.get(readout, math.nan) for _, values in sorted(self.runs.items())]
+
+    def mean_curves(self) -> Curves:
+        """Average each scalar over the runs, at the steps at which all of them logged it."""
+        means: Curves = {}
+        for tag in set.intersection(*(set(curves) for curves in self.curves.values())):
+            runs = [dict(zip(run[tag].steps, run[tag].values, strict=True)) for run in self.curves.values()]
+            steps = sorted(set.intersection(*(set(run) for run in runs)))
+            means[tag] = Curve(steps, [fmean(run[step] for run in runs) for step in steps], [])
+        return means
 
 
 class Judged(NamedTuple):
-    """Comparison of two arms in one readout, a number that summarises a run."""
+    """Comparison of two arms in one readout."""
 
     one: Group
     other: Group
@@ -53,6 +69,11 @@ class Judged(NamedTuple):
     comparison: Comparison
     adjusted: float
     """P-value with Holm's adjustment over all comparisons in the same readout."""
+    seen_from: float
+    """Smallest true difference that is accepted, so adjusted, with a probability of 80 %; NaN if so few pairs can
+    accept nothing."""
+    seeds: int | None
+    """Pairs with which a true difference of ``TINY_DIFFERENCE`` would be; None: too many, or the spread is unknown."""
 
 
 def gather(study: Study) -> list[Group]:
@@ -63,40 +84,41 @@ def gather(study: Study) -> list[Group]:
     """
     groups: dict[tuple[str, str], Group] = {}
     for run in study.runs():
-        if not state.is_finished(study, run):
-            continue
-        point = study.name_of(run.point)
-        group = groups.setdefault((run.arm, point), Group(run.arm, point, {}, {}))
-        curves = curves_of(run)
-        group.curves[run.seed] = curves
-        group.runs[run.seed] = readouts(study, run, curves)
+        if state.is_finished(study, run):
+            point = study.name_of(run.point)
+            group = groups.setdefault((run.arm, point), Group(run.arm, point, {}, {}))
+            group.curves[run.seed] = read_curves(run.folder)
+            group.runs[run.seed] = readouts(study, run, group.curves[run.seed])
     if not groups:
         raise ValueError(f"no run in {study.output} is finished: there is nothing to analyse yet")
     level = equal_reward([curves for group in groups.values() for curves in group.curves.values()])
     for group in groups.values():
         for seed, curves in group.curves.items():
-            entropy = None if level is None else entropy_at(curves, level)
-            if entropy is not None:
+            if level is not None and (entropy := entropy_at(curves, level)) is not None:
                 group.runs[seed]["entropy at equal reward"] = entropy
     arms = list(study.arms)
     return sorted(groups.values(), key=lambda group: arms.index(group.arm))
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Test the paired difference of two arms in one measured quantity, for each pair of arms that the study names.
-
-    Arms are compared at equal settings (points of the grid), for all settings with which both were run.
-    """
+    """Test the paired difference of two arms in one readout, for each pair of arms that the study names, at each point
+    of the grid at which both were run."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
-    found: list[tuple[Group, Group, Comparison]] = []
-    for point in points:
-        for one, other in study.comparisons:
-            if (one, point) in by_name and (other, point) in by_name:
-                pair = by_name[one, point], by_name[other, point]
-                found.append((*pair, compare(differences(*pair, readout))))
-    adjusted = holm([comparison.p for *_, comparison in found])
-    return [Judged(one, other, readout, each, p) for (one, other, each), p in zip(found, adjusted, strict=True)]
+    pairs = [
+        (by_name[one, point], by_name[other, point])
+        for point in points
+        for one, other in study.comparisons
+        if {(one, point), (other, point)} <= by_name.keys()
+    ]
+    comparisons = [compare(differences(*pair, readout)) for pair in pairs]
+    judged = []
+    for pair, comparison, adjusted in zip(pairs, comparisons, holm([one.p for one in comparisons]), strict=True):
+        known = not math.isnan(spread := comparison.spread)
+        seen_from = smallest_size(comparison.difference.num, len(pairs)) * spread if known else math.nan
+        seeds = seeds_needed(TINY_DIFFERENCE, spread, len(pairs)) if known else None
+        judged.append(Judged(*pair, readout, comparison, adjusted, seen_from, seeds))
+    return judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[float]:
@@ -107,17 +129,16 @@ def differences(one: Group, other: Group, readout: str) -> list[float]:
 
 
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
-    """Give each run whose deciding readout is NaN or infinite the lowest finite value of any run, in place, so that a
-    run that collapsed counts against its arm. The analysis names these runs."""
+    """Give each run whose readout is NaN or infinite the lowest finite value of any run, in place, so that a run that
+    collapsed counts against its arm."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
-    for group in groups:
-        for values in group.runs.values():
-            if finite and not math.isfinite(values.get(readout, 0.0)):
-                values[readout] = min(finite)
+    for values in (values for group in groups for values in group.runs.values()):
+        if finite and not math.isfinite(values.get(readout, 0.0)):
+            values[readout] = min(finite)
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """List the names of readouts (numbers that summarise a run) that any run has, in order of first occurrence."""
+    """List the names of readouts that any run has, in order of first occurrence."""
     return list(dict.fromkeys(name for group in groups for run in group.runs.values() for name in run))
 
 
@@ -125,6 +146,21 @@ def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
     """Compare the study's pairs of arms in every readout; the readout that decides the study comes first."""
     names = sorted(names_of(groups), key=lambda name: name != study.analysis.metric)
     return [judged for name in names for judged in compared(study, groups, name)]
+
+
+def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
+    """Name in lines of Markdown the runs of which a readout is NaN or infinite, and these readouts."""
+    runs = [
+        f"- {group.name}, seed {seed}: {', '.join(lost)}"
+        for group in groups
+        for seed, values in sorted(group.runs.items())
+        if (lost := [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)])
+    ]
+    head = (
+        f"{len(runs)} runs have readouts that are not finite. In the deciding one, {study.analysis.metric}, they get "
+        "the lowest value of all runs; means and comparisons of others leave them out:"
+    )
+    return ["", head, "", *runs] if runs else []
 
 
 def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], collapsed: Sequence[str] = ()) -> str:
@@ -136,7 +172,7 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
         judged: comparisons of arms, from ``all_compared``.
         collapsed: lines about readouts that are not finite, from ``not_finite``.
     """
-    runs = study.runs()
+    runs, metric = study.runs(), study.analysis.metric
     left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
     lines = [
         "# " + study.output.name,
@@ -149,26 +185,22 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
     if left:
         lines += ["", f"Left out, {len(left)} runs that are not finished:", ""]
         lines += [f"- {name}: {text.splitlines()[0] if text else 'not finished'}" for name, text in left.items()]
-    names = names_of(groups)
-    rows = [[name, *(_shown(mean(group.values(name))) for group in groups)] for name in names]
-    lines += collapsed
+    rows = [[name, *(_shown(mean(group.values(name))) for group in groups)] for name in names_of(groups)]
     counts = ["seeds", *(str(len(group.runs)) for group in groups)]
+    lines += collapsed
     lines += ["", "## Readouts", "", *_table(["", *(group.name for group in groups)], [counts, *rows])]
     lines += _best_points(study, groups)
-    lines += ["", f"## Decided by: {study.analysis.metric}", ""]
-    lines += _comparisons([each for each in judged if each.readout == study.analysis.metric])
+    lines += ["", f"## Decided by: {metric}", "", *_comparisons([one for one in judged if one.readout == metric])]
     lines += ["", "## Other readouts, not decided by", ""]
-    lines += _comparisons([each for each in judged if each.readout != study.analysis.metric])
+    lines += _comparisons([one for one in judged if one.readout != metric])
     return "\n".join(lines) + "\n"
 
 
 def _times(runs: Sequence[Run]) -> str:
     """Say how long the commands of finished runs took, all together and in the median run."""
     done = [state.seconds_done(run) for run in runs]
-    hours: dict[str, float] = {}
-    for seconds in done:
-        for name, each in seconds.items():
-            hours[name] = hours.get(name, 0.0) + each / 3600
+    names = dict.fromkeys(name for seconds in done for name in seconds)
+    hours = {name: sum(seconds.get(name, 0.0) for seconds in done) / 3600 for name in names}
     parts = ", ".join(f"{name} {total:.2f}" for name, total in hours.items())
     usual = median(sum(seconds.values()) for seconds in done)
     return (
@@ -176,75 +208,33 @@ def _times(runs: Sequence[Run]) -> str:
     )
 
 
-def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Name the runs of which a readout is NaN or infinite, and these readouts."""
-    found = []
-    for group in groups:
-        for seed, values in sorted(group.runs.items()):
-            if lost := [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]:
-                found.append(f"- {group.name}, seed {seed}: {', '.join(lost)}")
-    head = (
-        f"{len(found)} runs have readouts that are not finite. In the deciding one, {study.analysis.metric}, they get "
-        "the lowest value of all runs; means and comparisons of others leave them out:"
-    )
-    return ["", head, "", *found] if found else []
-
-
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
     """Name the point of the grid with the highest mean of the deciding readout, for each arm that ran at several."""
-    metric = study.analysis.metric
-    lines: list[str] = []
+    metric, lines = study.analysis.metric, []
     for arm in study.arms:
-        means = {
-            group.point: sum(values) / len(values)
-            for group in groups
-            if group.arm == arm and (values := [each for each in group.values(metric) if math.isfinite(each)])
-        }
+        means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}
+        means = {point: estimate.value for point, estimate in means.items() if estimate.num}
         if len(means) > 1:
             best = max(means, key=means.__getitem__)
             lines.append(f"- {arm}: {best} (mean {_number(means[best])}; {len(means)} points)")
     return ["", f"## Best points of the grid, by {metric}", "", *lines] if lines else []
 
 
-def _comparisons(found: Sequence[Judged]) -> list[str]:
-    if not found:
+def _comparisons(judged: Sequence[Judged]) -> list[str]:
+    if not judged:
         return ["No two arms have runs to be compared yet."]
-    head = [
-        "readout",
-        "arms",
-        "difference",
-        "pairs",
-        "p",
-        "p (Holm)",
-        "sd",
-        "seen from",
-        f"seeds for {TINY_DIFFERENCE}",
-    ]
-    in_readout = Counter(each.readout for each in found)
     rows = []
-    for one, other, readout, (difference, p, spread), adjusted in found:
-        number = in_readout[readout]
-        seeds = None if math.isnan(spread) else seeds_needed(TINY_DIFFERENCE, spread, number)
-        rows.append(
-            [
-                *(readout, f"{one.name} - {other.name}", _shown(difference), str(difference.num)),
-                *(_number(value) for value in (p, adjusted, spread, seen_from(difference.num, spread, number))),
-                "-" if math.isnan(spread) else str(seeds or "> 10000"),
-            ]
-        )
+    for one, other, readout, (difference, p, spread), adjusted, seen_from, seeds in judged:
+        cells = [readout, f"{one.name} - {other.name}", _shown(difference), str(difference.num)]
+        cells += [_number(value) for value in (p, adjusted, spread, seen_from)]
+        rows.append([*cells, "-" if math.isnan(spread) else str(seeds or "> 10000")])
     return [
-        *_table(head, rows),
+        *_table(HEAD, rows),
         "",
         "p: sign-flip permutation test, two-sided; the interval has all differences that it does not reject at 5 % "
         f"and is infinite below {pairs_to_accept(1)} pairs. Holm: over the comparisons of one readout. seen from: the "
         "true difference that is accepted with 80 % probability in Holm's first step, for normal differences.",
     ]
-
-
-def seen_from(pairs: int, spread: float, comparisons: int) -> float:
-    """Compute the smallest true difference that the deciding test is likely to see: accepted, with Holm's adjustment
-    over ``comparisons``, with a probability of 80 %; NaN if so few pairs can accept nothing."""
-    return smallest_size(pairs, comparisons) * spread if spread == spread else math.nan
 
 
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
@@ -257,35 +247,27 @@ def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     judged = all_compared(study, groups)
     text = tables(study, groups, judged, collapsed)
     write_whole(folder / "analysis.md", text)
-    names = names_of(groups)
-    rows = io.StringIO()
+    names, rows = names_of(groups), io.StringIO()
     writer = csv.writer(rows, lineterminator="\n")
     writer.writerow(["arm", "point", "seed", *names])
     for group in groups:
         for seed, values in sorted(group.runs.items()):
             writer.writerow([group.arm, group.point, seed, *(values.get(name, "") for name in names)])
     write_whole(folder / "readouts.csv", rows.getvalue())
-    numbers = Counter(each.readout for each in judged)
-    records = [_record(each, numbers[each.readout]) for each in judged]
-    write_whole(folder / "comparisons.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    write_whole(folder / "comparisons.jsonl", "".join(json.dumps(_record(one)) + "\n" for one in judged))
     for group in groups:
-        curves = [each[SURPRISAL].values for each in group.curves.values() if SURPRISAL in each]
-        if curves:
-            together = zip(*curves, strict=False)  # as many rollouts as all of them have
-            means = [sum(values) / len(values) for values in together]
-            write_whole(folder / "surprisal" / f"{group.name.replace(' ', '_')}.json", json.dumps(means) + "\n")
+        if surprisal := group.mean_curves().get(SURPRISAL):
+            file = folder / "surprisal" / f"{group.name.replace(' ', '_')}.json"
+            write_whole(file, json.dumps(surprisal.values) + "\n")
     return text
 
 
-def _record(judged: Judged, comparisons: int) -> Mapping[str, Any]:
+def _record(judged: Judged) -> dict[str, Any]:
     comparison = judged.comparison
-    found: dict[str, Any] = {"readout": judged.readout, "one": judged.one.name, "other": judged.other.name}
-    found |= comparison.difference._asdict() | {"p": comparison.p, "p_holm": judged.adjusted}
-    seen = seen_from(comparison.difference.num, comparison.spread, comparisons)
-    found |= {"sd": comparison.spread, "seen_from": seen}
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in found.items()
-    }
+    numbers = {**comparison.difference._asdict(), "p": comparison.p, "p_holm": judged.adjusted}
+    numbers |= {"sd": comparison.spread, "seen_from": judged.seen_from}
+    finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    return {"readout": judged.readout, "one": judged.one.name, "other": judged.other.name, **finite}
 
 
 def _shown(estimate: Estimate) -> str:

@@ -30,15 +30,12 @@ def gpus_shared() -> Iterator[dict[str, str]]:
     """Start MPS for the processes of this context, and end it with the context.
 
     Yields:
-        Environment variables with which a process uses the service. They are empty if a service runs already, which
-        CUDA programs then find by themselves, or if none can be started: then the processes take turns, which is
-        slower, and a message says why.
+        Environment variables with which a process uses the service; none if a service runs already, which CUDA programs
+        find by themselves, or if none can be started, of which a message gives the reason.
     """
-    if shutil.which(CONTROL) is None:
-        _say(f"{CONTROL} was not found")
-        yield {}
-        return
-    if not _run([CONTROL], os.environ, given="get_server_list\n"):
+    failed = "" if shutil.which(CONTROL) else f"{CONTROL} was not found"
+    if failed or not _run([CONTROL], os.environ, "get_server_list\n"):
+        _warn(failed)
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
@@ -46,26 +43,25 @@ def gpus_shared() -> Iterator[dict[str, str]]:
         # the service offers all GPUs; a process selects its own by CUDA_VISIBLE_DEVICES
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
         try:
-            failed = _run([CONTROL, "-d"], environment)
-            failed = failed or _run([sys.executable, "-c", MAKE_CONTEXT], environment)
-            if failed:
-                _say(failed)
+            failed = _run([CONTROL, "-d"], environment) or _run([sys.executable, "-c", MAKE_CONTEXT], environment)
+            _warn(failed)
             yield {} if failed else variables
         finally:
-            _run([CONTROL], environment, given="quit\n")
+            _run([CONTROL], environment, "quit\n")
 
 
-def _run(words: list[str], environment: Mapping[str, str], given: str = "") -> str:
+def _run(words: list[str], environment: Mapping[str, str], sent: str = "") -> str:
     """Run a command; returns why it failed, "" if it did not."""
     try:
         done = subprocess.run(
-            words, input=given, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            words, input=sent, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    said = " ".join((done.stdout + done.stderr).split())
-    return f"{words[0]} ended with status {done.returncode}: {said}" if done.returncode else ""
+    output = " ".join((done.stdout + done.stderr).split())
+    return f"{words[0]} ended with status {done.returncode}: {output}" if done.returncode else ""
 
 
-def _say(why: str) -> None:
-    print(f"runs that share a GPU take turns, which is slower, because MPS cannot be used ({why})", flush=True)
+def _warn(failed: str) -> None:
+    if failed:
+        print(f"runs that share a GPU take turns, which is slower, because MPS cannot be used ({failed})", flush=True)

@@ -1,8 +1,7 @@
 """Execute the commands of a study's run one after another in one process, so that its imports are done once.
 
 ``python -m qerl_pl.study.process FOLDER COMMANDS``: the run's folder, and the commands as a JSON list of pairs of name
-and arguments. The output of each goes to its log. The run's state says which commands have succeeded, and how long they
-took. The exit status is that of the first command that failed, else 0.
+and arguments. The exit status is that of the first command that failed, else 0.
 """
 
 from __future__ import annotations
@@ -25,27 +24,22 @@ def words_of(folder: Path, commands: Sequence[Command]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Execute the commands; returns the exit status."""
-    folder, commands = Path(argv[0]), [Command(*each) for each in json.loads(argv[1])]
+    """Execute the commands, with the output of each in its log; returns the exit status."""
+    folder = Path(argv[0])
     began = time.monotonic()
-    for command in commands:
-        _write_to(state.log_of(folder, command.name))
-        status = program(command.arguments)
-        if status:
+    for name, arguments in json.loads(argv[1]):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        log = state.log_of(folder, name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            for stream in (1, 2):  # by number, so that output of libraries written in C goes there too
+                os.dup2(file.fileno(), stream)
+        if status := program(arguments):
             return status
-        state.succeeded(folder, command.name, time.monotonic() - began)
+        state.succeeded(folder, name, time.monotonic() - began)
         began = time.monotonic()
     return 0
-
-
-def _write_to(log: Path) -> None:
-    """Append all output of this process to a file from now on, also that of libraries written in C."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
 
 
 if __name__ == "__main__":

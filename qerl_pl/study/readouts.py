@@ -14,44 +14,32 @@ WINDOW = 5  # rollouts of a running mean
 Curves = dict[str, Curve]
 
 
-def curves_of(run: Run) -> Curves:
-    """Read every scalar that the run's training logged.
-
-    Raises:
-        ValueError: there is no event file that can be read.
-    """
-    return read_curves(run.folder)
-
-
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
-    """Compute a run's readouts (numbers that summarise it) by name; one whose scalars were not logged is left out.
+    """Compute a run's readouts by name; one whose scalars were not logged is left out.
 
     A readout named "area under ..." is the mean of a curve over the steps of training. ``analysis.gather`` adds
     ``entropy at equal reward``, which depends on the other runs.
     """
-    found: dict[str, float] = {}
     validation = study.analysis.validation
-    if validation in curves:
-        values = curves[validation].values
-        found |= {"accuracy at step 0": values[0], "final accuracy": values[-1]}
-        found["area under accuracy"] = area(curves[validation])
-    if "train/reward" in curves:
-        values = curves["train/reward"].values
-        found["final reward"] = float(np.mean(values[-max(1, len(values) // 10) :]))
-        found["area under reward"] = area(curves["train/reward"])
-    if "policy/entropy" in curves:
-        found["entropy at step 0"] = curves["policy/entropy"].values[0]
-    if SURPRISAL in curves:
-        found["mean sampling entropy"] = float(np.mean(curves[SURPRISAL].values))
-    if "gap/mean_abs" in curves:
-        found["gap"] = float(np.mean(curves["gap/mean_abs"].values))
-    for tag in sorted(curves):
-        if tag.startswith("ledger/") and tag.endswith("/mean_abs"):
-            found[f"gap, {tag.split('/')[1]}"] = float(np.mean(curves[tag].values))
-    if "time/step_s" in curves:
-        found["seconds per step"] = float(np.median(curves["time/step_s"].values))
-    if "memory/gpu_peak_bytes" in curves:
-        found["GPU memory, GiB"] = max(curves["memory/gpu_peak_bytes"].values) / 2**30
+    ledger = [tag for tag in sorted(curves) if tag.startswith("ledger/") and tag.endswith("/mean_abs")]
+    of_curves = [
+        ("accuracy at step 0", validation, lambda curve: curve.values[0]),
+        ("final accuracy", validation, lambda curve: curve.values[-1]),
+        ("area under accuracy", validation, area),
+        (
+            "final reward",
+            "train/reward",
+            lambda curve: float(np.mean(curve.values[-max(1, len(curve.values) // 10) :])),
+        ),
+        ("area under reward", "train/reward", area),
+        ("entropy at step 0", "policy/entropy", lambda curve: curve.values[0]),
+        ("mean sampling entropy", SURPRISAL, average),
+        ("gap", "gap/mean_abs", average),
+        *((f"gap, {tag.split('/')[1]}", tag, average) for tag in ledger),
+        ("seconds per step", "time/step_s", lambda curve: float(np.median(curve.values))),
+        ("GPU memory, GiB", "memory/gpu_peak_bytes", lambda curve: max(curve.values) / 2**30),
+    ]
+    found = {name: value(curves[tag]) for name, tag, value in of_curves if tag in curves}
     if (seconds := state.seconds_done(run).get(FIT)) is not None:
         found["seconds of the run"] = seconds
     for name in study.evaluations:
@@ -66,18 +54,20 @@ def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
     An evaluation that was repeated with other settings has several folders; the one that was written last counts.
     """
     files = (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")
-    newest_last = sorted(files, key=lambda path: path.name)  # the names begin with the time
-    found: dict[int, float] = {}
-    for folder in dict.fromkeys(path.parent for path in reversed(newest_last)):
-        curves = read_curves(folder)
-        if "test/accuracy" in curves:
-            found[1] = curves["test/accuracy"].values[-1]
-        for tag, curve in curves.items():
-            if tag.startswith("test/pass@"):
-                found[int(tag.removeprefix("test/pass@"))] = curve.values[-1]
+    newest_first = sorted(files, key=lambda path: path.name, reverse=True)  # the names begin with the time
+    for folder in dict.fromkeys(path.parent for path in newest_first):
+        last = {tag: curve.values[-1] for tag, curve in read_curves(folder).items()}
+        found = {int(tag.removeprefix("test/pass@")): last[tag] for tag in last if tag.startswith("test/pass@")}
+        if "test/accuracy" in last:
+            found[1] = last["test/accuracy"]
         if found:
-            break
-    return dict(sorted(found.items()))
+            return dict(sorted(found.items()))
+    return {}
+
+
+def average(curve: Curve) -> float:
+    """Compute the mean of a curve's values."""
+    return float(np.mean(curve.values))
 
 
 def area(curve: Curve) -> float:
@@ -100,17 +90,14 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
     if not runs or any("train/reward" not in curves for curves in runs):
         return None
     means = [smooth(curves["train/reward"].values) for curves in runs]
-    if not all(np.isfinite(each).any() for each in means):
+    if not all(np.isfinite(values).any() for values in means):
         return None
-    return min(float(each[np.isfinite(each)].max()) for each in means)
+    return min(float(values[np.isfinite(values)].max()) for values in means)
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
     """Return a run's entropy (running mean, nats per token) at the first step at which the running mean of its reward
-    reaches ``reward``.
-
-    None if the reward is never reached, or if no entropy was logged.
-    """
+    reaches ``reward``; None if it never does, or if no entropy was logged."""
     if not {"train/reward", "policy/entropy"} <= curves.keys():
         return None
     reached = np.flatnonzero(smooth(curves["train/reward"].values) >= reward)

@@ -12,21 +12,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import IO
 
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.study import state
 from qerl_pl.study.process import words_of
-from qerl_pl.study.progress import Training, described, rollouts_of, seconds_of_commands
-from qerl_pl.study.study_file import FIT, Command, Run, Study, commands_of
+from qerl_pl.study.study_file import Command, Run, Study, commands_of
 
 POLL_SECONDS = 0.2
-REPORT_SECONDS = 60.0  # without a message, after which one says how far the trainings are
 # after SIGTERM, a process has this time to finish its step and write a checkpoint; then it is killed
 STOP_SECONDS = 180.0
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 SHARE_OF_GPU = 0.92  # that runs may take together
 LOG_LINES = 12  # of a failed command that are shown
+TIME_IS_UP = 3  # exit status
 
 
 @dataclass
@@ -43,14 +43,6 @@ class Slot:
     started: float = 0.0
     attempts: int = 0
     """Starts of the command that is executed."""
-
-    def running(self) -> tuple[str, float]:
-        """Return the name of the command that the slot's process executes, and its seconds so far."""
-        assert self.run is not None
-        done = state.seconds_done(self.run)
-        earlier = sum(done[name] for name in self.commands if name in done)
-        name = next((name for name in self.commands if name not in done), self.commands[-1])
-        return name, max(0.0, time.monotonic() - self.started - earlier)
 
 
 class Outcome(Exception):
@@ -110,7 +102,6 @@ class Runner:
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.failed: list[Run] = []
         self._signal = 0
-        self._report_at = time.monotonic() + REPORT_SECONDS
 
     def work(self) -> None:
         """Execute all runs; returns when each has finished or failed.
@@ -126,8 +117,6 @@ class Runner:
                     self._stop()
                 for slot in self.slots:
                     self._advance(slot)
-                if time.monotonic() >= self._report_at:
-                    self._say(described(self._trainings()) or "processes are starting or evaluating")
                 time.sleep(POLL_SECONDS)
         finally:
             for number, handler in previous.items():
@@ -137,7 +126,7 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """If a slot's process has ended, start another for what is left of its run, or take the next run."""
+        """Start a process in a slot that has none, for what is left of its run or of the next one."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -153,24 +142,21 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Assign to a slot the first waiting run that is not locked or being trained by another process, and that no
-        other run has to precede."""
+        """Give a slot the first waiting run that no other process works on and that no other run has to precede."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)
-            if before is not None and not state.is_finished(self.study, before):
-                if before in self.failed:
-                    self._give_up(run, f"{before.name} failed, whose files it needs")
-                else:
-                    self.waiting.append(run)
+            if before is not None and before in self.failed:
+                self._give_up(run, f"{before.name} failed, whose files it needs")
                 continue
-            lock = state.lock(run)
-            if lock is not None and not is_running(run.folder):  # a process whose runner was killed may still end
-                slot.run, slot.lock, slot.attempts = run, lock, 0
-                state.write_files(self.study, run)
-                return
-            if lock is not None:
-                lock.close()
+            if before is None or state.is_finished(self.study, before):
+                lock = state.lock(run)
+                if lock is not None and not is_running(run.folder):  # a process whose runner was killed may still end
+                    slot.run, slot.lock, slot.attempts = run, lock, 0
+                    state.write_files(self.study, run)
+                    return
+                if lock is not None:
+                    lock.close()
             self.waiting.append(run)
 
     def _start(self, slot: Slot, run: Run, commands: Sequence[Command]) -> None:
@@ -195,26 +181,25 @@ class Runner:
         slot.commands, slot.started = tuple(command.name for command in commands), time.monotonic()
         slot.attempts += 1
 
-    def _ended(self, slot: Slot, status: int) -> None:
-        """Record the exit status of a slot's process; a run of which a command failed ``study.attempts`` times is given
-        up."""
+    def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
+        """Record the end of a slot's process; a run of which a command failed ``study.attempts`` times is given up,
+        unless this end was asked for."""
         run = slot.run
         assert run is not None
         slot.process = None
         if status == 0:
             slot.attempts = 0
             return
-        name, seconds = slot.running()
+        done, spent = state.seconds_done(run), state.seconds_spent(run)
+        name = next((name for name in slot.commands if name not in done), slot.commands[-1])
         if name != slot.commands[0]:
             slot.attempts = 1  # commands before it succeeded, so this was its first start
-        spent = state.seconds_spent(run)
-        state.keep(run.folder, spent=spent | {name: spent.get(name, 0.0) + seconds})
-        if not self._signal and slot.attempts >= self.study.attempts:
+        seconds = time.monotonic() - slot.started - sum(done.get(name, 0.0) for name in slot.commands)
+        state.keep(run.folder, spent=spent | {name: spent.get(name, 0.0) + max(0.0, seconds)})
+        if not (stopped or self._signal) and slot.attempts >= self.study.attempts:
             log = state.log_of(run.folder, name)
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-            text = f"{name} ended with status {status} ({slot.attempts} starts); the end of its log:\n" + "\n".join(
-                lines
-            )
+            end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+            text = f"{name} ended with status {status} ({slot.attempts} starts); the end of its log:\n{end}"
             self._free(slot)
             self._give_up(run, text)
 
@@ -230,67 +215,38 @@ class Runner:
 
     def _stop(self) -> None:
         """Ask the processes of all runs to stop at their next checkpoint, wait for them, and raise ``Outcome``."""
-        busy = [slot for slot in self.slots if slot.process is not None]
-        for slot in busy:
-            assert slot.process is not None
-            slot.process.send_signal(signal.SIGTERM)
+        busy = [(slot, slot.process) for slot in self.slots if slot.process is not None]
+        for _, process in busy:
+            process.send_signal(signal.SIGTERM)
         limit = time.monotonic() + STOP_SECONDS
-        for slot in busy:
-            assert slot.process is not None
+        for slot, process in busy:
             try:
-                status = slot.process.wait(max(0.0, limit - time.monotonic()))
+                status = process.wait(max(0.0, limit - time.monotonic()))
             except subprocess.TimeoutExpired:
-                slot.process.kill()
-                status = slot.process.wait()
-            slot.attempts = 0  # being stopped is no failure
-            self._ended(slot, status)
+                process.kill()
+                status = process.wait()
+            self._ended(slot, status, stopped=True)
             self._free(slot)
         reason = signal.Signals(self._signal).name if self._signal else "the time is up"
-        raise Outcome(
-            f"stopped ({reason}); the same command goes on", 128 + self._signal if self._signal else TIME_IS_UP
-        )
+        status = 128 + self._signal if self._signal else TIME_IS_UP
+        raise Outcome(f"stopped ({reason}); the same command goes on", status)
 
     def _say(self, text: str) -> None:
         running = sum(slot.run is not None for slot in self.slots)
         finished = self.total - len(self.waiting) - running - len(self.failed)
-        left = self._seconds_left()
-        about = f", about {left / 60:.0f} min left" if left else ""
-        counts = (
-            f"{finished} finished, {running} running, {len(self.waiting)} waiting, {len(self.failed)} failed{about}"
-        )
-        print(f"{time.strftime('%H:%M:%S')} {text}\n         {counts}", flush=True)
-        self._report_at = time.monotonic() + REPORT_SECONDS
+        counts = f"{finished} finished, {running} running, {len(self.waiting)} waiting, {len(self.failed)} failed"
+        print(f"{time.strftime('%H:%M:%S')} {text}\n         {counts}{self._time_left()}", flush=True)
 
-    def _trainings(self) -> list[Training]:
-        """List the running trainings that have done a rollout."""
-        found = []
-        for slot in self.slots:
-            if slot.run is None or slot.process is None:
-                continue
-            name, seconds = slot.running()
-            done = rollouts_of(state.log_of(slot.run.folder, FIT)) if name == FIT else None
-            if done is not None:
-                found.append(Training(*done, seconds + state.seconds_spent(slot.run).get(FIT, 0.0)))
-        return found
-
-    def _seconds_left(self) -> float | None:
-        """Estimate the study's remaining seconds from the duration of each command; None if no command has ended and no
-        rollout is done yet."""
-        mean = seconds_of_commands(map(state.seconds_done, self.study.runs()), self._trainings())
-        if not mean:
-            return None
-        fallback = sum(mean.values()) / len(mean)
-        unfinished = [*self.waiting, *(slot.run for slot in self.slots if slot.run is not None)]
-        total = 0.0
-        for run in unfinished:
-            over = state.seconds_done(run)
-            names = [command.name for command in commands_of(self.study, run) if command.name not in over]
-            total += sum(mean.get(name, fallback) for name in names)
-        total -= sum(slot.running()[1] for slot in self.slots if slot.run is not None and slot.process is not None)
-        return max(total, 0.0) / min(len(self.slots), max(1, len(unfinished)))
-
-
-TIME_IS_UP = 3
+    def _time_left(self) -> str:
+        """Estimate the remaining time from the mean seconds of finished runs; "" if there is none."""
+        runs = self.study.runs()
+        seconds = [sum(state.seconds_done(run).values()) for run in runs if state.is_finished(self.study, run)]
+        running = [time.monotonic() - slot.started for slot in self.slots if slot.process is not None]
+        unfinished = len(self.waiting) + len(running)
+        if not seconds or not unfinished:
+            return ""
+        left = max(0.0, fmean(seconds) * unfinished - sum(running)) / min(len(self.slots), unfinished)
+        return f", about {left / 60:.0f} min left"
 
 
 def _end_with_parent() -> None:

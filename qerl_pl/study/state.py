@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,9 +41,9 @@ def keep(folder: Path, **changes: Any) -> None:
 
 def succeeded(folder: Path, name: str, seconds: float) -> None:
     """Record that a command of a run succeeded, in so many seconds of its last start; removes an earlier failure."""
-    found = _read(folder)
-    spent = found.get("spent", {})
-    done = found.get("done", {}) | {name: seconds + spent.pop(name, 0.0)}
+    state = _read(folder)
+    spent = state.get("spent", {})
+    done = state.get("done", {}) | {name: seconds + spent.pop(name, 0.0)}
     keep(folder, done=done, spent=spent, failure=None)
 
 
@@ -54,30 +53,25 @@ def write_files(study: Study, run: Run) -> None:
     Raises:
         ValueError: the study has changed the settings with which the run began.
     """
-    _check(study, run)
+    check_unchanged(study, run)
     for path, text in files_of(study, run).items():
         write_whole(path, text)
 
 
-def check_unchanged(study: Study) -> None:
-    """Refuse a study in which a run would have other settings than those with which it began.
+def check_unchanged(study: Study, *runs: Run) -> None:
+    """Refuse a study in which a run (of these, or of all) would have other settings than those with which it began.
 
     Raises:
         ValueError: names the configuration file that differs.
     """
-    for run in study.runs():
-        _check(study, run)
-
-
-def _check(study: Study, run: Run) -> None:
-    if not seconds_done(run) and not (run.folder / "checkpoints").exists():
-        return
-    for path, text in files_of(study, run).items():
-        if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise ValueError(
-                f"{path} is not what the study says now: the run began with other settings, and what is finished is "
-                "never overwritten; give the arm another name, or the study another output"
-            )
+    for run in runs or study.runs():
+        if seconds_done(run) or (run.folder / "checkpoints").exists():
+            for path, text in files_of(study, run).items():
+                if path.exists() and path.read_text(encoding="utf-8") != text:
+                    raise ValueError(
+                        f"{path} is not what the study says now: the run began with other settings, and what is "
+                        "finished is never overwritten; give the arm another name, or the study another output"
+                    )
 
 
 def lock(run: Run) -> IO[str] | None:
@@ -90,8 +84,6 @@ def lock(run: Run) -> IO[str] | None:
     except BlockingIOError:
         file.close()
         return None
-    file.write(f"{os.getpid()}\n")
-    file.flush()
     return file
 
 
@@ -103,9 +95,9 @@ def log_of(folder: Path, command: str) -> Path:
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / STATE
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); remove it, and what is finished is done again") from error
-    if not isinstance(found, dict):
+    if not isinstance(state, dict):
         raise ValueError(f"{path} holds no mapping; remove it, and what is finished is done again")
-    return found
+    return state

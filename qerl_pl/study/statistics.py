@@ -9,6 +9,7 @@ follow from the means of the subsets (typical values; Hartigan, JASA 1969).
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -17,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
-from qerl_pl.study.decision import ALPHA, pairs_to_accept, smallest_p
-
+ALPHA = 0.05
+"""Error rate of a study over all comparisons that decide it."""
 POWER = 0.8
 EXACT_PAIRS = 16
 """Largest number of pairs of which all subsets are taken; of more pairs, 2^16 random ones."""
@@ -37,8 +38,7 @@ class Estimate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Statistics of paired differences: a readout of the first arm minus that of the second, of runs with equal
-    seeds."""
+    """Statistics of the differences of a readout in pairs of runs with equal seeds."""
 
     difference: Estimate
     """Mean, with the interval of all true means that the test does not reject at the 5 % level."""
@@ -51,18 +51,11 @@ class Comparison(NamedTuple):
 def mean(values: Sequence[float]) -> Estimate:
     """Estimate a mean with Student's t interval; values that are not finite are left out."""
     finite = _finite(values)
-    if not len(finite):
-        return Estimate(math.nan, math.nan, math.nan, 0)
+    if len(finite) < 2:
+        return Estimate(float(finite[0]) if len(finite) else math.nan, math.nan, math.nan, len(finite))
     value = float(finite.mean())
-    if len(finite) == 1:
-        return Estimate(value, math.nan, math.nan, 1)
     half = float(stats.sem(finite) * stats.t.ppf(1 - ALPHA / 2, len(finite) - 1))
     return Estimate(value, value - half, value + half, len(finite))
-
-
-def _finite(values: Sequence[float]) -> np.ndarray:
-    array = np.asarray(values, dtype=np.float64)
-    return array[np.isfinite(array)]
 
 
 def compare(values: Sequence[float]) -> Comparison:
@@ -71,52 +64,32 @@ def compare(values: Sequence[float]) -> Comparison:
     finite = _finite(values)
     if len(finite) < 2:
         return Comparison(mean(finite.tolist()), math.nan, math.nan)
-    sums = _subset_sums(finite)
-    low, high = _interval(sums, len(finite))
-    estimate = Estimate(float(finite.mean()), low, high, len(finite))
+    sums = finite @ _subsets(len(finite)).T
+    estimate = Estimate(float(finite.mean()), *_interval(sums, len(finite)), len(finite))
     return Comparison(estimate, float(_p_values(sums[None])[0]), float(finite.std(ddof=1)))
 
 
-@cache
-def _subsets(num: int) -> np.ndarray:
-    """Return the non-empty subsets of ``num`` values as rows of 0 and 1; the last row is the whole set."""
-    if num <= EXACT_PAIRS:
-        return (np.arange(1, 2**num)[:, None] >> np.arange(num) & 1).astype(np.float64)
-    rows = np.random.default_rng(0).integers(0, 2, (2**EXACT_PAIRS - 1, num))
-    rows[~rows.any(axis=1), 0] = 1
-    rows[-1] = 1
-    return rows.astype(np.float64)
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values by Holm's step-down method, which keeps the error rate of the family; NaN stays NaN and does not
+    count as a test."""
+    adjusted = np.array(p_values, dtype=np.float64)
+    order = np.argsort(adjusted)[: np.count_nonzero(~np.isnan(adjusted))]  # NaN is sorted last
+    stepped = np.maximum.accumulate(adjusted[order] * np.arange(len(order), 0, -1))
+    adjusted[order] = np.minimum(1.0, stepped)
+    return adjusted.tolist()
 
 
-def _subset_sums(values: np.ndarray) -> np.ndarray:
-    """Sum the values of each non-empty subset: [..., N] to [..., 2^N - 1]."""
-    return values @ _subsets(values.shape[-1]).T
+def smallest_p(pairs: int) -> float:
+    """Return the smallest p-value that the sign-flip test of so many pairs can give, whatever the differences."""
+    return min(1.0, 2.0 ** (1 - pairs))
 
 
-def _p_values(sums: np.ndarray) -> np.ndarray:
-    """Compute the p-value of the mean 0 for each row of sums of subsets, of which the last is of the whole set.
-
-    A subset S has a flipped mean that is at least as extreme if its own sum has the other sign than the sum of all, or
-    is as far on the other side as to turn the sum around; both are counted by taking S and its complement.
-    """
-    total = sums[..., -1:]
-    turned = np.where(total >= 0, sums, -sums)
-    slack = 1e-9 * np.abs(sums).max(axis=-1, keepdims=True)
-    count = (turned <= slack).sum(axis=-1) + 1  # the empty subset: nothing is flipped
-    return np.minimum(1.0, 2 * count / (sums.shape[-1] + 1))
-
-
-def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
-    """Compute the interval of true means that the test does not reject, between two of the sorted means of subsets,
-    from the sums of these subsets.
-
-    With five pairs or fewer no mean is ever rejected, and the interval is infinite.
-    """
-    means = np.sort(sums / _subsets(pairs).sum(axis=1))
-    rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
-    if rejected < 1:
-        return -math.inf, math.inf
-    return float(means[rejected - 1]), float(means[-rejected])
+def pairs_to_accept(comparisons: int) -> int:
+    """Return the number of pairs below which no comparison can be accepted after Holm's adjustment."""
+    pairs = 1
+    while comparisons * smallest_p(pairs) > ALPHA:
+        pairs += 1
+    return pairs
 
 
 def power(size: float, pairs: int, comparisons: int = 1) -> float:
@@ -139,13 +112,6 @@ def power(size: float, pairs: int, comparisons: int = 1) -> float:
 
 
 @cache
-def _standard_sums(pairs: int) -> np.ndarray:
-    """Sums of the subsets of standard normal differences, of as many simulated studies as 32 MB hold."""
-    studies = min(4000, 2**22 // 2**pairs)
-    return _subset_sums(np.random.default_rng(0).standard_normal((studies, pairs)))
-
-
-@cache
 def smallest_size(pairs: int, comparisons: int = 1) -> float:
     """Compute the smallest true difference that is accepted with a probability of 80 %, in standard deviations of the
     differences; NaN if so few pairs can accept nothing."""
@@ -164,12 +130,49 @@ def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int 
     if spread == 0:
         return least
     size = abs(difference) / spread
-    low, high = least - 1, least
-    while power(size, high, comparisons) < POWER:
-        low, high = high, high * 2
-        if high > MOST_SEEDS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(size, middle, comparisons) >= POWER else (middle, high)
-    return high
+    numbers = range(least, MOST_SEEDS + 1)
+    place = bisect.bisect_left(numbers, POWER, key=lambda pairs: power(size, pairs, comparisons))
+    return numbers[place] if place < len(numbers) else None
+
+
+def _finite(values: Sequence[float]) -> np.ndarray:
+    array = np.asarray(values, dtype=np.float64)
+    return array[np.isfinite(array)]
+
+
+@cache
+def _subsets(num: int) -> np.ndarray:
+    """Return the non-empty subsets of ``num`` values as rows of 0 and 1; the last row is the whole set."""
+    if num <= EXACT_PAIRS:
+        return (np.arange(1, 2**num)[:, None] >> np.arange(num) & 1).astype(np.float64)
+    rows = np.random.default_rng(0).integers(0, 2, (2**EXACT_PAIRS - 1, num))
+    rows[~rows.any(axis=1), 0] = 1
+    rows[-1] = 1
+    return rows.astype(np.float64)
+
+
+@cache
+def _standard_sums(pairs: int) -> np.ndarray:
+    """Sum subsets of standard normal differences, of as many simulated studies as 32 MB hold."""
+    studies = min(4000, 2**22 // 2**pairs)
+    return np.random.default_rng(0).standard_normal((studies, pairs)) @ _subsets(pairs).T
+
+
+def _p_values(sums: np.ndarray) -> np.ndarray:
+    """Compute the p-value of the mean 0 for each row of sums of subsets, of which the last is of the whole set."""
+    # A subset has a flipped mean that is at least as extreme if its own sum has the other sign than the sum of all, or
+    # is as far on the other side as to turn the sum around; both are counted by taking the subset and its complement.
+    total = sums[..., -1:]
+    turned = np.where(total >= 0, sums, -sums)
+    slack = 1e-9 * np.abs(sums).max(axis=-1, keepdims=True)
+    count = (turned <= slack).sum(axis=-1) + 1  # the empty subset: nothing is flipped
+    return np.minimum(1.0, 2 * count / (sums.shape[-1] + 1))
+
+
+def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
+    """Compute the interval of true means that the test does not reject, between two of the sorted means of subsets."""
+    means = np.sort(sums / _subsets(pairs).sum(axis=1))
+    rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
+    if rejected < 1:  # five pairs or fewer reject no mean
+        return -math.inf, math.inf
+    return float(means[rejected - 1]), float(means[-rejected])

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,10 +16,14 @@ from typing import Any, NamedTuple
 import yaml
 
 FIT = "fit"
-OWN = ("run_dir", "seed_everything", "ckpt_path")
+SET_BY_STUDY = ("run_dir", "seed_everything", "ckpt_path")
 """Settings that a study gives to every run itself."""
 MOST_LETTERS = 80
 """Longest name of a value in the name of a folder."""
+KINDS = (
+    ("a mapping", dict, ("arms", "after", "settings", "grid", "evaluations", "analysis")),
+    ("a list", list, ("seeds", "config")),
+)
 Settings = dict[str, Any]
 """Part of a configuration, with the keys of a -c file."""
 
@@ -86,81 +89,70 @@ class Study:
     analysis: Analysis = field(default_factory=Analysis)
 
     def __post_init__(self) -> None:
-        if not self.arms or not self.seeds:
-            raise ValueError("a study needs at least one arm and one seed")
+        arms, analysis = list(self.arms), self.analysis  # a list, because a wrong value may not be hashable
+        _require(self.arms and self.seeds, "a study needs at least one arm and one seed")
         for seed in self.seeds:
-            if not (_is_number(seed, int) and 0 <= seed < 2**32):
-                raise ValueError(f"seeds has {seed!r}; expected whole numbers from 0 to {2**32 - 1}")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds are {self.seeds}; each may be there once")
-        for name in (*self.arms, *self.evaluations, self.analysis.folder):
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
-                raise ValueError(f"{name!r} becomes the name of a folder; expected letters, digits and . _ + -")
-        if FIT in self.evaluations:
-            raise ValueError(f"an evaluation may not be called {FIT!r}")
+            right = _is_number(seed, int) and 0 <= seed < 2**32
+            _require(right, f"seeds has {seed!r}; expected whole numbers from 0 to {2**32 - 1}")
+        _require(len(set(self.seeds)) == len(self.seeds), f"seeds are {self.seeds}; each may be there once")
+        for name in (*self.arms, *self.evaluations, analysis.folder):
+            right = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name)
+            _require(right, f"{name!r} becomes the name of a folder; expected letters, digits and . _ + -")
+        _require(FIT not in self.evaluations, f"an evaluation may not be called {FIT!r}")
         for name, kind in (("jobs", int), ("attempts", int), ("gpu_memory", (int, float))):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value, kind) and 0 < value < math.inf):
-                what = "a whole number" if kind is int else "a number"
-                raise ValueError(f"{name} is {value!r}; expected {what} above 0")
+            value, what = getattr(self, name), "a whole number" if kind is int else "a number"
+            right = value is None or (_is_number(value, kind) and 0 < value < math.inf)
+            _require(right, f"{name} is {value!r}; expected {what} above 0")
         for word in (str(self.output), *self.config):
-            if not isinstance(word, str) or not word.strip():
-                raise ValueError(f"config has {word!r}; expected -c files or shipped names")
-            if "$" in word:
-                raise ValueError(f"{word!r} names a variable that the file does not define under `variables`")
+            right = isinstance(word, str) and word.strip()
+            _require(right, f"config has {word!r}; expected -c files or shipped names")
+            _require("$" not in word, f"{word!r} names a variable that the file does not define under `variables`")
         for arm, other in self.after.items():
-            if arm not in self.arms or other not in [*self.arms] or other in self.after or arm == other:
-                raise ValueError(
-                    f"after has {arm}: {other}; expected two of the arms {', '.join(self.arms)}, the second of which "
-                    "comes after no other"
-                )
-        if not isinstance(self.analysis.comparisons, list | None):
-            raise ValueError(f"analysis.comparisons is {self.analysis.comparisons!r}; expected a list of pairs of arms")
-        for pair in self.analysis.comparisons or []:
-            known = isinstance(pair, list) and len(pair) == 2 and all(arm in [*self.arms] for arm in pair)
-            if not known or pair[0] == pair[1]:
-                raise ValueError(f"comparison {pair} is not of two of the arms {', '.join(self.arms)}")
-
+            right = arm in arms and other in arms and other not in self.after
+            expected = f"two of the arms {', '.join(arms)}, the second of which comes after no other"
+            _require(right, f"after has {arm}: {other}; expected {expected}")
+        right = isinstance(analysis.comparisons, list | None)
+        _require(right, f"analysis.comparisons is {analysis.comparisons!r}; expected a list of pairs of arms")
+        for pair in analysis.comparisons or []:
+            right = isinstance(pair, list) and len(pair) == 2 and all(arm in arms for arm in pair)
+            text = f"comparison {pair} is not of two of the arms {', '.join(arms)}"
+            _require(right and pair[0] != pair[1], text)
         for name in ("validation", "metric"):
-            if not isinstance(value := getattr(self.analysis, name), str):
-                raise ValueError(f"analysis.{name} is {value!r}; expected the name of a measured quantity, as text")
+            value = getattr(analysis, name)
+            text = f"analysis.{name} is {value!r}; expected the name of a measured quantity, as text"
+            _require(isinstance(value, str), text)
         self._check_settings()
 
     def _check_settings(self) -> None:
         """Refuse settings that others of the study would overwrite in every run."""
-        sections = {f"arms.{name}": own for name, own in self.arms.items()}
-        sections |= {f"evaluations.{name}": own for name, own in self.evaluations.items()}
+        sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
+        sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
         for where, settings in {"settings": self.settings, **sections}.items():
-            if name := next((name for name in OWN if name in settings), None):
-                raise ValueError(f"{where} has {name}, which the study sets for every run; leave it out")
-        for where, settings in sections.items():
-            if name := next((name for name in varied if _has(settings, name)), None):
-                raise ValueError(
-                    f"{where} has {name}, which grid or gpu_memory set for every run; leave out one of them"
-                )
+            for name in SET_BY_STUDY:
+                _require(name not in settings, f"{where} has {name}, which the study sets for every run; leave it out")
+            for name in varied if where in sections else ():
+                text = f"{where} has {name}, which grid or gpu_memory set for every run; leave out one of them"
+                _require(not _has(settings, name), text)
         for key, values in self.grid.items():
-            if not isinstance(key, str) or key in OWN or (key == "model.gpu_memory" and self.gpu_memory is not None):
-                raise ValueError(f"grid has {key!r}; expected the name of a setting that the study does not set itself")
+            right = isinstance(key, str) and key not in SET_BY_STUDY and varied.count(key) == 1
+            _require(right, f"grid has {key!r}; expected the name of a setting that the study does not set itself")
             texts = [_option(value) for value in values]
-            if repeated := next((text for text in texts if texts.count(text) > 1), None):
-                raise ValueError(f"grid.{key} has {repeated} more than once; each value may be there once")
+            for text in texts:
+                _require(texts.count(text) == 1, f"grid.{key} has {text} more than once; each value may be there once")
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:
         """Pairs of arms that are compared: the difference is the first arm minus the second."""
         first, *others = self.arms
-        given = self.analysis.comparisons
-        return [(arm, first) for arm in others] if given is None else [(one, other) for one, other in given]
+        pairs = self.analysis.comparisons
+        return [(arm, first) for arm in others] if pairs is None else [(one, other) for one, other in pairs]
 
     def runs(self) -> list[Run]:
         """List all runs ordered by seed, so that a study that ends early has complete comparisons for its first
         seeds."""
         points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
-        found = []
-        for seed, point, arm in itertools.product(self.seeds, points, self.arms):
-            found.append(self._run(arm, point, seed))
-        return found
+        return [self._run(arm, point, seed) for seed, point, arm in itertools.product(self.seeds, points, self.arms)]
 
     def run_before(self, run: Run) -> Run | None:
         """Return the run that has to be finished before a run may begin; None if there is none."""
@@ -168,8 +160,8 @@ class Study:
 
     def name_of(self, point: Mapping[str, Any]) -> str:
         """Return the name of the folder of a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty for none."""
-        found = ",".join(f"{key.rsplit('.', 1)[-1]}={_shown(value, self.grid[key])}" for key, value in point.items())
-        return found if len(found) <= 2 * MOST_LETTERS else f"{found[:MOST_LETTERS]}-{_digest(found)}"
+        name = ",".join(f"{key.rsplit('.', 1)[-1]}={_shown(value, self.grid[key])}" for key, value in point.items())
+        return name if len(name) <= 2 * MOST_LETTERS else f"{name[:MOST_LETTERS]}-{_digest(name)}"
 
     def _run(self, arm: str, point: dict[str, Any], seed: int) -> Run:
         middle = [self.name_of(point)] if point else []
@@ -210,87 +202,72 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
     Raises:
         ValueError: the file is missing or no YAML, or a key or value is wrong.
     """
-    if not path.is_file():
-        raise ValueError(f"there is no study {path}")
+    _require(path.is_file(), f"there is no study {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no mapping; expected {_names(Study)}")
+    _require(isinstance(content, dict), f"{path} is no mapping; expected {_names(Study)}")
     content = _without_variables(content, path.name, variables or {})
     content = {key: value for key, value in content.items() if value is not None}
     _check_keys(content, Study, path.name)
-    for key, kind in (
-        ("arms", dict),
-        ("after", dict),
-        ("settings", dict),
-        ("grid", dict),
-        ("evaluations", dict),
-        ("analysis", dict),
-    ):
-        if not isinstance(content.get(key) or {}, kind):
-            raise ValueError(f"{path}: {key} is {content[key]!r}; expected a mapping")
-    for key in ("seeds", "config"):
-        if not isinstance(content.get(key) or [], list):
-            raise ValueError(f"{path}: {key} is {content[key]!r}; expected a list")
+    for what, kind, keys in KINDS:
+        for key in keys:
+            value = content.get(key) or kind()
+            _require(isinstance(value, kind), f"{path}: {key} is {value!r}; expected {what}")
     analysis = content.pop("analysis", None) or {}
     _check_keys(analysis, Analysis, f"{path.name}, analysis")
+    if output is not None:
+        content["output"] = str(output)
     for key in ("output", "arms", "seeds"):
-        if key not in content and not (key == "output" and output is not None):
-            raise ValueError(f"{path} has no {key}")
+        _require(key in content, f"{path} has no {key}")
     for key in ("arms", "evaluations"):
         content[key] = _named(content.get(key, {}), f"{path}: {key}")
     content["after"] = {str(arm): _name(other, f"{path}: after") for arm, other in content.get("after", {}).items()}
-    written = content.get("output", "")
-    if output is None and not (isinstance(written, str) and written.strip()):
-        raise ValueError(f"{path}: output is {written!r}; expected a folder, as text")
-    content["output"] = Path(output or written)
-    for key, values in (content.get("grid") or {}).items():
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"{path}: grid.{key} is {values!r}; expected a list of values")
-    return Study(**content, analysis=Analysis(**analysis))
+    written = content["output"]
+    right = isinstance(written, str) and written.strip()
+    _require(right, f"{path}: output is {written!r}; expected a folder, as text")
+    for key, values in content.get("grid", {}).items():
+        right = isinstance(values, list) and values
+        _require(right, f"{path}: grid.{key} is {values!r}; expected a list of values")
+    return Study(**{**content, "output": Path(written), "analysis": Analysis(**analysis)})
 
 
-def _named(given: Mapping[Any, Any], where: str) -> dict[str, Settings]:
+def _named(sections: Mapping[Any, Any], where: str) -> dict[str, Settings]:
     """Check settings by name, such as those of arms; null means none."""
-    for name, settings in given.items():
-        if not isinstance(settings, dict | None):
-            raise ValueError(f"{where}.{name} is {settings!r}; expected settings by their names, as in a -c file")
-    return {_name(name, where): settings or {} for name, settings in given.items()}
+    for name, settings in sections.items():
+        text = f"{where}.{name} is {settings!r}; expected settings by their names, as in a -c file"
+        _require(isinstance(settings, dict | None), text)
+    return {_name(name, where): settings or {} for name, settings in sections.items()}
 
 
 def _name(name: object, where: str) -> str:
-    if not isinstance(name, str | int) or isinstance(name, bool):
-        raise ValueError(f"{where} has {name!r}; expected a name: put a word that YAML reads otherwise in quotes")
+    right = isinstance(name, str) or _is_number(name, int)
+    _require(right, f"{where} has {name!r}; expected a name: put a word that YAML reads otherwise in quotes")
     return str(name)
 
 
-def _without_variables(content: Mapping[str, Any], where: str, given: Mapping[str, str]) -> dict[str, Any]:
+def _without_variables(content: Mapping[str, Any], where: str, values: Mapping[str, str]) -> dict[str, Any]:
     """Replace ``$NAME`` in all texts of a study's file; a file without ``variables`` is not changed."""
     known = content.get("variables") or {}
-    if not isinstance(known, dict):
-        raise ValueError(f"{where}: variables is {known!r}; expected a mapping")
-    if "seed" in known:
-        raise ValueError(f"{where}: variables has `seed`, which is each run's seed; choose another name")
+    _require(isinstance(known, dict), f"{where}: variables is {known!r}; expected a mapping")
+    _require("seed" not in known, f"{where}: variables has `seed`, which is each run's seed; choose another name")
     for name, value in known.items():
-        if not isinstance(name, str) or not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise ValueError(f"{where}: variables has {name!r}: {value!r}; expected text or numbers by name")
-    if unknown := set(given) - set(known):
-        raise ValueError(f"{where} has no variable {', '.join(sorted(unknown))}; it has: {', '.join(known) or 'none'}")
+        right = isinstance(name, str) and (isinstance(value, str) or _is_number(value, (int, float)))
+        _require(right, f"{where}: variables has {name!r}: {value!r}; expected text or numbers by name")
+    unknown = ", ".join(sorted(set(values) - set(known)))
+    _require(not unknown, f"{where} has no variable {unknown}; it has: {', '.join(known) or 'none'}")
 
-    values = {**known, **given, "seed": "$seed"}  # a run's seed, see ``files_of``
+    values = {**known, **values, "seed": "$seed"}  # a run's seed, see ``files_of``
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
-            found = {replaced(key): replaced(each) for key, each in value.items()}
-            if len(found) < len(value):
-                raise ValueError(
-                    f"{where}: of the keys {', '.join(map(str, value))} two are equal with these variables"
-                )
-            return found
+            result = {replaced(key): replaced(part) for key, part in value.items()}
+            text = f"{where}: of the keys {', '.join(map(str, value))} two are equal with these variables"
+            _require(len(result) == len(value), text)
+            return result
         if isinstance(value, list):
-            return [replaced(each) for each in value]
+            return [replaced(part) for part in value]
         try:
             return Template(value).substitute(values) if isinstance(value, str) else value
         except (KeyError, ValueError) as error:
@@ -302,10 +279,10 @@ def _without_variables(content: Mapping[str, Any], where: str, given: Mapping[st
 
 def files_of(study: Study, run: Run) -> dict[Path, str]:
     """Make the -c files of a run: their paths and contents."""
-    found = {"settings": study.settings, "arm": study.arms[run.arm]}
-    found |= {f"evaluate-{name}": settings for name, settings in study.evaluations.items()}
-    texts = {name: _with_seed(_dump(settings), run.seed) for name, settings in found.items()}
-    return {run.folder / "study" / f"{name}.yaml": text for name, text in texts.items()}
+    sections = {"settings": study.settings, "arm": study.arms[run.arm]}
+    sections |= {f"evaluate-{name}": settings for name, settings in study.evaluations.items()}
+    texts = {name: yaml.safe_dump(settings, sort_keys=False) for name, settings in sections.items()}
+    return {run.folder / "study" / f"{name}.yaml": _with_seed(text, run.seed) for name, text in texts.items()}
 
 
 def commands_of(study: Study, run: Run) -> list[Command]:
@@ -318,17 +295,12 @@ def commands_of(study: Study, run: Run) -> list[Command]:
     if study.gpu_memory is not None:
         options += ["--model.gpu_memory", str(study.gpu_memory)]
     configs = [word for file in files for word in ("-c", file)]
-    found = [Command(FIT, [FIT, *configs, *options, "--run_dir", str(run.folder), "--ckpt_path", "last"])]
+    commands = [Command(FIT, [FIT, *configs, *options, "--run_dir", str(run.folder), "--ckpt_path", "last"])]
     for name in study.evaluations:
         folder, last = run.folder / "evaluations" / name, run.folder / "checkpoints" / "last.ckpt"
-        more = ["-c", str(written / f"evaluate-{name}.yaml"), *options, "--run_dir", str(folder)]
-        found.append(Command(name, ["test", *configs, *more, "--ckpt_path", str(last)]))
-    return found
-
-
-def program(command: Command) -> list[str]:
-    """Make the command line of a command."""
-    return [sys.executable, "-m", "qerl_pl", *command.arguments]
+        words = [*configs, "-c", str(written / f"evaluate-{name}.yaml"), *options, "--run_dir", str(folder)]
+        commands.append(Command(name, ["test", *words, "--ckpt_path", str(last)]))
+    return commands
 
 
 def _option(value: Any) -> str:
@@ -363,21 +335,19 @@ def _has(settings: Any, name: str) -> bool:
     return isinstance(settings, dict) and first in settings and (not rest or _has(settings[first], rest))
 
 
-def _dump(settings: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(settings), sort_keys=False) if settings else "{}\n"
-
-
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _names(kind: type) -> str:
-    return ", ".join(each.name for each in fields(kind))
+    return ", ".join(one.name for one in fields(kind))
 
 
 def _check_keys(content: Mapping[str, Any], kind: type, where: str) -> None:
-    unknown = [key for key in content if key not in {each.name for each in fields(kind)}]
-    if unknown:
-        raise ValueError(
-            f"{where} has the unknown keys {', '.join(map(str, unknown))}; expected some of {_names(kind)}"
-        )
+    unknown = [str(key) for key in content if key not in {one.name for one in fields(kind)}]
+    _require(not unknown, f"{where} has the unknown keys {', '.join(unknown)}; expected some of {_names(kind)}")
+
+
+def _require(right: object, message: str) -> None:
+    if not right:
+        raise ValueError(message)

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from qerl_pl.cli.yaml_files import KEYS, fault_in_files, mapping_in
-from qerl_pl.study.decision import ALPHA, pairs_to_accept
 from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Outcome, Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
-from qerl_pl.study.study_file import Study, commands_of, program, read_study
+from qerl_pl.study.study_file import Study, commands_of, read_study
 from qerl_pl.tools.options import study_options
 
 
@@ -25,18 +24,19 @@ def main(argv: Sequence[str]) -> int:
         study = read_study(options.study, options.output, _variables(options.set))
         if options.jobs is not None and options.jobs < 1:
             raise ValueError(f"--jobs is {options.jobs}; expected at least 1")
-        if not options.analyse and (warning := _check_seeds(study, options.study.name)):
-            print(f"warning: {warning}", file=sys.stderr)
-        if options.dry_run:
-            for run in study.runs():
-                print("\n".join(shlex.join(program(command)) for command in commands_of(study, run)))
-            if fault := _fault_in_config(study, options.study.name):
-                print(f"warning: {fault}", file=sys.stderr)
-            return 0
-        return _analyse(study) if options.analyse else _run(study, options)
+        if options.analyse:
+            return _analyse(study)
+        _check_seeds(study, options.study.name)
+        if not options.dry_run:
+            return _run(study, options)
+        for command in (command for run in study.runs() for command in commands_of(study, run)):
+            print(shlex.join([sys.executable, "-m", "qerl_pl", *command.arguments]))
+        if fault := _fault_in_config(study, options.study.name):
+            print(f"warning: {fault}", file=sys.stderr)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
@@ -46,15 +46,13 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def _check_seeds(study: Study, name: str) -> str | None:
-    """Return a warning if the study has too few seeds for its comparisons; None if it has enough.
+def _check_seeds(study: Study, name: str) -> None:
+    """Refuse a study that has too few seeds for the comparisons that its file names; warn if it names none."""
+    from qerl_pl.study.statistics import ALPHA, pairs_to_accept  # with scipy, which nothing else here needs
 
-    Raises:
-        ValueError: there are too few, and the file names the comparisons.
-    """
     count, needed = len(study.comparisons), pairs_to_accept(len(study.comparisons))
     if not count or len(study.seeds) >= needed:
-        return None
+        return
     text = (
         f"{name}: with {len(study.seeds)} seeds and {count} comparisons the analysis can accept nothing, whatever the "
         f"runs show: the sign-flip test's p-value, adjusted over the comparisons, stays above {ALPHA}. It takes "
@@ -62,13 +60,12 @@ def _check_seeds(study: Study, name: str) -> str | None:
     )
     if study.analysis.comparisons is not None:
         raise ValueError(text)
-    return text
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _fault_in_config(study: Study, name: str) -> str | None:
-    """Return what is wrong with the first faulty entry of the study's ``config``, or the first unknown section of its
-    settings, which runs would be refused for; None if every entry names a file or a shipped configuration, without a
-    fault."""
+    """Return the first fault for which runs would be refused: of an entry of the study's ``config``, or an unknown
+    section of its settings; None if there is none."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
             return f"{name}: {fault}"
@@ -79,13 +76,14 @@ def _fault_in_config(study: Study, name: str) -> str | None:
 
 
 def _analyse(study: Study) -> int:
-    from qerl_pl.study.analysis import gather, write_files  # scipy and matplotlib, which running a study does not need
-    from qerl_pl.study.pictures import draw
+    from qerl_pl.study.analysis import gather, write_files
+    from qerl_pl.tools.report import CURVES, draw
 
     folder, groups = study.output / study.analysis.folder, gather(study)
     print(write_files(study, groups, folder))
-    for picture in draw(study, groups, folder):
-        print(f"picture: {picture}")
+    titles = {study.analysis.validation if tag == "val/accuracy" else tag: title for tag, title in CURVES.items()}
+    draw([(group.name, group.mean_curves()) for group in groups], folder / "curves.png", titles)
+    print(f"picture: {folder / 'curves.png'}")
     return 0
 
 

@@ -157,7 +157,7 @@ def test_the_command_writes_tables_and_pictures_and_touches_no_run(study, tmp_pa
     assert {file.name for file in folder.iterdir()} == {
         *("analysis.md", "readouts.csv", "comparisons.jsonl"),
         "surprisal",
-        *("curves.png", "differences.png"),
+        "curves.png",
     }
     curve = json.loads((folder / "surprisal" / "nvfp4+aqn.json").read_text())
     assert curve == pytest.approx([1.25] * 11), "the mean over the seeds"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_pl.study.decision import pairs_to_accept
+from qerl_pl.study.statistics import pairs_to_accept
 from qerl_pl.study.study_file import Study, read_study
 from tests.program import ROOT
 

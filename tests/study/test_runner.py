@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from qerl_pl.study import runner as runner_module
 from qerl_pl.study import state
-from qerl_pl.study.progress import Training, described, rollouts_of, seconds_of_commands
 from qerl_pl.study.runner import TIME_IS_UP, Outcome, Runner, Slot, slots_for
-from qerl_pl.study.study_file import Command, Study
+from qerl_pl.study.study_file import Command, Run, Study
 
 WORK = """
 import json, signal, sys, time
@@ -42,7 +39,6 @@ for name, folder in json.loads(sys.argv[3]):
         if behaviour == "fails" and done == 2 and not (folder / "mended").exists():
             sys.exit("it broke")
         place.write_text("x" * (done + 1))
-        print(f"rollout {done + 1} of 5: reward 0.5", flush=True)
         if behaviour == "fails once" and len((folder / "starts").read_text()) == 1:
             sys.exit("it broke")
         if stopped:
@@ -63,10 +59,21 @@ def study_of(output: Path, *arms: str, seeds: int = 2) -> Study:
     return Study(output, {arm: {} for arm in arms}, list(range(seeds)), evaluations={"reach": {}})
 
 
-def work(study: Study, *, jobs: int = 3, minutes: float | None = None) -> Runner:
-    runner = Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], minutes, words=words)
+def work(study: Study, *, jobs: int = 3) -> Runner:
+    runner = Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], words=words)
     runner.work()
     return runner
+
+
+def when_it_steps(run: Run, act: Callable[[], object]) -> None:
+    """Do something in a thread as soon as a run has done its first step."""
+
+    def wait() -> None:
+        while not (run.folder / "steps").exists():
+            time.sleep(0.005)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def starts(folder: Path) -> int:
@@ -76,7 +83,9 @@ def starts(folder: Path) -> int:
 def test_all_runs_and_their_evaluations_finish_and_are_not_run_again(tmp_path, capsys):
     study = study_of(tmp_path, "good")
     assert not work(study).failed
-    assert "2 finished, 0 running, 0 waiting, 0 failed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 finished, 0 running, 0 waiting, 0 failed" in printed
+    assert "1 finished, 1 running, 0 waiting, 0 failed, about 0 min left" in printed
     for run in study.runs():
         assert state.is_finished(study, run)
         assert set(state.seconds_done(run)) == {"fit", "reach"}
@@ -126,10 +135,12 @@ def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_
 
 def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path):
     study = study_of(tmp_path, "slow", seeds=2)
-    with pytest.raises(Outcome, match="the time is up") as outcome:
-        work(study, minutes=0.25 / 60)
-    assert outcome.value.status == TIME_IS_UP
     first = study.runs()[0]
+    runner = Runner(study, study.runs(), [Slot(None) for _ in range(3)], minutes=60, words=words)
+    when_it_steps(first, lambda: setattr(runner, "deadline", 0.0))
+    with pytest.raises(Outcome, match="the time is up") as outcome:
+        runner.work()
+    assert outcome.value.status == TIME_IS_UP
     assert 1 <= len((first.folder / "steps").read_text()) < 5
     assert state.seconds_spent(first)["fit"] > 0.1
     assert state.failure(first) is None
@@ -138,37 +149,9 @@ def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path)
     assert state.seconds_done(first)["fit"] > 0.5, "the time of both starts"
 
 
-def test_progress_is_said_while_trainings_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner_module, "REPORT_SECONDS", 0.0)
-    monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.02)
-    work(study_of(tmp_path, "slow", seeds=1))
-    said = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" of 5")]
-    assert said
-    assert all(re.fullmatch(r"[\d:]{8} rollout [1-5] of 5", line) for line in said)
-
-
-def test_the_last_rollout_is_read_from_a_log_whatever_stands_around_it(tmp_path):
-    log = tmp_path / "fit.log"
-    assert rollouts_of(log) is None
-    log.write_bytes(b"vLLM starts\n\xff\n")
-    assert rollouts_of(log) is None
-    log.write_text("rollout 1 of 40: reward 0.1\n" * 400 + "rollout 12 of 40: reward 0.2, 3.4 s\nwarning: slow\n")
-    assert rollouts_of(log) == (12, 40)
-
-
-def test_seconds_of_a_training_are_extrapolated_until_one_has_ended():
-    running = [Training(10, 40, 20.0), Training(20, 40, 30.0)]
-    assert seconds_of_commands([{}, {}], []) == {}
-    assert seconds_of_commands([{}, {}], running) == {"fit": 70.0}
-    assert seconds_of_commands([{"fit": 50.0, "reach": 4.0}, {"fit": 60.0}], running) == {"fit": 55.0, "reach": 4.0}
-    assert described([]) == ""
-    assert described(running) == "rollouts 10 to 20 of 40"
-    assert described(running[:1]) == "rollout 10 of 40"
-
-
 def test_a_signal_stops_the_runs_too(tmp_path):
     study = study_of(tmp_path, "slow", seeds=1)
-    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    when_it_steps(study.runs()[0], lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Outcome, match="stopped") as outcome:
         work(study)
     assert outcome.value.status == 128 + signal.SIGTERM

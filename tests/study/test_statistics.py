@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qerl_pl.study.decision import ALPHA, holm, pairs_to_accept, smallest_p
-from qerl_pl.study.statistics import compare, mean, power, seeds_needed, smallest_size
+from qerl_pl.study.statistics import (
+    ALPHA,
+    compare,
+    holm,
+    mean,
+    pairs_to_accept,
+    power,
+    seeds_needed,
+    smallest_p,
+    smallest_size,
+)
 
 
 def flipped_p(values: list[float], centre: float = 0.0) -> float:
