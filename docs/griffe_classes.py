@@ -1,5 +1,4 @@
-"""Extension of griffe, with which mkdocstrings reads docstrings: shows the examples of classes as YAML, and the fields
-of named tuples."""
+"""Extension of mkdocstrings' griffe that shows examples of classes as YAML, and the fields of named tuples."""
 
 from __future__ import annotations
 
@@ -13,18 +12,19 @@ EXAMPLE = re.compile(r"^Example:\n((?: +.*\n?|\n)+)", re.MULTILINE)
 
 
 class Classes(Extension):
-    """Completes what griffe reads of a class."""
+    """The extension."""
 
     def on_class_members(self, *, cls: Class, **more: Any) -> None:
-        """Put the YAML example of a class's docstring into a fenced code block, and show a named tuple with the
-        signature of its constructor."""
+        """Put the example of a class's docstring into a block of code, and give a named tuple its constructor."""
         if cls.docstring:
             cls.docstring.value = EXAMPLE.sub(lambda found: block(found[1]), cls.docstring.value)
         if "NamedTuple" in map(str, cls.bases):
             fields = [field for field in cls.members.values() if isinstance(field, Attribute) and field.annotation]
             kind = ParameterKind.positional_or_keyword
-            given = [Parameter(one.name, annotation=one.annotation, default=one.value, kind=kind) for one in fields]
-            signature = Parameters(Parameter("self", kind=kind), *given)
+            parameters = [
+                Parameter(one.name, annotation=one.annotation, default=one.value, kind=kind) for one in fields
+            ]
+            signature = Parameters(Parameter("self", kind=kind), *parameters)
             cls.set_member("__init__", Function("__init__", parameters=signature))
 
 

@@ -24,7 +24,7 @@ API = tuple(f"reference/{name}" for name in PACKAGES)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the packages' API pages, and CHANGELOG.md if it exists, to the navigation of the site."""
+    """Add the packages' API pages and CHANGELOG.md to the navigation."""
     assert config.nav is not None
     config.nav[-1]["API"] = [{name: f"reference/{name}.md"} for name in packages()]
     if (ROOT / "CHANGELOG.md").exists():
@@ -33,29 +33,26 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replace the files of docs/ in the site by all pages: Markdown files of the repository, and pages made from the
-    code."""
-    own = [file for file in files if file.src_dir == config.docs_dir]
-    found = Files([file for file in files if file not in own])
-    inside = [f"docs/{file.src_uri}" for file in own if file.src_uri.endswith(PUBLISHED)]
-    for path in (*inside, *OUTSIDE):
+    """Replace the files of docs/ by all pages: Markdown files of the repository, and pages made from the code."""
+    inside = [file for file in files if file.src_dir == config.docs_dir]
+    pages = Files([file for file in files if file not in inside])
+    published = [f"docs/{file.src_uri}" for file in inside if file.src_uri.endswith(PUBLISHED)]
+    for path in (*published, *OUTSIDE):
         if (ROOT / path).exists():
-            found.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+            pages.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     made = {"settings": settings(), "commands": commands(), "files": shipped_files()}
     made |= {name: api_page(name) for name in packages()}
     texts = {f"reference/{name}.md": text for name, text in made.items()}
     texts["LICENSE.md"] = f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
     for path, text in texts.items():
-        found.append(File.generated(config, path, content=text))
-    return found
+        pages.append(File.generated(config, path, content=text))
+    return pages
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links in a page to Python files, packages and LICENSE by links to their pages in the site.
-
-    In results of the site's search, the page of error messages is ranked higher, and API pages lower.
-    """
+    """Replace links to Python files, packages and LICENSE by links to their pages in the site."""
     path = page.file.src_uri
+    # the site's search ranks the page of error messages higher, and API pages lower
     page.meta["search"] = {"boost": 0.3 if path.startswith(API) else 4 if path.endswith("troubleshooting.md") else 1}
     return re.sub(r"(\]\()([^)#:]+)(?=[)#])", lambda link: link[1] + _target(link[2], page.file, files), markdown)
 
@@ -71,14 +68,13 @@ def _target(link: str, source: File, files: Files) -> str:
 
 
 def packages() -> list[str]:
-    """Packages that have an API page of their own."""
+    """List the packages that have an API page of their own."""
     inner = sorted(path.parent.name for path in (ROOT / "qerl_pl").glob("*/__init__.py"))
     return [PACKAGES[0], *(f"{PACKAGES[0]}.{name}" for name in inner), *PACKAGES[1:]]
 
 
 def api_page(name: str) -> str:
-    """Return Markdown from which mkdocstrings makes the API page of a package, or of the modules directly in
-    ``qerl_pl``."""
+    """Write the API page of a package, or of the modules directly in ``qerl_pl``, for mkdocstrings."""
     if name != PACKAGES[0]:
         return f"# {name}\n\n::: {name}\n"
     files = sorted((ROOT / name).glob("[a-z]*.py"))
@@ -87,10 +83,8 @@ def api_page(name: str) -> str:
 
 
 def shipped_files() -> str:
-    """Return the Markdown of the page that shows the shipped configurations and launch scripts."""
-    text = (
-        "# Shipped files\n\nConfigurations, which `-c` finds by name from any folder, and scripts that start a run.\n"
-    )
+    """Make the page that shows the shipped configurations and launch scripts."""
+    text = "# Shipped files\n\nConfigurations, which `-c` finds by name from any folder, and scripts that start runs.\n"
     for path in (*sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "docs" / "launch").glob("*.sh"))):
         language = {".yaml": "yaml", ".sh": "bash"}[path.suffix]
         text += f"\n## {path.relative_to(ROOT)}\n\n```{language}\n{path.read_text()}```\n"

@@ -1,18 +1,21 @@
 """Write docs/real_models.md, docs/real_completions.md and their picture: python docs/real_models.py
 
-The numbers are those of docs/results: real_runs.jsonl of tests/bench/bench_real_runs.py, real_checks.jsonl of
-tests/bench/bench_real_checks.py, four_bits.jsonl of tests/bench/bench_four_bits.py, rollout.jsonl of
-tests/bench/bench_rollout.py, and trl_real.jsonl of TRL's runs. Of several lines with one name and shape the last one
-counts. A section without lines says that nothing was measured.
+The text of the page is tests/bench/pages/real_models.md. The numbers are those of docs/results: real_runs.jsonl of
+tests/bench/bench_real_runs.py, real_checks.jsonl of tests/bench/bench_real_checks.py, four_bits.jsonl of
+tests/bench/bench_four_bits.py, rollout.jsonl of tests/bench/bench_rollout.py, and trl_real.jsonl of TRL's runs. Of
+several lines with one name and shape the last one counts. A section without lines says that nothing was measured.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -20,101 +23,133 @@ from scipy import stats
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from docs.real_models_costs import costs, long_runs, speeds, trl  # noqa: E402  (the script is run by its path)
-from docs.real_models_lines import (  # noqa: E402
-    ARMS,
-    NOTHING,
-    RECIPE,
-    TASK,
-    Line,
-    groups,
-    model_of,
-    named,
-    read,
-    rollouts_of,
-    spread,
-    wrapped,
-)
-from docs.real_models_text import COMPLETIONS, TEXT  # noqa: E402
-from qerl_pl.common.files import replacing  # noqa: E402
+from qerl_pl.common.files import replacing  # noqa: E402  (the script is run by its path)
 from qerl_pl.study.readouts import smooth  # noqa: E402
-from tests.bench.report import table  # noqa: E402
+from tests.bench.report import TABLES, table  # noqa: E402
+
+Line = dict[str, Any]
+Groups = dict[tuple[str, str, str], list[Line]]
 
 DOCS = ROOT / "docs"
 PAGE, OF_COMPLETIONS, PICTURE = DOCS / "real_models.md", DOCS / "real_completions.md", DOCS / "real_models.png"
+TEXT = ROOT / "tests" / "bench" / "pages" / "real_models.md"
+FILES = ("real_runs", "real_checks", "four_bits", "trl_real", "rollout")
+COLOURS = {"bf16": "tab:gray", "nvfp4": "tab:blue", "nvfp4_aqn": "tab:orange"}  # of the arms, in order
+TASK, RECIPE = "gsm8k_verl", "gsm8k_boxed"
 PAIRS = (("nvfp4", "bf16"), ("nvfp4_aqn", "nvfp4"), ("nvfp4_aqn", "bf16"))
-ENDS = 10  # rollouts at a run's beginning and end over which a curve is averaged
+NOTHING = "*Not measured yet.*"
+LONG = 400  # rollouts from which a run counts as a long one
+FIRST_AND_LAST = (slice(None, 10), slice(-10, None))  # rollouts over which a curve is averaged
+WINDOW = 10  # rollouts of the running mean of a reward that a trainer has to reach
 LIMIT = 2.0  # points that NVFP4 may lose
-COLOURS: dict[str, str] = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:orange"), strict=True))
+COMPLETIONS = """\
+# Completions before and after training
+
+Written by `python docs/real_models.py`; [real_models.md](real_models.md) has the numbers.
+
+{about}
+
+{completions}
+"""
+
+# ---- lines ----------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path = DOCS / "results") -> list[Line]:
+    """Read the lines of all files that there are; of several with one name and setting, the last one."""
+    paths = [path for name in FILES if (path := folder / f"{name}.jsonl").exists()]
+    lines = [json.loads(text) for path in paths for text in path.read_text().splitlines() if text]
+    keys = ("name", "shape", "variant", "calibration", "format", "seed", "noise", "engine")
+    speeds = [line for line in lines if line["name"].startswith("rollout/")]  # pairs of these are found by commit
+    others = (line for line in lines if not line["name"].startswith("rollout/"))
+    return [*speeds, *{json.dumps([line.get(key) for key in keys]): line for line in others}.values()]
+
+
+def named(lines: Iterable[Line], kind: str) -> list[Line]:
+    """Select the lines of a kind, ordered by model, task, arm and seed where they have these."""
+    order = {arm: place for place, arm in enumerate(COLOURS)}
+
+    def key(line: Line) -> tuple[Any, ...]:
+        shape = line["shape"]
+        return line["name"], shape.get("task") != TASK, order.get(shape.get("arm"), 0), shape.get("seed", 0)
+
+    return sorted((line for line in lines if line["name"].startswith(f"{kind}/")), key=key)
+
+
+def model_of(line: Line) -> str:
+    """Return the name of a line's model."""
+    return line["name"].split("/", 1)[1]
+
+
+def groups(lines: Iterable[Line], *, is_long: bool = False) -> Groups:
+    """Group runs by model, task and arm; long runs are apart from others, and so are those with further settings."""
+    found: Groups = {}
+    for line in named(lines, "real_runs"):
+        shape = line["shape"]
+        if (shape["rollouts"] >= LONG) == is_long and line["validations"]:
+            task = "+".join([shape["task"], *shape["config"]])
+            found.setdefault((model_of(line), task, shape["arm"]), []).append(line)
+    return found
+
+
+def by_jobs(lines: list[Line]) -> dict[tuple[str, str, str, int], list[Line]]:
+    """Group runs that are not long by model, task, arm and the number of runs at a time on one GPU."""
+    found: dict[tuple[str, str, str, int], list[Line]] = {}
+    for key, runs in groups(lines).items():
+        for run in runs:
+            found.setdefault((*key, run["jobs"]), []).append(run)
+    return found
+
+
+def whole(runs: list[Line]) -> list[Line]:
+    """Select the runs that did as many rollouts as any."""
+    done = [run["validations"][-1]["rollouts"] for run in runs]
+    return [run for run, rollouts in zip(runs, done, strict=True) if rollouts == max(done)]
+
+
+def verdicts(point: Line, kind: str) -> np.ndarray:
+    """Return which problems a validation found right, [problems] of 0 and 1."""
+    return np.frombuffer(point["verdicts"][kind].encode(), dtype=np.uint8) - ord("0")
+
+
+# ---- sections -------------------------------------------------------------------------------------------------------
 
 
 def page(lines: list[Line]) -> str:
     """Make docs/real_models.md."""
-    parts: dict[str, Callable[[list[Line]], str]] = {
-        "models": models,
-        "curves": curves,
-        "differences": differences,
-        "recipe": recipe,
-        "learnt": learnt,
-        "trl": trl,
-        "four_bits": four_bits,
-        "speeds": speeds,
-        "costs": costs,
-        "long_runs": long_runs,
-        "checks": checks,
-    }
-    return TEXT.format(**{name: part(lines) for name, part in parts.items()})
+    parts = (models, curves, differences, recipe, learnt, trl, four_bits, speeds, costs, long_runs, checks)
+    return TEXT.read_text().format(**{part.__name__: part(lines) or NOTHING for part in parts})
 
 
 def models(lines: list[Line]) -> str:
     """Say what the models' weights were made from, and where the runs were made."""
     runs = named(lines, "real_runs")
-    if not runs:
-        return NOTHING
     bits = {model_of(line): line["bits_per_weight"] for line in runs}
-    said = " and ".join(f"{bits[model]:.2f} bits ({model})" for model in sorted(bits))
+    listed = " and ".join(f"{bits[model]:.2f} bits ({model})" for model in sorted(bits))
     where = ", ".join(sorted({f"{line['device']} at commit {line['commit']}" for line in runs}))
-    return wrapped(f"The files have weights of on average {said}. The runs were made on {where}.")
+    text = f"The files have weights of on average {listed}. The runs were made on {where}."
+    return wrapped(text) if runs else ""
 
 
 def curves(lines: list[Line]) -> str:
     """Show the picture, and a table with a row per model, task and arm."""
     rows = []
     for key, runs in groups(lines).items():
-        most = max(map(rollouts_of, runs))
-        whole = [run for run in runs if rollouts_of(run) == most]
-        ends = [f"{name} {when}" for name in ("strict", "lenient") for when in ("before", "after")]
-        accuracies = [spread([100 * validation_of(run, end) for run in whole], 1) for end in ends]
-        training = [
-            f"{mean(first):.{digits}f} to {mean(last):.{digits}f}" if first else ""
-            for name, digits in (("strict", 2), ("entropy", 3), ("completion_tokens", 0))
-            for first, last in [_ends(whole, name)]
+        ended = whole(runs)
+        points = [
+            [100 * run["validations"][end][kind] for run in ended] for kind in ("strict", "lenient") for end in (0, -1)
         ]
-        number = f"{len(whole)} of {len(runs)}" if len(whole) < len(runs) else len(runs)
-        rows.append([*key, number, most, *accuracies, *training, alarms(runs)])
-    if not rows:
-        return NOTHING
-    head = ["model", "task", "arm", "seeds", "rollouts", "strict before", "after", "lenient before", "after"]
-    head += ["reward", "entropy", "tokens", "alarms"]
+        cells = [spread(values, 1) for values in points]
+        for name, digits in (("strict", 2), ("entropy", 3), ("completion_tokens", 0)):
+            values = [run["curves"].get(name, []) for run in ended]
+            first, last = ([value for curve in values for value in curve[part]] for part in FIRST_AND_LAST)
+            cells.append(f"{mean(first):.{digits}f} to {mean(last):.{digits}f}" if first else "")
+        number = f"{len(ended)} of {len(runs)}" if len(ended) < len(runs) else len(runs)
+        alarms = sum(run["alarm"] is not None for run in runs)
+        rows.append([*key, number, ended[0]["validations"][-1]["rollouts"], *cells, alarms])
+    head = "model | task | arm | seeds | rollouts | strict before | after | lenient before | after | reward | entropy"
     title = "Accuracy on the test problems, entropy and length by rollout, with bands over the seeds"
-    return f"![{title}]({PICTURE.name})\n\n{table(head, rows)}"
-
-
-def _ends(runs: list[Line], name: str) -> tuple[list[float], list[float]]:
-    """Return the values of a curve at the beginning and at the end of all runs."""
-    found = [run["curves"].get(name, []) for run in runs]
-    return [value for each in found for value in each[:ENDS]], [value for each in found for value in each[-ENDS:]]
-
-
-def validation_of(run: Line, name: str) -> float:
-    """Return an accuracy before or after training, e.g. "strict before"."""
-    kind, when = name.split()
-    return run["validations"][0 if when == "before" else -1][kind]
-
-
-def alarms(runs: list[Line]) -> int:
-    """Count the runs that a check or an error ended."""
-    return sum(run["alarm"] is not None for run in runs)
+    return f"![{title}]({PICTURE.name})\n\n{tabled(f'{head} | tokens | alarms', rows)}" if rows else ""
 
 
 def paired(one: list[Line], other: list[Line], kind: str, when: int) -> list[list[str]]:
@@ -125,26 +160,19 @@ def paired(one: list[Line], other: list[Line], kind: str, when: int) -> list[lis
         kind: "strict" or "lenient".
         when: 0 for the validation before training, -1 for that after it; pairs have the same number of rollouts.
     """
-    found = [
+    first, second = (
         {
             (run["shape"]["seed"], point["rollouts"]): verdicts(point, kind)
             for run in runs
             for point in run["validations"][when:][:1]
         }
         for runs in (one, other)
-    ]
-    seeds = sorted(found[0].keys() & found[1].keys())
+    )
+    seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return []
-    first, second = (np.array([runs[seed] for seed in seeds]) for runs in found)
-    moved = 100.0 * (first - second.astype(float))  # [seeds, problems]
-    by_seed, by_problem = moved.mean(axis=1), moved.mean(axis=0)
-    return [[str(len(seeds)), f"{moved.mean():+.1f}", interval(by_problem), interval(by_seed)]]
-
-
-def verdicts(point: Line, kind: str) -> np.ndarray:
-    """Return which problems a validation found right, [problems] of 0 and 1."""
-    return np.frombuffer(point["verdicts"][kind].encode(), dtype=np.uint8) - ord("0")
+    moved = 100.0 * np.array([first[seed] - second[seed].astype(float) for seed in seeds])  # [seeds, problems]
+    return [[str(len(seeds)), f"{moved.mean():+.1f}", interval(moved.mean(axis=0)), interval(moved.mean(axis=1))]]
 
 
 def interval(values: np.ndarray) -> str:
@@ -157,7 +185,7 @@ def interval(values: np.ndarray) -> str:
 
 def differences(lines: list[Line]) -> str:
     """Compare arms of a model and task."""
-    found, rows, said = groups(lines), [], []
+    found, rows, results = groups(lines), [], []
     for model, task in dict.fromkeys(key[:2] for key in found):
         for one, other in PAIRS:
             mine, theirs = (found.get((model, task, arm), []) for arm in (one, other))
@@ -167,46 +195,44 @@ def differences(lines: list[Line]) -> str:
                 if new and (one, other, kind, when, task) == ("nvfp4", "bf16", "strict", -1, TASK):
                     points = float(new[0][1])
                     verdict = "within" if abs(points) <= LIMIT else "not within"
-                    said.append(f"{model}: NVFP4 ends {points:+.1f} points from bf16, {verdict} {LIMIT:g} points.")
-    if not rows:
-        return NOTHING
-    head = ["model", "task", "arms", "accuracy", "seeds", "points", "over problems", "over seeds"]
-    return f"{wrapped(' '.join(said))}\n\n{table(head, rows)}".lstrip()
+                    results.append(f"{model}: NVFP4 ends {points:+.1f} points from bf16, {verdict} {LIMIT:g} points.")
+    head = "model | task | arms | accuracy | seeds | points | over problems | over seeds"
+    return f"{wrapped(' '.join(results))}\n\n{tabled(head, rows)}".strip()
 
 
 def recipe(lines: list[Line]) -> str:
     """Compare the two tasks, in the accuracy that does not depend on where the answer is asked for."""
-    found, rows = groups(lines), []
-    for model, task, arm in found:
-        if task == RECIPE:
-            mine, theirs = found[model, RECIPE, arm], found.get((model, TASK, arm), [])
-            for kind in ("strict", "lenient"):
-                rows += [[model, arm, kind, *row] for row in paired(mine, theirs, kind, -1)]
-    head = ["model", "arm", "accuracy", "seeds", "points", "over problems", "over seeds"]
-    return table(head, rows) if rows else NOTHING
+    found = groups(lines)
+    rows = [
+        [model, arm, kind, *row]
+        for (model, task, arm), runs in found.items()
+        if task == RECIPE
+        for kind in ("strict", "lenient")
+        for row in paired(runs, found.get((model, TASK, arm), []), kind, -1)
+    ]
+    return tabled("model | arm | accuracy | seeds | points | over problems | over seeds", rows)
 
 
 def learnt(lines: list[Line]) -> str:
     """Divide what changed into the place of the answer and the answer itself, as shares of the test problems."""
     rows = []
     for key, runs in groups(lines).items():
-        runs = [run for run in runs if rollouts_of(run) == max(map(rollouts_of, runs))]
+        runs = whole(runs)
         shares = [changes(run) for run in runs if len(run["validations"]) > 1]
         if shares:
-            cells = [f"{100 * mean(each[name] for each in shares):.1f}" for name in shares[0]]
-            ends = [(run["validations"][0], run["validations"][-1]) for run in runs]
-            for name, scale in (("completion_tokens", 1), ("truncated_share", 100)):
-                before, after = (mean(scale * pair[side][name] for pair in ends) for side in (0, 1))
-                cells.append(f"{before:.0f} to {after:.0f}" if scale == 1 else f"{before:.1f} to {after:.1f}")
+            cells = [f"{100 * mean(share[name] for share in shares):.1f}" for name in shares[0]]
+            for name, scale, digits in (("completion_tokens", 1, 0), ("truncated_share", 100, 1)):
+                before, after = (mean(scale * run["validations"][end][name] for run in runs) for end in (0, -1))
+                cells.append(f"{before:.{digits}f} to {after:.{digits}f}")
             rows.append([*key, *cells])
-    head = ["model", "task", "arm", "place learnt", "answer learnt", "lost", "any answer gained", "any answer lost"]
-    return table([*head, "tokens", "cut, %"], rows) if rows else NOTHING
+    head = "model | task | arm | place learnt | answer learnt | lost | any answer gained | any answer lost | tokens"
+    return tabled(f"{head} | cut, %", rows)
 
 
 def changes(run: Line) -> dict[str, float]:
     """Return shares of problems whose verdict changed between the first and the last validation of a run."""
     (strict, lenient), (strict_then, lenient_then) = (
-        [verdicts(run["validations"][place], kind).astype(bool) for kind in ("strict", "lenient")] for place in (0, -1)
+        [verdicts(run["validations"][end], kind).astype(bool) for kind in ("strict", "lenient")] for end in (0, -1)
     )
     gained = ~strict & strict_then
     return {
@@ -218,22 +244,113 @@ def changes(run: Line) -> dict[str, float]:
     }
 
 
+def trl(lines: list[Line]) -> str:
+    """Compare TRL's runs with our runs alone on a GPU of the same kind, of the same model and task."""
+    rows = []
+    for line in (line for line in named(lines, "task") if line["name"] == "task/trl"):
+        shape, gpu = line["shape"], line["device"].removeprefix("NVIDIA ").split()[0]
+        ours = [
+            run
+            for (model, task, _, jobs), runs in by_jobs(lines).items()
+            for run in runs
+            if (model, task, jobs, run["device"]) == (shape["model"], shape["task"], 1, line["device"])
+        ]
+        trainers = [
+            (
+                *(f"TRL {line['versions']['trl']}", line["curve"], np.array(line["curve"]["train_s"])),
+                *(line["startup_s"], line["evaluations"], line["peak_gib"]),
+            )
+        ]
+        for run in ours:
+            own, start = run["curves"], (run["start_s"] or [float("nan")])[0]
+            seconds, memory = np.cumsum(own["step_s"]), run["memory_gib"]["driver"]
+            trainers.append((run["shape"]["arm"], own, seconds, start, run["validations"], memory))
+        level = min(max(smooth(own["strict"], WINDOW)[WINDOW - 1 :], default=0.0) for _, own, *_ in trainers)
+        for name, own, seconds, start, points, memory in trainers:
+            rows.append(
+                [shape["model"], name, gpu, len(own["step_s"]), f"{start:.0f}", f"{median(own['step_s']):.1f}"]
+                + [f"{seconds[-1]:.0f}", f"{100 * points[-1]['strict']:.1f}", f"{level:.2f}"]
+                + [reached(own["strict"], seconds, level), f"{memory:.1f}" if memory else ""]
+            )
+    head = "model | trainer | GPU | rollouts | start, s | rollout, s | all, s | strict after, % | reward"
+    return tabled(f"{head} | reached after, s | GPU, GiB", rows)
+
+
+def reached(rewards: Sequence[float], seconds: Sequence[float], level: float) -> str:
+    """Return the seconds at which the running mean of a reward first reaches a level; empty if it never does."""
+    means = smooth(rewards, WINDOW)[WINDOW - 1 :]  # of a full window
+    found = np.flatnonzero(means >= level - 1e-9)
+    return f"{seconds[int(found[0]) + WINDOW - 1]:.0f}" if len(found) else ""
+
+
 def four_bits(lines: list[Line]) -> str:
     """Show how far variants of four bits are from the dense policy."""
+
+    def error(pair: Sequence[float] | None, digits: int, scale: int = 1) -> str:
+        return f"{scale * pair[0]:.{digits}f} +- {scale * pair[1]:.{digits}f}" if pair else ""
+
     rows = []
     for line in named(lines, "four_bits"):
         cells = [error(line.get(name), 4) for name in ("kl", "kl_over_first", "entropy")]
         cells.append(f"{line['argmax_equal'][0]:.3f}" if "argmax_equal" in line else "")
-        accuracy = line.get("strict")
-        cells += [error(accuracy and [100 * each for each in accuracy[name]], 1) for name in ("accuracy", "over_dense")]
-        rows.append([model_of(line), line["variant"], line["calibration"] and Path(line["calibration"]).name, *cells])
-    head = ["model", "variant", "calibration", "KL", "KL - first", "entropy", "same token", "strict, %", "- dense"]
-    return table(head, [[cell or "" for cell in row] for row in rows]) if rows else NOTHING
+        accuracy = line.get("strict") or {}
+        cells += [error(accuracy.get(name), 1, 100) for name in ("accuracy", "over_dense")]
+        rows.append([model_of(line), line["variant"], Path(line["calibration"] or "").name, *cells])
+    head = "model | variant | calibration | KL | KL - first | entropy | same token | strict, % | - dense"
+    return tabled(head, rows)
 
 
-def error(pair: Sequence[float] | None, digits: int) -> str:
-    """Format a mean with its standard error."""
-    return "" if pair is None else f"{pair[0]:.{digits}f} +- {pair[1]:.{digits}f}"
+def speeds(lines: list[Line]) -> str:
+    """Show rollout speeds of the shapes of these models, and those of the runs."""
+    sizes = {name.upper() for name in re.findall(r"\d+\.\d+b", " ".join(map(model_of, named(lines, "real_runs"))))}
+    chosen = [line for line in named(lines, "rollout") if line["shape"]["model"] in (sizes or {"0.5B", "1.5B"})]
+    selected = TABLES["rollouts"].select(chosen)
+    rows = [
+        [*key, spread([median(run["curves"]["rollout_tokens_per_s"]) for run in runs if run["steps"]], 0)]
+        for key, runs in by_jobs(lines).items()
+    ]
+    of_shapes = TABLES["rollouts"].markdown(selected) if selected else ""
+    return f"{of_shapes}\n\n{tabled('model | task | arm | runs at a time | rollout tokens/s', rows)}".strip()
+
+
+def costs(lines: list[Line]) -> str:
+    """Show minutes, seconds of the parts, and memory."""
+    rows = []
+    for key, runs in by_jobs(lines).items():
+        minutes = [run["run_s"] / 60 for run in runs if run["finished"]]
+        starts = [run["start_s"][0] for run in runs if run["start_s"]]
+        tests = [seconds for run in runs for seconds in run["validation_s"]]
+        of_phases = [
+            [seconds for run in runs for seconds in run["curves"].get(f"{phase}_s", [])] or [0.0]
+            for phase in ("rollout", "train", "check", "reward", "between")
+        ]
+        memory = max(run["memory_gib"]["planned"] or 0 for run in runs)
+        rows.append(
+            [*key, spread(minutes, 1), spread([each / key[-1] for each in minutes], 1)]
+            + [
+                f"{median(starts):.0f}" if starts else "",
+                spread([run["median_step_s"] for run in runs if run["steps"]], 1),
+            ]
+            + ["/".join(f"{median(seconds):.1f}" for seconds in of_phases)]
+            + [f"{median(tests):.1f}" if tests else "", f"{memory:.1f}" if memory else ""]
+        )
+    head = "model | task | arm | runs at a time | minutes | GPU minutes | start, s | rollout, s"
+    return tabled(f"{head} | sampling/update/checks/rewards/rest, s | validation, s | planned, GiB", rows)
+
+
+def long_runs(lines: list[Line]) -> str:
+    """Show quarters of long runs: the seconds of a step and the memory should not grow."""
+    rows = []
+    for key, run in ((key, run) for key, runs in groups(lines, is_long=True).items() for run in runs):
+        cells = [
+            " ".join(f"{scale * median(quarter):.2f}" for quarter in np.array_split(values, 4))
+            if len(values := run["curves"].get(name, [])) >= 4
+            else ""
+            for name, scale in (("step_s", 1), ("gpu_gib", 1), ("host_bytes", 2**-30))
+        ]
+        alarm = "no" if run["alarm"] is None else "yes"
+        rows.append([*key, f"{run['steps']} of {run['shape']['rollouts']}", *cells, alarm, len(run["warnings"])])
+    return tabled("model | task | arm | rollouts | step, s | GPU, GiB | host, GiB | alarm | warnings", rows)
 
 
 def checks(lines: list[Line]) -> str:
@@ -244,41 +361,30 @@ def checks(lines: list[Line]) -> str:
         found.setdefault(key, []).append(line)
     rows = []
     for key, runs in found.items():
-        heard = sum(run["alarm"]["outcome"] != "silent" for run in runs)
+        alarms = sum(run["alarm"]["outcome"] != "silent" for run in runs)
         largest = [
             f"{max(values):.{digits}f}" if (values := [run[name][1] for run in runs if run.get(name)]) else ""
             for name, digits in (("probe_excess", 2), ("score_excess", 2), ("gap", 4), ("grad_norm_over_median", 1))
         ]
-        rows.append([*key, len(runs), sum(run["rollouts"] for run in runs), heard, *largest])
-    head = [
-        "model",
-        "policy",
-        "engine",
-        "runs",
-        "rollouts",
-        "alarms",
-        "probe excess",
-        "score excess",
-        "gap",
-        "gradient",
-    ]
-    return table(head, rows) if rows else NOTHING
+        rows.append([*key, len(runs), sum(run["rollouts"] for run in runs), alarms, *largest])
+    head = "model | policy | engine | runs | rollouts | alarms | probe excess | score excess | gap | gradient"
+    return tabled(head, rows)
+
+
+# ---- completions and picture ----------------------------------------------------------------------------------------
 
 
 def completions_page(lines: list[Line]) -> str:
     """Make docs/real_completions.md, of the first run of the smallest model with NVFP4 that has kept completions."""
     found = named(lines, "real_completions")
-    chosen = sorted(found, key=lambda line: (line["shape"]["arm"] != "nvfp4", line["shape"]["task"] != TASK))
-    if not chosen:
+    if not found:
         return COMPLETIONS.format(about=NOTHING, completions="").rstrip() + "\n"
-    line, shape = chosen[0], chosen[0]["shape"]
+    line = min(found, key=lambda line: (line["shape"]["arm"] != "nvfp4", line["shape"]["task"] != TASK))
     about = (
-        f"The run is of {model_of(line)}, arm {shape['arm']}, task {shape['task']}, seed {shape['seed']}. The "
-        f"completions are of {len(line['completions'])} evenly spaced test problems, sampled greedily before the "
-        f"first rollout and after {line['rollouts'][1]}."
-    )
-    texts = "\n\n".join(map(_completion, line["completions"]))
-    return COMPLETIONS.format(about=wrapped(about), completions=texts) + "\n"
+        "The run is of {model}, arm {arm}, task {task}, seed {seed}. The completions are of {number} evenly spaced "
+        "test problems, sampled greedily before the first rollout and after {rollouts}."
+    ).format(model=model_of(line), number=len(line["completions"]), rollouts=line["rollouts"][1], **line["shape"])
+    return COMPLETIONS.format(about=wrapped(about), completions="\n\n".join(map(_completion, line["completions"])))
 
 
 def _completion(row: Line) -> str:
@@ -314,9 +420,8 @@ def draw(lines: list[Line], file: Path) -> None:
         "entropy": "entropy, nats per token",
         "completion_tokens": "tokens",
     }
-    figure, axes = plt.subplots(
-        len(names), len(panels), figsize=(11, 3.2 * len(names)), constrained_layout=True, squeeze=False
-    )
+    size = (11, 3.2 * len(names))
+    figure, axes = plt.subplots(len(names), len(panels), figsize=size, constrained_layout=True, squeeze=False)
     for (model, task, arm), runs in found.items():
         for axis, (name, title) in zip(axes[names.index(model)], panels.items(), strict=True):
             steps, values = _together(runs, name)
@@ -337,21 +442,37 @@ def draw(lines: list[Line], file: Path) -> None:
 def _together(runs: list[Line], name: str) -> tuple[Sequence[int], np.ndarray]:
     """Return the rollouts at which every run has a value, and the values [runs, rollouts]."""
     if name == "strict":  # of validations, not of rollouts
-        each = [{point["rollouts"]: point["strict"] for point in run["validations"]} for run in runs]
+        by_step = [{point["rollouts"]: point["strict"] for point in run["validations"]} for run in runs]
     else:
-        each = [dict(enumerate(smooth(run["curves"].get(name, [])).tolist())) for run in runs]
-    steps = sorted(set.intersection(*map(set, each)))
-    return steps, np.array([[run[step] for step in steps] for run in each])
+        by_step = [dict(enumerate(smooth(run["curves"].get(name, [])).tolist())) for run in runs]
+    steps = sorted(set.intersection(*map(set, by_step)))
+    return steps, np.array([[run[step] for step in steps] for run in by_step])
 
 
-def main() -> None:
-    """Write both pages, and the picture if there are runs."""
-    lines = read()
-    PAGE.write_text(page(lines))
-    OF_COMPLETIONS.write_text(completions_page(lines))
-    if groups(lines):
-        draw(lines, PICTURE)
+# ---- texts ----------------------------------------------------------------------------------------------------------
+
+
+def tabled(head: str, rows: list[list[Any]]) -> str:
+    """Format a Markdown table; empty without rows."""
+    return table(head.split(" | "), rows) if rows else ""
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Format the mean of several seeds, with the lowest and the highest value."""
+    if not values:
+        return ""
+    low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
+    return f"{mean(values):.{digits}f}" + (f" ({low} to {high})" if low != high else "")
+
+
+def wrapped(text: str) -> str:
+    """Break a paragraph into lines."""
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 if __name__ == "__main__":
-    main()
+    every = read()
+    PAGE.write_text(page(every))
+    OF_COMPLETIONS.write_text(completions_page(every))
+    if groups(every):
+        draw(every, PICTURE)

@@ -1,5 +1,4 @@
-"""Make the documentation's pages of settings, from type hints and docstrings, and of commands, from their
-``--help``."""
+"""Make the documentation's pages of settings and commands from type hints, docstrings and ``--help``."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ Kind = Callable[[Any], bool]
 
 
 def settings() -> str:
-    """Return the Markdown of the page of settings: ``model``, ``data``, and every class of this repository that YAML
-    may name."""
+    """Make the page of settings: ``model``, ``data``, and every class of this repository that YAML may name."""
     nested: dict[str, Any] = {}
     text = INTRODUCTION
     text += f"\n## model\n\n{_meaning(QeRLModule)}\n\n{table(QeRLModule, 'model.', nested)}"
@@ -75,7 +73,7 @@ def settings() -> str:
 
 
 def commands() -> str:
-    """Return the Markdown of the page of commands, with the output of each command's ``--help``."""
+    """Make the page of commands."""
     text = "# Commands\n\n`qerl COMMAND`, or `python -m qerl_pl COMMAND` in the repository. Training and evaluation "
     text += "take every [setting](settings.md) as well, as `--KEY VALUE`. This is what `--help` prints.\n"
     for name, what in (TRAINING | COMMANDS).items():
@@ -86,8 +84,7 @@ def commands() -> str:
 
 
 def help_of(command: str) -> str:
-    """Return the output of a command's ``--help``; that of ``fit`` without usage and settings, which have a page of
-    their own."""
+    """Return the output of a command's ``--help``, without settings, which have a page of their own."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         contextlib.suppress(SystemExit),
@@ -96,17 +93,17 @@ def help_of(command: str) -> str:
     ):
         main([command, "--help"])
     parts = _UNPRINTABLE.sub("", printed.getvalue()).strip().split("\n\n")
-    own = [part for part in parts if not re.search(r"--(trainer|model|data)\b", part)]
-    return "\n\n".join(own if command in TRAINING else parts)
+    if command in TRAINING:
+        parts = [part for part in parts if not re.search(r"--(trainer|model|data)\b", part)]
+    return "\n\n".join(parts)
 
 
 def found_in(package: str, kind: Kind) -> Iterator[tuple[str, Any]]:
-    """Yield import path and object of every public class or function in a package's modules for which ``kind`` returns
-    True."""
+    """Yield import path and object of every public class or function of a kind in a package's modules."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         for name, value in list(vars(importlib.import_module(module.name)).items()):
-            own = getattr(value, "__module__", None) or ""
-            public = own.startswith(module.name) and not name.startswith("_") and not vars(value).get("_is_protocol")
+            here = str(getattr(value, "__module__", "")).startswith(module.name)
+            public = here and not name.startswith("_") and not vars(value).get("_is_protocol")
             if public and callable(value) and kind(value):
                 yield f"{module.name}.{name}", value
 
@@ -119,14 +116,13 @@ def table(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     meanings: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return a Markdown table of the settings of a class or function, as the command line's parser reads them.
+    """Make a table of the settings of a class or function, as the command line's parser reads them.
 
     Args:
         value: the class or function.
         prefix: beginning of every key, e.g. ``model.``.
         nested: dict to which dataclasses that are values of settings are added, by name.
-        defaults: defaults by name of the setting, in place of the constructor's.
-        meanings: meanings by name of the setting, in place of the docstring's.
+        defaults, meanings: by name of the setting, in place of the constructor's and the docstring's.
     """
     parser = Parser()
     add = parser.add_class_arguments if isinstance(value, type) else parser.add_function_arguments
@@ -136,7 +132,7 @@ def table(
         hint = getattr(action, "_typehint", None)
         if hint is None or action.default == SUPPRESS or action.dest in ("prompts", "completions"):
             continue  # no setting: an option --KEY.help, or an argument of a reward's call
-        nested.update({each.__name__: each for each in _inside(hint) if is_dataclass(each)})  # pyright: ignore
+        nested.update({part.__name__: part for part in _inside(hint) if is_dataclass(part)})  # pyright: ignore
         default = "required" if action.required else f"`{_yaml(defaults.get(action.dest, action.default))}`"
         meaning = meanings.get(action.dest, action.help or "")
         cells = (f"`{prefix}{action.dest}`", words(hint, shown=_shown), default, meaning)
@@ -145,8 +141,7 @@ def table(
 
 
 def _shown(value: Any) -> str:
-    """Return the Markdown of a type's name, with a link to the page's section on the class, or of a value of a
-    Literal."""
+    """Write a type's name, with a link to its section, or a value of a Literal."""
     if not isinstance(value, type) and typing.get_origin(value) is None and not hasattr(value, "__name__"):
         return f"`{value}`"
     name = getattr(value, "__name__", str(value))
@@ -155,8 +150,8 @@ def _shown(value: Any) -> str:
 
 def _inside(hint: Any) -> Iterator[Any]:
     yield hint
-    for each in typing.get_args(hint):
-        yield from _inside(each)
+    for part in typing.get_args(hint):
+        yield from _inside(part)
 
 
 def _section(path: str, value: Any, nested: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Notes of what a test has seen working: lines of JSON from which ``docs/support_table.py`` makes a table."""
+"""Notes of what a test has seen working: lines of JSON from which ``docs/make_tables.py`` makes a table."""
 
 from __future__ import annotations
 

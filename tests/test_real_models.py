@@ -19,9 +19,9 @@ from docs.real_models import (
     groups,
     page,
     paired,
+    reached,
     read,
 )
-from docs.real_models_costs import reached
 from tests.program import ROOT
 
 PROBLEMS = 60

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from typing import Any
 
 import pytest
 import yaml
 
-from qerl_pl.study.statistics import pairs_to_accept
+from qerl_pl.study.statistics import compare, holm, pairs_to_accept, smallest_size
 from qerl_pl.study.study_file import Study, read_study
 from tests.program import ROOT
 
@@ -105,6 +106,20 @@ def test_the_larger_model_has_the_arms_and_settings_of_the_smaller_one():
     base = {"base": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}
     assert large.settings == {**noise.settings, "model": {**noise.settings["model"], **base}}
     assert large.evaluations.items() <= noise.evaluations.items()
+
+
+def test_the_table_of_the_toy_study_follows_from_its_readouts():
+    with (ROOT / "docs" / "results" / "noise-words-0" / "readouts.csv").open(newline="") as file:
+        values = {(row["arm"], row["seed"]): float(row["area under accuracy"]) for row in csv.DictReader(file)}
+    seeds = sorted({seed for _, seed in values})
+    toy = PAGE.split("## Before it", 1)[1]
+    rows = re.findall(r"^\| (\S+) - (\S+) \| (\S+) \[(\S+), (\S+)\] \| (\S+) \| (\S+) \|$", toy, re.MULTILINE)
+    found = [compare([values[one, seed] - values[other, seed] for seed in seeds]) for one, other, *_ in rows]
+    assert len(rows) == 5
+    for row, (difference, p, _), adjusted in zip(rows, found, holm([each.p for each in found]), strict=True):
+        assert row[2:] == (*(f"{value:+.2g}" for value in difference[:3]), f"{p:.2g}", f"{adjusted:.2g}")
+    size = max(each.spread for each in found) * smallest_size(len(seeds), len(rows))
+    assert f"a true difference of {size:.3f}" in toy
 
 
 def test_the_temperature_follows_the_quantised_run_of_the_same_seed():
