@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     commands = TRAINING | COMMANDS
     if argv and argv[0] in ("--version", "-V", "version"):
-        print(importlib.import_module("qerl_pl.tools.version").versions())
+        print(importlib.import_module("qerl_pl.tools.doctor").versions())
         return 0
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, commands))

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 import train
 from qerl_pl.base.folder import base_folder
-from qerl_pl.cli.words import accept_words
+from qerl_pl.cli.parser import accept_words
 from qerl_pl.common.run_folder import run_named_after
 from qerl_pl.objective import Objective
 from qerl_pl.objective.objective import completed

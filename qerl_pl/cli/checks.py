@@ -30,15 +30,7 @@ OTHER_TRAINING = {
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
-    """Refuse a value where a group of named settings is expected, as in ``sampling: [1]``.
-
-    Args:
-        groups: dotted paths of groups of settings, such as model.sampling.
-        config: parsed configuration of one command.
-
-    Raises:
-        ValueError: names the group and the value.
-    """
+    """Refuse a value where a group of named settings, such as model.sampling, is expected, as in ``sampling: [1]``."""
     for name in groups:
         value = config.get(name)
         if not isinstance(value, Namespace | Mapping | None):
@@ -46,15 +38,7 @@ def check_groups(groups: Iterable[str], config: Namespace) -> None:
 
 
 def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
-    """Refuse a checkpoint that does not exist, before anything is loaded.
-
-    Args:
-        path: value of --ckpt_path; None if it is not given.
-        words: values, such as "last", that stand for a checkpoint and are resolved later.
-
-    Raises:
-        ValueError: names the file and what may be given.
-    """
+    """Refuse a checkpoint that does not exist, before anything is loaded; ``words``, such as "last", are taken."""
     if path is None or path in words or Path(path).is_file():
         return
     if path == "best":
@@ -63,15 +47,7 @@ def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
 
 
 def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
-    """Refuse to start a run in a folder that holds one, unless it is resumed.
-
-    Args:
-        run_dir: folder of the run.
-        ckpt_path: value of --ckpt_path; None if it is not given.
-
-    Raises:
-        ValueError: names the folder and its last checkpoint.
-    """
+    """Refuse to start a run in a folder that holds one, unless it is resumed."""
     last = Path(run_dir, "checkpoints", LAST)
     if ckpt_path is None and last.exists():
         raise ValueError(
@@ -81,17 +57,14 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
 
 
 def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
-    """Check the callbacks of a configuration together; of a class of the package ``callbacks`` that is given again,
-    the later settings count, as with every other setting that a later file gives again.
-
-    Args:
-        callbacks: value of trainer.callbacks, parsed.
-        always: class paths of the callbacks that every run has anyway.
+    """Return the callbacks of a configuration (the value of trainer.callbacks, parsed). Of a class of the package
+    ``callbacks`` that is given again, the later settings count, as with every other setting.
 
     Raises:
-        ValueError: a callback is in ``always``, or is one of Lightning's that trains in a way of its own.
+        ValueError: a callback is one of those that every run has anyway (``always``, class paths), or is one of
+            Lightning's that trains in a way of its own.
     """
-    found: dict[object, Namespace] = {}
+    usable: dict[object, Namespace] = {}
     for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
         path = str(callback.class_path)
         name = path.rpartition(".")[2]
@@ -100,38 +73,34 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
         if path.startswith("lightning.") and name in OTHER_TRAINING:
             raise ValueError(f"trainer.callbacks has {path}, which does not work here: {OTHER_TRAINING[name]}")
         key = path if path.startswith("callbacks.") else number
-        if key in found:
+        if key in usable:
             from lightning.pytorch.utilities.rank_zero import rank_zero_info  # not before a run needs it
 
             rank_zero_info(f"trainer.callbacks has {path} more than once: the settings of the last count")
-        found[key] = callback
-    return list(found.values())
+        usable[key] = callback
+    return list(usable.values())
 
 
 def check_class_paths(value: Any, place: str = "") -> None:
     """Refuse a class path that would call something other than a class or a function that says what it makes.
 
-    jsonargparse checks a class's type before it makes an instance where it knows the type. Where the type is any
-    callable, as for rewards, it calls what the path names and looks at the result, so this function looks first: a
-    class needs a ``__call__`` with a reward's parameters, and a function the return annotation of such a class or
-    ``Callable``.
+    Where the type of a setting is any callable, as for rewards, jsonargparse calls what the path names before it looks
+    at the result, so this function looks first: a class needs a ``__call__`` with a reward's parameters, and a function
+    the return annotation of such a class or ``Callable``.
 
     Args:
         value: parsed configuration, or a part of it.
         place: dotted name of the part, for the error.
-
-    Raises:
-        ValueError: names the setting and the path.
     """
     if isinstance(value, Namespace | Mapping):
         inside = vars(value) if isinstance(value, Namespace) else value
         if isinstance(path := inside.get("class_path"), str):
             _check_class_path(path, place)
-        for name, own in inside.items():
-            check_class_paths(own, f"{place}.{name}".lstrip("."))
+        for name, entry in inside.items():
+            check_class_paths(entry, f"{place}.{name}".lstrip("."))
     elif isinstance(value, list | tuple):
-        for own in value:
-            check_class_paths(own, place)
+        for entry in value:
+            check_class_paths(entry, place)
 
 
 def _check_class_path(path: str, place: str) -> None:

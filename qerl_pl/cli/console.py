@@ -1,5 +1,4 @@
-"""Filter out messages of libraries that do not help a user of this program; each pattern has the reason as a
-comment."""
+"""Filter out messages of libraries that do not help a user of this program."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def quieten() -> None:
 
 
 def _unless_kept(failed: threading.ExceptHookArgs) -> None:
-    """Print the traceback of a thread's error, unless the thread keeps an error of the system, such as a full disk, for
-    the main thread, which raises it at its next use of the thread, as that of TensorBoard's writer."""
+    # A thread, such as TensorBoard's writer, may keep an error of the system, such as a full disk, for the main thread.
     if isinstance(failed.exc_value, OSError) and getattr(failed.thread, "exception", None) is failed.exc_value:
         return
     threading.__excepthook__(failed)
@@ -58,9 +56,8 @@ def _unless_kept(failed: threading.ExceptHookArgs) -> None:
 def _in_one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Format a warning; one that this program itself gives is printed without file and line of the code."""
-    own = Path(__file__).parents[2]
-    if any(Path(filename).is_relative_to(own / package) for package in ("qerl_pl", "callbacks", "datamodules")):
+    root = Path(__file__).parents[2]
+    if any(Path(filename).is_relative_to(root / package) for package in ("qerl_pl", "callbacks", "datamodules")):
         return f"warning: {message}\n"
     return _with_place(message, category, filename, lineno, line)
 

@@ -1,4 +1,4 @@
-"""Shorten jsonargparse's error messages: name the value, what was expected, and the nearest known name."""
+"""Shorten jsonargparse's error messages, which are text alone: name the value, what was expected, the nearest name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from qerl_pl.cli.shipped import BASE_CONFIG
-from qerl_pl.cli.yaml_files import config_files
+from qerl_pl.cli.yaml_files import BASE_CONFIG, config_files
 from qerl_pl.common.packages import not_installed
 
 MOST_LINES = 5
@@ -22,7 +21,15 @@ GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with",
 """Beginnings of jsonargparse's errors about members of a union type that the user did not mean; they are dropped."""
 LINK = re.compile(r"^.*\bcall to compute_fn of link .*? with args \(.*?\) failed: ", re.DOTALL | re.IGNORECASE)
 """Beginning of jsonargparse's errors about a value that is computed from others, before the function's own error."""
-TYPES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "list": "a list"}
+KEY = r'[Pp]arser key "([^"]+)"'
+TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "list": "a list",
+    "NoneType": "null",
+}
 EXAMPLES = {
     "model.engine": "qerl_pl.rollout.vllm.VLLMEngine",
     "model.optimizer": "torch.optim.AdamW",
@@ -53,19 +60,16 @@ UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedRewa
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    """Shorten an error of the command line's parser.
+    """Shorten an error of the command line's parser to at most five lines.
 
     Args:
-        message: error message of jsonargparse.
+        message: error message of jsonargparse. Of one of an unknown kind, the first five lines are returned.
         keys: dotted paths of all settings, for suggestions.
         arguments: the command line; its YAML files are searched for the line with the error.
-
-    Returns: At most five lines. Of a message of a kind that is not recognised, the first five lines are returned.
     """
     message = LINK.sub("", message)
-    unknown = re.search(r"(?:does not accept option '|unrecognized arguments: --|Key )'?([\w.+]+)", message)
-    if unknown and ("accept" in message or "unrecognized" in message):
-        return _unknown_key(unknown[1].rstrip("+"), keys, arguments)
+    if unknown := re.search(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)", message):
+        return _unknown_key(unknown[1].rstrip("+"), list(keys), arguments)
     if word := re.match(r"unrecognized arguments: ([^-\s]\S*)", message):
         return (
             f"{word[1]!r} is no option; a configuration is given by -c, such as -c quickstart, a setting by --KEY VALUE"
@@ -79,35 +83,29 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
 def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
     """Reduce jsonargparse's error about the value of a setting to its cause, without errors about members of a union
-    type that the user did not mean.
-
-    A message of another kind is returned unchanged.
-    """
+    type that the user did not mean; a message of another kind is returned unchanged."""
     message = LINK.sub("", message)
-    subject = re.search(r'[Pp]arser key "([^"]+)"', message)
+    subject = re.search(KEY, message)
     if subject is None and "Subtypes:" not in message:
         return message
-    place = subject[1] if subject else ""
-    given = re.search(r"Given value: (.*)", message)
-    body = message[subject.end() :] if subject else message
-    body = body.partition("Errors:")[2].partition("Given value type:")[0] if "Errors:" in body else body
-    causes = [" ".join(cause.split()).removeprefix(": ") for cause in re.split(r"^\s*- ", body, flags=re.MULTILINE)]
-    causes = [cause for cause in causes if cause.strip(" :") and not cause.startswith("Expected a path but")]
-    said = [cause.strip(": ") for cause in causes if not cause.startswith(GENERIC)]
-    if said:
-        return _in_words(place, said[0], arguments)
-    expected = [cause.strip(": ").removeprefix("Expected a ") for cause in causes]
-    if path := next((text for text in expected if text.startswith("dot import path string: ")), None):
-        kinds = [_kind(kind) for kind in expected if kind != path]
-        place = ".".join([place, *re.findall(r'[Pp]arser key "([^"]+)"', message)[1:]])
-        kinds = kinds or [
-            f"a class by its path, such as {EXAMPLES.get(place, 'callbacks.aqn.AdaptiveQuantizationNoise')}"
-        ]
-        return _expected(place, path.split(": ")[1], " or ".join(dict.fromkeys(kinds)), arguments)
-    value = re.search(r"Got value: (.*)", message) or given
-    if not expected or value is None:
+    place, body = (subject[1], message[subject.end() :]) if subject else ("", message)
+    if "Errors:" in body:
+        body = body.partition("Errors:")[2].partition("Given value type:")[0]
+    causes = [" ".join(cause.split()).strip(": ") for cause in re.split(r"^\s*- ", body, flags=re.MULTILINE)]
+    causes = [cause for cause in causes if cause and not cause.startswith("Expected a path but")]
+    if specific := next((cause for cause in causes if not cause.startswith(GENERIC)), None):
+        return _of_the_cause(place, specific, arguments)
+    kinds = [cause.removeprefix("Expected a ").partition(". Got value:")[0] for cause in causes]
+    paths = [kind for kind in kinds if kind.startswith("dot import path string: ")]
+    if paths:
+        kinds = [_kind(kind) for kind in kinds if kind != paths[0]]
+        place = ".".join([place, *re.findall(KEY, message)[1:]])
+        example = EXAMPLES.get(place, "callbacks.aqn.AdaptiveQuantizationNoise")
+        kinds = kinds or [f"a class by its path, such as {example}"]
+        return _expected(place, paths[0].split(": ")[1], " or ".join(dict.fromkeys(kinds)), arguments)
+    value = re.search(r"Got value: (.*)", message) or re.search(r"Given value: (.*)", message)
+    if not kinds or value is None:
         return message
-    kinds = [kind.partition(". Got value:")[0] for kind in expected]
     return _expected(place, value[1], " or ".join(map(_kind, dict.fromkeys(kinds))), arguments)
 
 
@@ -115,30 +113,28 @@ def of_error(error: Exception, arguments: Sequence[str]) -> str:
     """Format an exception as ``CLASS: message``, where CLASS is the configured class whose constructor raised it."""
     if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
         return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
-    said, name = of_the_value(str(error), arguments), _constructor_of(error)
-    return said if not name or name in UNNAMED or name in said else f"{name}: {said}"
+    text, name = of_the_value(str(error), arguments), _constructor_of(error)
+    return text if not name or name in UNNAMED or name in text else f"{name}: {text}"
 
 
 def _constructor_of(error: BaseException) -> str:
-    found, trace = "", error.__traceback__
+    name, trace = "", error.__traceback__
     while trace is not None:
-        code, names = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        code, variables = trace.tb_frame.f_code, trace.tb_frame.f_locals
         if "jsonargparse" in code.co_filename:
-            found = ""
-        elif not found and code.co_name in ("__init__", "__post_init__") and "self" in names:
-            found = type(names["self"]).__name__
+            name = ""
+        elif not name and code.co_name in ("__init__", "__post_init__") and "self" in variables:
+            name = type(variables["self"]).__name__
         trace = trace.tb_next
     earlier = error.__cause__ or error.__context__
-    return _constructor_of(earlier) if found in ("", "QeRLCLI") and earlier is not None else found
+    return _constructor_of(earlier) if name in ("", "QeRLCLI") and earlier is not None else name
 
 
-def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """Format the cause of an error, with the class that it concerns and the known name that is most similar to the
-    given one."""
+def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
+    """Format the cause of an error, with the class that it concerns and the most similar name that is known."""
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
-    inner = re.findall(r'Parser key "([^"]+)":', cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
-    place = ": ".join(filter(None, [place, *named, *inner[-1:]]))
+    place = ": ".join(filter(None, [place, *named, *re.findall(f"{KEY}:", cause)[-1:]]))
     if option := re.search(r"Option '([\w.]+)' is not accepted", cause):
         known = _parameters(classes[-1]) if classes else []
         where = _where(rf"\b{option[1]}\s*:", arguments)
@@ -146,21 +142,20 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
     if name := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", cause):
         where = _where(rf"{re.escape(name[1])}\.{name[2]}\b", arguments)
         return f"{place}: there is no {name[2]!r} in {name[1]}{where}; {_nearest(name[2], _members(name[1]))}"
-    if module := re.search(r"No module named '([\w.]+)'", cause):
+    module = re.search(r"No module named '([\w.]+)'", cause)
+    missing = module or re.search(r"Requirement '(\w+)[^']*' not met", cause)  # Lightning's hint has other versions
+    if missing and (how := not_installed(missing[1])):
+        return f"{place}: {how}"
+    if module:
         where = _where(rf"\b{re.escape(module[1])}\b", arguments)
-        if how := not_installed(module[1]):
-            return f"{place}: {how}"
         return (
             f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory and "
             "among the installed packages"
         )
-    needed = re.search(r"Requirement '(\w+)[^']*' not met", cause)  # Lightning's own hint names other versions
-    if needed and (how := not_installed(needed[1])):
-        return f"{place}: {how}"
     if other := re.search(r"Unexpected import object (.*)\. Got value: (.*)", cause):
         return f"{place} is {other[2]}, which is {other[1][:100]}; expected the path of a function or a class"
-    if missing := re.search(r"the following arguments are required: (.+)", cause):
-        return f"{place} needs {missing[1]} (under init_args)"
+    if needed := re.search(r"the following arguments are required: (.+)", cause):
+        return f"{place} needs {needed[1]} (under init_args)"
     if value := re.search(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: |$)", cause):
         return _expected(place, value[2], _kind(value[1]), arguments)
     if path := re.search(r"Expected a dot import path string: (.+)", cause):
@@ -173,8 +168,8 @@ def _in_words(place: str, cause: str, arguments: Sequence[str]) -> str:
 
 def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> str:
     if value == "None":
-        own = [path for path in config_files(arguments) if path != BASE_CONFIG]
-        start = "" if own else "; give configurations by -c, such as -c quickstart"
+        only_base = all(path == BASE_CONFIG for path in config_files(arguments))
+        start = "; give configurations by -c, such as -c quickstart" if only_base else ""
         return f"{place} is not given; expected {kinds}{start}"
     name = re.escape(re.split(r"[.: ]+", place)[-1])
     where = _where(rf"\b(?:{name}|class_path)\b[\"']?\s*:.*(?<![\w.]){re.escape(value)}(?![\w.])", arguments)
@@ -185,15 +180,13 @@ def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> s
 
 def _kind(text: str) -> str:
     """Describe a type in words."""
-    if literal := re.fullmatch(r"typing\.Literal\[(.*)\]", text):
-        return literal[1]
-    if builtin := re.fullmatch(r"<class '(\w+)'>", text):
-        return "null" if builtin[1] == "NoneType" else TYPES.get(builtin[1], builtin[1])
+    if match := re.fullmatch(r"typing\.Literal\[(.*)\]|<class '(\w+)'>", text):
+        return match[1] or TYPES.get(match[2], match[2])
     return text
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = sorted(each for each in known if each.lower() == name.lower())[:1]  # a class comes before a module
+    near = sorted(other for other in known if other.lower() == name.lower())[:1]  # a class comes before a module
     near = near or get_close_matches(name, known, n=2, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -204,10 +197,10 @@ def _parameters(path: str) -> list[str]:
     """List the parameters of a class or function, given by its import path."""
     module, _, name = path.rpartition(".")
     try:
-        found = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+        parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
     except (ImportError, AttributeError, TypeError, ValueError):
         return []
-    return [each for each in found if each not in ("self", "args", "kwargs", "params")]
+    return [parameter for parameter in parameters if parameter not in ("self", "args", "kwargs", "params")]
 
 
 def _members(path: str) -> list[str]:
@@ -216,13 +209,13 @@ def _members(path: str) -> list[str]:
         module = importlib.import_module(path)
     except ImportError:
         return []
-    own = [
+    names = [
         name
         for name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "").startswith(path)
     ]
-    inside = [each.name for each in pkgutil.iter_modules(getattr(module, "__path__", []))]
-    return [name for name in dict.fromkeys(own + inside) if not name.startswith("_")]
+    names += [submodule.name for submodule in pkgutil.iter_modules(getattr(module, "__path__", []))]
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
 
 
 def _where(pattern: str, arguments: Sequence[str]) -> str:
@@ -235,32 +228,27 @@ def _where(pattern: str, arguments: Sequence[str]) -> str:
     return ""
 
 
-def _unknown_key(key: str, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    places = [path for path in config_files(arguments) if _has(_settings(path), key.split("."))]
-    leaf = rf"\b{re.escape(key.rpartition('.')[2])}\+?[\"']?\s*:"
-    where = _where(leaf, [argument for path in places for argument in ("-c", str(path))])
-    keys = list(keys)
-    if own := OTHER_NAMES.get(key.rpartition(".")[2]):
-        return f"there is no setting {key}{where}; did you mean {own}?"
-    near = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]][:1]  # right name, wrong section
-    near = near or get_close_matches(key, keys, n=1, cutoff=0.6)
+def _unknown_key(key: str, keys: Sequence[str], arguments: Sequence[str]) -> str:
+    leaf = key.rpartition(".")[2]
+    files = [argument for path in config_files(arguments) if _has(path, key) for argument in ("-c", str(path))]
+    if usual := OTHER_NAMES.get(leaf):
+        near = [usual]
+    else:
+        near = [other for other in keys if other.rpartition(".")[2] == leaf][:1]  # right name, wrong section
+        near = near or get_close_matches(key, keys, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "--help lists all settings"
+    where = _where(rf"\b{re.escape(leaf)}\+?[\"']?\s*:", files)
     return f"there is no setting {key}{where}; {hint}"
 
 
-def _settings(path: Path) -> Any:
+def _has(path: Path, key: str) -> bool:
+    """Tell whether a YAML file sets a dotted key."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return None
-
-
-def _has(settings: Any, names: Sequence[str]) -> bool:
-    for name in names:
-        if not isinstance(settings, Mapping):
+        return False
+    for name in key.split("."):
+        if not isinstance(settings, Mapping) or not {name, f"{name}+"} & settings.keys():
             return False
-        found = next((key for key in (name, f"{name}+") if key in settings), None)
-        if found is None:
-            return False
-        settings = settings[found]
+        settings = settings.get(name, settings.get(f"{name}+"))
     return True

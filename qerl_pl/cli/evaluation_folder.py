@@ -15,60 +15,51 @@ SAME_PROBLEMS = ("batch_size", "max_dropped_share", "show_prompt", "val_batch_si
 """Settings of data that change neither the problems of an evaluation nor their prompts."""
 
 
-def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings of an evaluation that say what is evaluated, on which problems, and how it samples.
-
-    Args:
-        config: settings of one evaluation command, as config.yaml has them. A missing section counts as empty.
-
-    Returns:
-        Values by the settings' names. A checkpoint is given relative to the run's folder, so that its name does not
-        depend on the current folder.
-    """
-    data, model = config.get("data") or {}, config.get("model") or {}
-    found = {f"data.{name}": value for name, value in data.items() if name not in SAME_PROBLEMS}
-    found |= {f"model.{name}": model.get(name) for name in ("base", "base_format", "quantize", "val_sampling")}
-    if not model.get("val_sampling"):  # then evaluations are greedy, and only the length is that of training
-        found["model.sampling.max_tokens"] = (model.get("sampling") or {}).get("max_tokens")
-    checkpoint = config.get("ckpt_path")
-    found["ckpt_path"] = checkpoint and os.path.relpath(checkpoint, config.get("run_dir") or ".")
-    return found | {"seed_everything": config.get("seed_everything")}
-
-
-def different_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the names of the deciding settings in which two evaluations differ, in alphabetical order."""
-    old, new = deciding_settings(before), deciding_settings(now)
-    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-
-
 def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
-    """Return the first of NAME, NAME-2, NAME-3, ... that has no evaluation yet, or this one.
+    """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that has no evaluation yet, or this one.
 
-    If that is not NAME, a message names the folder and the settings that differ from those in NAME.
+    If that is not ``wanted``, a message names the folder and the settings that differ from those in ``wanted``.
 
     Args:
-        wanted: the folder NAME.
+        wanted: the folder.
         now: settings of this evaluation, as config.yaml will have them.
     """
-    reason = ""
-    for number in itertools.count(1):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+    reason, folder = "", wanted
+    for number in itertools.count(2):
         different = _differences(folder, now)
         if not different:
             break
         reason = reason or ", ".join(different)
+        folder = wanted.with_name(f"{wanted.name}-{number}")
     if folder != wanted:
         rank_zero_info(f"results go to {folder}, because {wanted} has those of an evaluation with other {reason}")
     return folder
 
 
+def different_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the names of the settings in which two evaluations (as in config.yaml) differ, of those that say what is
+    evaluated, on which problems, and how it samples."""
+    old, new = _deciding_settings(before), _deciding_settings(now)
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+
+
+def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    data, model = config.get("data") or {}, config.get("model") or {}
+    settings = {f"data.{name}": value for name, value in data.items() if name not in SAME_PROBLEMS}
+    settings |= {f"model.{name}": model.get(name) for name in ("base", "base_format", "quantize", "val_sampling")}
+    if not model.get("val_sampling"):  # then evaluations are greedy, and only the length is that of training
+        settings["model.sampling.max_tokens"] = (model.get("sampling") or {}).get("max_tokens")
+    checkpoint = config.get("ckpt_path")  # relative to the run's folder, so that it does not depend on the current one
+    settings["ckpt_path"] = checkpoint and os.path.relpath(checkpoint, config.get("run_dir") or ".")
+    return settings | {"seed_everything": config.get("seed_everything")}
+
+
 def _differences(folder: Path, now: Mapping[str, Any]) -> list[str]:
     """List what differs between this evaluation and those in a folder; loggers may have put config.yaml below it."""
-    found = []
+    names = []
     for path in sorted(folder.rglob("config.yaml")):
         try:
-            before = yaml.safe_load(path.read_text(encoding="utf-8"))
-            found += different_settings(before, now)
+            names += different_settings(yaml.safe_load(path.read_text(encoding="utf-8")), now)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError):
-            found.append(f"settings ({path} cannot be read)")
-    return list(dict.fromkeys(found))
+            names.append(f"settings ({path} cannot be read)")
+    return list(dict.fromkeys(names))

@@ -8,37 +8,30 @@ from typing import Any
 
 from datamodules.decontaminate import hold_out, without_shared
 from datamodules.sources import PromptSource
-from qerl_pl.cli.words import Parser
+from qerl_pl.cli.parser import Parser
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, ready_rewards
 
 
 class Parts:
-    """The data source, the rewards and the objective of a configuration, without its base.
-
-    Args:
-        config: the whole configuration of ``fit``, parsed.
+    """The data source, the rewards and the objective of the whole parsed configuration of ``fit``, without its base.
 
     Raises:
         ValueError: the source or a reward cannot be built.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
+        self.config, model = config, config["model"]
         parser = Parser()
         parser.add_argument("--source", type=PromptSource)
         parser.add_argument("--rewards", type=list[WeightedReward])
         parser.add_argument("--objective", type=Objective)
-        given = {
-            "source": config["data"]["source"],
-            "rewards": config["model"]["rewards"],
-            "objective": config["model"]["objective"],
-        }
-        built = parser.instantiate_classes(parser.parse_object(given))
+        settings = {"source": config["data"]["source"], "rewards": model["rewards"], "objective": model["objective"]}
+        built = parser.instantiate_classes(parser.parse_object(settings))
         self.source: PromptSource = built["source"]
         self.objective: Objective = built["objective"]
-        self.rewards = ready_rewards(built["rewards"], max_tokens=config["model"]["sampling"]["max_tokens"])
+        self.rewards = ready_rewards(built["rewards"], max_tokens=model["sampling"]["max_tokens"])
 
     @cached_property
     def problems(self) -> list[Problem]:
@@ -61,13 +54,8 @@ class Parts:
     @property
     def prompts(self) -> list[Prompt]:
         """The first training problems as rewards get them, at most 32, but without tokens and chat template."""
-        return [
-            Prompt(
-                (),
-                problem.answer,
-                text=problem.question,
-                messages=problem.messages or ({"role": "user", "content": problem.question},),
-                row=problem.row,
-            )
-            for problem in self.problems[:32]
-        ]
+        prompts = []
+        for problem in self.problems[:32]:
+            messages = problem.messages or ({"role": "user", "content": problem.question},)
+            prompts.append(Prompt((), problem.answer, text=problem.question, messages=messages, row=problem.row))
+        return prompts

@@ -16,22 +16,18 @@ from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 
 
 def run_date(config: Namespace, *, fits: bool) -> str | None:
-    """Return the value of data.date for a command: the one that is given, else that of the checkpoint, else that of the
-    run's config.yaml, else today's.
+    """Return the value of data.date for a command, in ISO form: the one that is given, else that of the checkpoint,
+    else that of the run's config.yaml (of a run that was killed before its first checkpoint), else today's.
 
-    A run that was killed before its first checkpoint has its date in config.yaml alone. A new run in an old folder,
-    which is one of ``fit`` without a checkpoint, takes today's.
-
-    Args:
-        config: configuration of one command.
-        fits: whether the command is ``fit``.
-
-    Returns:
-        The date in ISO form; None if the chat template writes no date, or cannot be read, which a later check reports.
+    ``fits`` is whether the command is ``fit``, which without a checkpoint is a new run and takes today's. The value is
+    None if the chat template writes no date, or cannot be read, which a later check reports.
     """
     if config.data.date is not None:
         return str(config.data.date)
-    if not _writes_date(config.data.tokenizer):
+    try:
+        if not reads_clock(read_tokenizer(config.data.tokenizer)):
+            return None
+    except Exception:  # whatever is wrong with the base is told by the checks of its files, which come later
         return None
     path, run = config.ckpt_path, Path(config.run_dir)
     if path is not None:
@@ -46,13 +42,6 @@ def run_date(config: Namespace, *, fits: bool) -> str | None:
         if isinstance(before, dict) and (date := date_in(before)):
             return date
     return today()
-
-
-def _writes_date(tokenizer: str) -> bool:
-    try:
-        return reads_clock(read_tokenizer(tokenizer))
-    except Exception:  # whatever is wrong with the base is told by the checks of its files, which come later
-        return False
 
 
 def _date_of_checkpoint(path: Path) -> str | None:

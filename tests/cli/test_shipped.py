@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qerl_pl.cli.shipped import FOLDER, config_path, with_paths
+from qerl_pl.cli.yaml_files import FOLDER, config_path, with_paths
 
 
 @pytest.mark.parametrize(

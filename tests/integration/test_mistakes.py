@@ -208,7 +208,10 @@ MISTAKES = {
     "empty answer": (table("no_answer.jsonl"), r"no_answer\.jsonl:1: column 'answer' is empty"),
     "CSV file": (table("rows.csv"), r"rows\.csv is of a kind that is not read; expected \.jsonl .* or \.parquet"),
     "one row": (table("one.jsonl"), r"Table gives no (validation|training) problems; give it more rows"),
-    "folder of the run": (["--run_dir", "a_file"], r"a_file: a file is where a folder is needed: give another path"),
+    "folder of the run": (
+        ["--run_dir", "a_file"],
+        r"run_dir is a_file, in \S*a_file, which is no folder; choose another",
+    ),
     "learning rate below 0": (
         ["--model.optimizer.init_args.lr", "-1e-3"],
         r"AdamW: .*-0\.001; change model\.optimizer",

@@ -15,8 +15,8 @@ from datamodules.table import Table
 from qerl_pl import __version__
 from qerl_pl.__main__ import main as command
 from qerl_pl.tools import init
+from qerl_pl.tools.doctor import _gpus
 from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.tools.version import _gpus
 from tests.integration.conftest import load_last
 
 
