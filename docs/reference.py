@@ -24,7 +24,8 @@ from datamodules.prompts import PromptDataModule
 from datamodules.sources import PromptSource
 from docs.griffe_classes import EXAMPLE, block
 from qerl_pl.__main__ import COMMANDS, TRAINING, main
-from qerl_pl.cli.parser import Parser, words
+from qerl_pl.cli.help_text import words
+from qerl_pl.cli.parser import Parser
 from qerl_pl.cli.yaml_files import BASE_CONFIG
 from qerl_pl.module import QeRLModule
 from qerl_pl.rewards.base import WeightedReward

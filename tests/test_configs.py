@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, capture_parser
 
 import train
 from qerl_pl.base.folder import base_folder
-from qerl_pl.cli.parser import accept_words
 from qerl_pl.common.run_folder import run_named_after
 from qerl_pl.objective import Objective
 from qerl_pl.objective.objective import completed
@@ -36,24 +36,12 @@ def own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
 
 
-class Built(Exception):
-    """The parser of ``train.py`` is there."""
-
-
 @pytest.fixture(scope="module")
 def parser() -> ArgumentParser:
     """The parser of ``train.py``, built once."""
     with pytest.MonkeyPatch.context() as patch:
-        accept_words()
         patch.setattr("sys.argv", ["train.py"])
-
-        def stop(cli: train.QeRLCLI, parser: ArgumentParser, args: object) -> None:
-            raise Built(parser)
-
-        patch.setattr(train.QeRLCLI, "parse_arguments", stop)
-        with pytest.raises(Built) as built:
-            train.main(["fit"])
-    return built.value.args[0]
+        return capture_parser(train.main, ["fit"])
 
 
 @pytest.fixture
@@ -86,29 +74,23 @@ def test_recipe_parses_and_keeps_the_callbacks_of_base_yaml(recipe, resolved):
 
 def difference(left: dict, right: dict, path: str = "") -> set[str]:
     """The dotted keys at which two configurations differ."""
-    return {
-        found
-        for key in left.keys() | right.keys()
-        if left.get(key) != right.get(key)
-        for found in (
-            difference(left[key], right[key], f"{path}{key}.")
-            if isinstance(left.get(key), dict) and isinstance(right.get(key), dict)
-            else {path + key}
-        )
-    }
+    keys: set[str] = set()
+    for key in left.keys() | right.keys():
+        one, other = left.get(key), right.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            keys |= difference(one, other, f"{path}{key}.")
+        elif one != other:
+            keys.add(path + key)
+    return keys
 
 
-def keys(path: Path) -> set[str]:
-    """The dotted keys that a file sets."""
-    return flat(yaml.safe_load(path.read_text()))
-
-
-def flat(settings: dict, prefix: str = "") -> set[str]:
-    return {
-        found
-        for key, value in settings.items()
-        for found in (flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key})
-    }
+def keys(settings: Any, path: str = "") -> set[str]:
+    """The dotted keys that a file, or a part of its content, sets."""
+    if isinstance(settings, Path):
+        settings = yaml.safe_load(settings.read_text())
+    if not isinstance(settings, dict):
+        return {path}
+    return {key for name, value in settings.items() for key in keys(value, f"{path}.{name}".lstrip("."))}
 
 
 def test_a_task_a_model_and_an_arm_set_different_things_so_that_every_combination_is_the_sum_of_its_files():

@@ -36,7 +36,8 @@ from qerl_pl.training.optimization import make_optimizer
 
 ROOT = Path(__file__).parent.parent
 PLACES = ("callbacks", "datamodules", "qerl_pl/rewards", "qerl_pl/rollout", "qerl_pl/objective", "qerl_pl/settings")
-SOURCES = [path for place in (*PLACES, "qerl_pl") for path in sorted((ROOT / place).rglob("*.py"))]
+NAMED = [path for place in PLACES for path in sorted((ROOT / place).rglob("*.py"))]
+SOURCES = list(dict.fromkeys([*NAMED, *sorted((ROOT / "qerl_pl").rglob("*.py"))]))
 CALLBACK = "callbacks.progress.Progress"
 
 MODEL: dict[str, Any] = {
@@ -116,52 +117,26 @@ def test_every_setting_of_model_and_data_arrives(built):
     assert settings.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"] == 0.125
 
 
-def classes(path: Path) -> list[tuple[str, ast.ClassDef]]:
-    return [(path.name, node) for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-
-
 def test_every_setting_of_a_class_that_yaml_can_name_is_read_somewhere():
-    trees = [ast.parse(path.read_text()) for path in dict.fromkeys(SOURCES)]
-    read = {
-        node.attr
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    }
-    read |= {  # getattr(self, name) over tuples of names
-        node.value
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in NAMES
-    }
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    read |= {"clip_low", "clip_high", "max_ratio"}  # getattr(self, name) over a tuple of names
     unread = []
-    for path in (path for place in PLACES for path in sorted((ROOT / place).rglob("*.py"))):
-        for file, node in classes(path):
-            makes = next(
-                (own for own in node.body if isinstance(own, ast.FunctionDef) and own.name == "__init__"), None
-            )
-            if makes is None:
-                continue
-            for parameter in (*makes.args.args[1:], *makes.args.kwonlyargs):
-                uses = [
-                    each
-                    for each in ast.walk(makes)
-                    if isinstance(each, ast.Name) and each.id == parameter.arg and isinstance(each.ctx, ast.Load)
-                ]
-                targets = [
-                    each.targets[0] if isinstance(each, ast.Assign) else each.target
-                    for each in ast.walk(makes)
-                    if isinstance(each, ast.Assign | ast.AnnAssign)
-                    and isinstance(each.value, ast.Name)
-                    and each.value.id == parameter.arg
-                ]
-                kept = {target.attr for target in targets if isinstance(target, ast.Attribute)}
-                if not uses or (kept and not kept & read):
-                    unread.append(f"{file}: {node.name}.{parameter.arg}")
+    for kind in (node for path in NAMED for node in trees[path].body if isinstance(node, ast.ClassDef)):
+        for init in (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"):
+            inside = list(ast.walk(init))
+            used = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+            kept: dict[str, set[str]] = {}  # attributes that a parameter is assigned to
+            for node in inside:
+                if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name):
+                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                    if isinstance(target, ast.Attribute):
+                        kept.setdefault(node.value.id, set()).add(target.attr)
+            for name in (parameter.arg for parameter in (*init.args.args[1:], *init.args.kwonlyargs)):
+                if name not in used or (name in kept and not kept[name] & read):
+                    unread.append(f"{kind.name}.{name}")
     assert unread == []
-
-
-NAMES = {"clip_low", "clip_high", "max_ratio"}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from qerl_pl.model.tokenizer import check_chat_template, check_text_survives, lo
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.common import end_tokens
-from qerl_pl.tools.new_policy import CHAT_TEMPLATE
-from qerl_pl.tools.tiny import VOCAB_SIZE, make_tiny, make_tokenizer
+from qerl_pl.tools.tiny import CHAT_TEMPLATE, VOCAB_SIZE, make_tiny, make_tokenizer
 
 CONFIG = {"vocab_size": VOCAB_SIZE}
 

@@ -34,7 +34,8 @@ from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
-from qerl_pl.cli.parser import DESCRIPTIONS, FORM, Parser, accept_words, spelt_out
+from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
+from qerl_pl.cli.parser import Parser, accept_words, spelt_out
 from qerl_pl.cli.run_date import run_date
 from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml_files, config_files, plain_settings, with_paths
@@ -175,8 +176,8 @@ class QeRLCLI(LightningCLI):
         check_groups(self._parser(command).groups or (), config)
         if config.ckpt_path:
             config.ckpt_path = os.path.expanduser(config.ckpt_path)
-        if config.model.lora.start:
-            config.model.lora.start = os.path.expanduser(config.model.lora.start)
+        if start := getattr(config.model.lora, "start", None):
+            config.model.lora.start = os.path.expanduser(start)
         if command == "fit":
             if not any(str(callback.class_path) == KEEPS for callback in config.trainer.callbacks):
                 rank_zero_warn(f"trainer.callbacks has no {KEEPS}, so this run cannot be resumed; append by callbacks+")

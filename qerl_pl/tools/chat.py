@@ -1,5 +1,4 @@
-"""Chat in the terminal with the trained policy of a run and with its base model, whose answers are printed one after
-the other."""
+"""Chat in the terminal with the trained policy of a run and with its base model."""
 
 from __future__ import annotations
 
@@ -11,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    TextStreamer,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList, TextStreamer
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings, run_identity
@@ -41,13 +35,9 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    tokenizer = read_tokenizer(policy.base)
-    date = date_in(config)
-    system = config["data"].get("system_prompt")
-    template = config["data"].get("question_template") or "{question}"
-    voices = {"base": False, "policy": True}
-    if options.without_base:
-        del voices["base"]
+    tokenizer, date, data = read_tokenizer(policy.base), date_in(config), config["data"]
+    system, template = data.get("system_prompt"), data.get("question_template") or "{question}"
+    voices = {"policy": True} if options.without_base else {"base": False, "policy": True}
     chats: dict[str, Chat] = {}
     print("> ", end="", flush=True)
     for line in sys.stdin:
@@ -59,28 +49,26 @@ def main(argv: list[str]) -> int:
         for voice, adapter in voices.items() if question else ():
             print(f"[{voice}] ", end="", flush=True)
             chats[voice].append({"role": "user", "content": template.replace("{question}", question)})
-            answered = answer(
+            text = answer(
                 policy,
                 tokenizer,
                 chats[voice],
                 adapter=adapter,
                 temperature=options.temperature,
                 max_tokens=options.max_tokens,
-                arguments=config["data"].get("template_arguments") or {},
+                arguments=data.get("template_arguments") or {},
                 date=date,
-                stop=config["data"].get("stop") or (),
+                stop=data.get("stop") or (),
             )
-            chats[voice].append({"role": "assistant", "content": answered})
+            chats[voice].append({"role": "assistant", "content": text})
         print("> ", end="", flush=True)
     print()
     return 0
 
 
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
-    """Load the trained policy of a run in evaluation mode, onto the GPU if the machine has one.
-
-    Returns:
-        The policy, and the run's configuration.
+    """Load the trained policy of a run in evaluation mode, onto the GPU if the machine has one; returns it and the
+    run's configuration.
 
     Raises:
         ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base.
@@ -90,14 +78,14 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     model = config["model"]
     if model.get("dtype") not in DTYPES:
         raise ValueError(f"{config_file}: model.dtype is {model.get('dtype')!r}; expected one of {', '.join(DTYPES)}")
-    found = SafeCheckpointIO().load_checkpoint(path)
-    identity = identity_of(found)
+    saved = SafeCheckpointIO().load_checkpoint(path)
+    identity = identity_of(saved)
     lora = lora_settings(identity)  # taken from the checkpoint, because a later start may have changed config.yaml
     base = prepared_base(model["base"], model.get("base_format"), quantization_of(model.get("quantize")))
     check_identity(identity, run_identity(base=base, lora=lora, seed=identity["seed"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_policy(base, dtype=DTYPES[model["dtype"]], lora=lora, seed=0, device=device)
-    policy.load_adapter_state({name: tensor.to(device) for name, tensor in adapter_of(found).items()})
+    policy.load_adapter_state({name: tensor.to(device) for name, tensor in adapter_of(saved).items()})
     policy.eval()
     policy.causal_lm.generation_config = GenerationConfig()  # else the base's generation_config.json would act too
     return policy, config
@@ -123,7 +111,7 @@ def answer(
         tokenizer: tokenizer of the policy's base model.
         chat: messages of the chat; the last is the user's.
         adapter: False disables the adapter, so that the base model answers.
-        temperature: sampling temperature; 0 takes the most likely token.
+        temperature: 0 takes the most likely token.
         max_tokens: longest answer, in tokens.
         arguments: further variables of the chat template.
         date: date that the chat template writes, in ISO form; None is today.
@@ -152,8 +140,8 @@ def answer(
             stopping_criteria=at_stop,
             streamer=SafeStreamer(tokenizer, ends, skip_prompt=True, skip_special_tokens=False),
         )
-    answered = [token for token in tokens[0, inputs.input_ids.shape[1] :].tolist() if token not in ends]
-    return str(tokenizer.decode(answered, skip_special_tokens=False)).strip()
+    sampled = [token for token in tokens[0, inputs.input_ids.shape[1] :].tolist() if token not in ends]
+    return str(tokenizer.decode(sampled, skip_special_tokens=False)).strip()
 
 
 class SafeStreamer(TextStreamer):
@@ -177,8 +165,5 @@ class SafeStreamer(TextStreamer):
 def printable(text: str) -> str:
     """Replace control characters other than line feed and tab, and characters that change the text's direction, by
     ``?``."""
-    return "".join("?" if each in TURNS or _is_control(each) else each for each in text)
-
-
-def _is_control(character: str) -> bool:
-    return unicodedata.category(character) == "Cc" and character not in "\n\t"
+    controls = {letter for letter in text if unicodedata.category(letter) == "Cc" and letter not in "\n\t"}
+    return "".join("?" if letter in TURNS or letter in controls else letter for letter in text)

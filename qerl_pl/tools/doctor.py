@@ -177,8 +177,10 @@ def _package(name: str) -> str:
     except ModuleNotFoundError:
         optional = ", where it is wanted" if name in EXTRAS.values() else ""
         raise RuntimeError(f"not installed: pip install {name}{optional}") from None
-    except ValueError as error:  # packages read variables of the environment when they are imported
-        raise RuntimeError(f"cannot be loaded: {error}{quoted_from_environment(error)}") from error
+    except ValueError as error:
+        if variables := quoted_from_environment(error):  # no package can be loaded, and torch crashes at the second try
+            sys.exit(f"error: a package cannot be loaded: {error}{variables}")
+        raise RuntimeError(f"cannot be loaded: {error}") from error
     return with_advice(name, importlib.metadata.version(name))
 
 

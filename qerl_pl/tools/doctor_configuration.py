@@ -8,21 +8,19 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from jsonargparse import Namespace
 from lightning.pytorch.callbacks import LambdaCallback
 
 from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.parts import Parts
-from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import in_bytes
 from qerl_pl.common.program import restored_arguments
@@ -58,66 +56,69 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
 
     The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. If it
     fails, for example because the base cannot be downloaded now, all is checked that can be without it, and the other
-    checks are left out with a message that refers to it.
-
-    Args:
-        arguments: of the command line of ``fit``.
-        warm: also start the rollout engine, which compiles its kernels.
+    checks are left out with a message that refers to it. ``warm`` also starts the rollout engine, which compiles its
+    kernels.
     """
-    built: dict[str, QeRLCLI] = {}
+    built: list[Any] = []  # the LightningCLI object, if it could be built
 
     def build() -> str:
         printed = StringIO()
-        with restored_arguments():
+        with restored_arguments(), redirect_stderr(printed):
             try:
-                with redirect_stderr(printed):
-                    built["cli"] = cli = training(["fit", *arguments], run_now=False)
+                built.append(training(["fit", *arguments], run_now=False))
             except (ValueError, OSError) as error:
                 raise ValueError(of_error(error, sys.argv[1:])) from error
-            except SystemExit:
-                raise ValueError(
-                    printed.getvalue().rpartition("error: ")[2].strip()
-                ) from None  # the parser's own message
-        model = cli.model
+            except SystemExit:  # the parser has printed a message
+                raise ValueError(printed.getvalue().rpartition("error: ")[2].strip()) from None
+        model = built[0].model
         rewards = ", ".join(term.name for term in model.rewards)
         return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"
 
     @functools.cache
     def settings() -> dict[str, Any]:
-        return read_settings(arguments)
+        with _needed_by_others():
+            return read_settings(arguments)
 
     @functools.cache
     def parts() -> Parts:
-        try:
-            with redirect_stderr(StringIO()):
-                return Parts(settings())
-        except (ValueError, OSError, SystemExit):
-            raise NotChecked("not checked, because the settings could not be read") from None
+        with _needed_by_others():
+            return Parts(settings())
 
-    def after(check: Callable[[Any], str], without: Callable[[Parts], str] | None = None) -> Callable[[], str]:
-        def run() -> str:
-            if "cli" in built:
-                return check(built["cli"])
-            if without is None:
-                raise NotChecked("not checked, because the configuration could not be built")
-            return without(parts())
+    def length() -> str:
+        return _length(settings(), built[0].model.settings.objective if built else parts().objective)
 
-        return run
+    def data() -> str:
+        return _data(built[0].datamodule) if built else _data_alone(parts())
 
-    def length(cli: QeRLCLI) -> str:
-        return _length(settings(), cli.model.settings.objective)
+    def rewards() -> str:
+        if built:
+            return _scored(built[0].model.rewards, built[0].datamodule.some_train_prompts())
+        return _scored(parts().rewards, parts().prompts)
 
-    engine = [("start of the engine", after(lambda cli: _start_engine(arguments)))] if warm else []
-    return [
+    def start() -> str:
+        if not built:
+            raise NotChecked("not checked, because the configuration could not be built")
+        return _start_engine(arguments)
+
+    checks = [
         ("configuration", build),
-        ("length of the run", after(length, lambda parts: _length(parts.config, parts.objective))),
-        ("data and template", after(_data, _data_alone)),
-        ("rewards", after(_rewards, lambda parts: _scored(parts.rewards, parts.prompts))),
-        ("memory of the run", after(lambda cli: _memory(settings()), lambda parts: _memory_planned(parts.config))),
-        ("disk of the run", after(lambda cli: _disk(settings()), lambda parts: _disk(parts.config))),
-        ("folder of the run", after(lambda cli: _folder(cli.config["fit"]), lambda parts: _folder(parts.config))),
-        *engine,
+        ("length of the run", length),
+        ("data and template", data),
+        ("rewards", rewards),
+        ("memory of the run", lambda: _memory(settings())),
+        ("disk of the run", lambda: _disk(settings())),
+        ("folder of the run", lambda: _folder(settings())),
     ]
+    return [*checks, ("start of the engine", start)] if warm else checks
+
+
+@contextmanager
+def _needed_by_others() -> Iterator[None]:
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    except (ValueError, OSError, SystemExit):
+        raise NotChecked("not checked, because the settings could not be read") from None
 
 
 def _length(config: dict[str, Any], objective: Objective) -> str:
@@ -138,10 +139,10 @@ def _length(config: dict[str, Any], objective: Objective) -> str:
     return f"{rollouts} rollouts, {max_steps} optimizer steps"
 
 
-def _data(cli: Any) -> str:
-    cli.datamodule.setup("fit")
-    cli.datamodule.train_dataloader()
-    prompts = cli.datamodule.some_train_prompts(256)
+def _data(datamodule: Any) -> str:
+    datamodule.setup("fit")
+    datamodule.train_dataloader()
+    prompts = datamodule.some_train_prompts(256)
     longest = max(len(prompt.tokens) for prompt in prompts)
     first = prompts[0].text.replace("\n", "\\n")
     return f"longest of {len(prompts)} prompts {longest} tokens; the first ends with ...{first[-60:]}"
@@ -155,10 +156,6 @@ def _data_alone(parts: Parts) -> str:
         f"{num} training problems, {parts.num_validation} for validation; their prompts need the base's tokenizer and "
         "are not checked"
     )
-
-
-def _rewards(cli: Any) -> str:
-    return _scored(cli.model.rewards, cli.datamodule.some_train_prompts())
 
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
@@ -183,25 +180,22 @@ def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str
     return f"{text}: {means[1]}"
 
 
-def _memory_planned(config: dict[str, Any]) -> str:
+def _memory(config: dict[str, Any]) -> str:
+    model = config["model"]
     try:
-        shape_of(config["model"])
+        shape = shape_of(model)
     except ValueError:  # the first check has said why the base cannot be read
         raise NotChecked("not checked, because the base's dimensions are not known") from None
-    return _memory(config)
-
-
-def _memory(config: dict[str, Any]) -> str:
-    model, run = config["model"], planned_run(config)
+    run = planned_run(config)
     if not torch.cuda.is_available():
-        size, free = shape_of(model).base_bytes, psutil.virtual_memory().available
+        size, free = shape.base_bytes, psutil.virtual_memory().available
         if 2 * size > free:
             raise ValueError(
                 f"no GPU; trainer and engine each hold the base of {in_bytes(size)}, {in_bytes(free)} are free"
             )
         return f"no GPU: trains on the CPU, base of {in_bytes(size)}, {in_bytes(free)} free"
     card = card_bytes(model["gpu_memory"])
-    peak = fitted(shape_of(model), run, card).peak
+    peak = fitted(shape, run, card).peak
     if peak > usable(card):
         raise ValueError(f"the peak is {peak / GIB:.1f} GiB of {usable(card) / GIB:.1f}; `plan` says what to change")
     return f"peak of {peak / GIB:.1f} GiB as planned, {usable(card) / GIB:.1f} GiB may be used"
@@ -229,7 +223,7 @@ def _disk(config: dict[str, Any]) -> str:
     return f"{in_bytes(free)} free for {config['run_dir']}, checkpoints take {in_bytes(needed)}"
 
 
-def _folder(config: Mapping[str, Any] | Namespace) -> str:
+def _folder(config: dict[str, Any]) -> str:
     run_dir, ckpt_path = config["run_dir"], config["ckpt_path"]
     check_run_is_new(run_dir, ckpt_path)
     check_places(Path(run_dir))

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from safetensors.torch import save_file
 
 from qerl_pl.base.digest import base_digest
 from qerl_pl.base.folder import base_folder
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings
-from qerl_pl.common.files import allow_reading, in_words
+from qerl_pl.common.files import allow_reading
 from qerl_pl.common.run_folder import read_run_config, run_files
 from qerl_pl.model.files import CONFIG, has_vision, read_json
-from qerl_pl.model.hub import is_hub_name
+from qerl_pl.model.hub import NAME, is_hub_name
 from qerl_pl.model.quantization import quantization_of
 from qerl_pl.policy.lora import LoraSettings, peft_config
-from qerl_pl.tools.merge import export_merged
+from qerl_pl.tools.merge import export_merged, new_folder
 from qerl_pl.tools.model_card import model_card
 from qerl_pl.tools.options import export_options
-from qerl_pl.tools.push import check_push_name, push
 
 
 def main(argv: list[str]) -> int:
@@ -45,13 +42,12 @@ def main(argv: list[str]) -> int:
             print(f"adapter of rank {settings.rank} written to {options.output}")
             for line in _left_out_by_vllm(options.output, settings):
                 print(line)
+        if options.push is not None:
+            print(f"pushed to {push(options.output, options.push)}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"error: {in_words(error)}", file=sys.stderr)
-        return 1
-    return 0 if options.push is None else _push(options.output, options.push)
+    return 0
 
 
 def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
@@ -66,22 +62,6 @@ def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
         )
 
 
-def _push(folder: Path, name: str) -> int:
-    try:
-        print(f"pushed to {push(folder, name)}")
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _has_vision(base: str) -> bool:
-    """Tell whether a base model has a vision part; its adapter then belongs to the copy of the text model that was
-    trained."""
-    file = _local_folder(base) / CONFIG
-    return file.is_file() and has_vision(read_json(file))
-
-
 def _local_folder(base: str) -> Path:
     """Return the folder of a base: of a model on the hub, that of its commit in the cache here, if it is there."""
     cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
@@ -89,7 +69,8 @@ def _local_folder(base: str) -> Path:
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write the settings, weights and model card of a run's adapter to a new folder, which is removed after an error.
+    """Write the settings, weights and model card of a run's adapter to a new folder, which is removed after an error;
+    returns the adapter's settings.
 
     The export names its base model by absolute path, or by name and commit on the hub; if the run quantised the model
     itself, by the folder of the quantised model in the cache.
@@ -99,32 +80,27 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         output: folder to create.
         checkpoint: "last", "best", or the path of a checkpoint.
 
-    Returns:
-        The adapter's settings.
-
     Raises:
         ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files here are not
             those of the run, or ``output`` exists.
         OSError: the output cannot be written.
     """
     config_file, path = run_files(run, checkpoint)
-    if output.exists():
-        raise ValueError(f"{output} exists; give a folder that does not")
     model: dict[str, Any] = read_run_config(config_file)["model"]
-    found = SafeCheckpointIO().load_checkpoint(path)
-    adapter, settings = adapter_of(found), lora_settings(identity_of(found))  # config.yaml may be from a later start
-    base = base_folder(model["base"], model.get("base_format"))  # of a GGUF file, the dequantised folder
-    quantization = quantization_of(model.get("quantize"))
-    if quantization or _has_vision(base):
-        base = prepared_base(model["base"], model.get("base_format"), quantization)
-    base = str(Path(base).resolve()) if Path(base).exists() else base
-    trained_on = _local_folder(base)
-    if next(trained_on.glob("*.safetensors"), None):
-        check_identity(identity_of(found), {"base": base_digest(trained_on)})
-    temporary = output.with_name(output.name + ".tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with new_folder(output) as temporary:
+        saved = SafeCheckpointIO().load_checkpoint(path)
+        adapter, identity = adapter_of(saved), identity_of(saved)
+        settings = lora_settings(identity)  # not of config.yaml, which may be from a later start
+        base = base_folder(model["base"], model.get("base_format"))  # of a GGUF file, the dequantised folder
+        quantization, of_base = quantization_of(model.get("quantize")), _local_folder(base) / CONFIG
+        if quantization or (of_base.is_file() and has_vision(read_json(of_base))):
+            # The adapter was trained on the quantised copy, or on a copy of the text model.
+            base = prepared_base(model["base"], model.get("base_format"), quantization)
+        base = str(Path(base).resolve()) if Path(base).exists() else base
+        trained_on = _local_folder(base)
+        if next(trained_on.glob("*.safetensors"), None):
+            check_identity(identity, {"base": base_digest(trained_on)})
+        temporary.mkdir()
         norms = sorted({name.split(".")[-2] for name in adapter if ".lora_" not in name})
         targets = sorted({name.split(".")[-3] for name in adapter if ".lora_A." in name})
         config = peft_config(replace(settings, targets=tuple(targets)), base=base, norms=norms)
@@ -134,11 +110,35 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         weights = temporary / "adapter_model.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, weights, metadata={"format": "pt"})
         allow_reading(weights)
-        card = model_card(found, settings, base=base, folder=output.name, run=run)
+        card = model_card(saved, settings, base=base, folder=output.name, run=run)
         (temporary / "README.md").write_text(card, encoding="utf-8")
-        os.replace(temporary, output)
-    except SafetensorError as error:
-        raise OSError(f"could not write {output}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return settings
+
+
+def check_push_name(name: str) -> None:
+    """Refuse a repository name that is not of the form OWNER/NAME, before anything is exported."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"--push is {name!r}; expected OWNER/NAME of a model on the Hugging Face hub")
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload a finished export to a model repository OWNER/NAME on the hub, which is created private if it is new;
+    returns the repository's address.
+
+    Raises:
+        OSError: the hub cannot be reached, or does not let this user write there; the folder is left as it is, and the
+            message has the command that uploads it.
+    """
+    try:
+        api = HfApi()
+        address = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export by qerl-pl")
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            why = "the hub refuses it: log in by `hf auth login`, with a token that may write there"
+        elif isinstance(error, HfHubHTTPError):
+            why = f"the hub answers {' '.join(str(error).split())[:200]}"
+        else:
+            why = f"the hub cannot be reached ({' '.join(str(error).split())[:200]})"
+        raise OSError(f"{folder} is complete and was not pushed: {why}; then: hf upload {name} {folder}") from error
+    return str(address)

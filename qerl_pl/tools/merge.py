@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,46 +74,50 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
     """Write the policy of a run as a model that needs no adapter to a new folder, which is removed after an error.
 
     The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. The form "nvfp4" quantises the sum
-    again, by rounding to nearest, so that small updates may be lost; the returned drift measures this.
-
-    Args:
-        run: folder of the run.
-        output: folder to create.
-        form: form of the exported weights.
-        checkpoint: "last", "best", or the path of a checkpoint.
-
-    Returns: The drift between policy and export; None if the run kept no completions on which it can be measured.
+    again, by rounding to nearest, so that small updates may be lost; the returned drift measures this. It is None if
+    the run kept no completions.
 
     Raises:
         ValueError: there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
         OSError: the output cannot be written.
     """
-    if output.exists():
-        raise ValueError(f"{output} exists; give a folder that does not")
-    policy, _ = load_run(run, checkpoint=checkpoint)
-    temporary, dense = output.with_name(output.name + ".tmp"), output.with_name(output.name + ".dense.tmp")
-    try:
-        for folder in (temporary, dense):
-            shutil.rmtree(folder, ignore_errors=True)
+    with new_folder(output) as temporary:
+        policy, _ = load_run(run, checkpoint=checkpoint)
+        dense = temporary if form == "bf16" else temporary.with_name("dense")
         write_merged(policy, dense)
         if form == "nvfp4":
             quantize_checkpoint(dense, temporary)
-        else:
-            os.replace(dense, temporary)
         rows = sampled_rows(run, AutoTokenizer.from_pretrained(policy.base, trust_remote_code=False))
-        found = measure_drift(policy, temporary, rows) if rows else None
-        said = "Not measured: the run kept no completions." if found is None else str(found)
-        if found is not None:
-            (temporary / DRIFT_FILE).write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
-        card = CARD.format(run=run.resolve().name, base=policy.base, form=form, drift=said, evidence=evidence(run))
+        drift = measure_drift(policy, temporary, rows) if rows else None
+        text = "Not measured: the run kept no completions." if drift is None else str(drift)
+        if drift is not None:
+            (temporary / DRIFT_FILE).write_text(json.dumps(asdict(drift), indent=2) + "\n", encoding="utf-8")
+        card = CARD.format(run=run.resolve().name, base=policy.base, form=form, drift=text, evidence=evidence(run))
         (temporary / "README.md").write_text(card, encoding="utf-8")
-        os.replace(temporary, output)
+    return drift
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Write a folder as a whole: the context's value is a path at which the caller makes it, which is renamed to
+    ``output`` when the context ends; after an error it is removed, with whatever is next to it.
+
+    Raises:
+        ValueError: ``output`` exists.
+        OSError: it cannot be written.
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists; give a folder that does not")
+    scratch = output.with_name(output.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch / "folder"
+        os.replace(scratch / "folder", output)
     except SafetensorError as error:
         raise OSError(f"could not write {output}: {error}") from error
     finally:
-        for folder in (temporary, dense):
-            shutil.rmtree(folder, ignore_errors=True)
-    return found
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
@@ -165,10 +170,10 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module.bias, Tensor):
             yield f"{name}.bias", module.bias
     yield from norms.items()
-    own = (".lora_", ".base_layer.", ".original_module.", ".modules_to_save.")
+    peft = (".lora_", ".base_layer.", ".original_module.", ".modules_to_save.")
     for name, tensor in policy.causal_lm.state_dict().items():
         of_linear = name.rpartition(".")[0] in linears
-        if name not in norms and not of_linear and not any(part in f".{name}" for part in own):
+        if name not in norms and not of_linear and not any(part in f".{name}" for part in peft):
             yield name, tensor
 
 
@@ -191,20 +196,15 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
-    """Compare the predictions of a policy and of its exported checkpoint on the tokens of some completions.
-
-    Args:
-        policy: the policy, in evaluation mode.
-        folder: folder of the exported checkpoint.
-        rows: tokens of prompt and completion, and number of prompt tokens, from ``sampled_rows``.
-    """
+    """Compare the predictions of a policy, in evaluation mode, and of its exported checkpoint in a folder on the tokens
+    of some completions, from ``sampled_rows``."""
     lm = policy.causal_lm
     exported = load_base(folder, dtype=policy.dtype, device=lm.device)
     kl = same = num_tokens = 0
     for tokens, start in rows:
         row = torch.tensor([tokens], device=lm.device)
-        trained, found = (model(input_ids=row).logits[0, start - 1 : -1].float() for model in (lm, exported))
-        p, q = trained.log_softmax(-1), found.log_softmax(-1)
+        trained, other = (model(input_ids=row).logits[0, start - 1 : -1].float() for model in (lm, exported))
+        p, q = trained.log_softmax(-1), other.log_softmax(-1)
         kl += (p.exp() * (p - q)).sum().item()
         same += (p.argmax(-1) == q.argmax(-1)).sum().item()
         num_tokens += len(p)

@@ -98,20 +98,15 @@ def _loading(base: str) -> str:
 
 
 def evidence(run: Path) -> str:
-    """Summarise in Markdown what a run logged and what its checks (such as the canary) found, over all of its
-    rollouts."""
+    """Summarise in Markdown what a run logged, and what its checks (such as the canary) found."""
     try:
         curves = read_curves(run)
     except ValueError as error:
         return f"The run left no curves that can be read ({str(error).removeprefix(f'{run} ')})."
     rows = [f"| {name} | {value:.4g} |" for name, value in summarize(curves).items()]
     table = ["| measured by the run | |", "|---|---|", *rows]
-    checks = [f"- {found['check']}: {found['text']}" for found in verdicts(curves)]
-    return "\n".join([*table, "", *_dated(run), "Checks while it ran:", "", *checks])
-
-
-def _dated(run: Path) -> list[str]:
-    """Say which date was in the run's prompts, if its chat template writes one."""
+    checks = [f"- {verdict['check']}: {verdict['text']}" for verdict in verdicts(curves)]
     file = run / "config.yaml"
     date = date_in(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else None
-    return [] if date is None else [f"In all of the run's prompts the chat template wrote the date {date}.", ""]
+    dated = [f"In all of the run's prompts the chat template wrote the date {date}.", ""] if date else []
+    return "\n".join([*table, "", *dated, "Checks while it ran:", "", *checks])

@@ -1,30 +1,22 @@
 """Command-line options of the tools whose imports take seconds, in a module that imports nothing slow.
 
-The entry point parses the command line by these options before it imports the tool, so that ``--help`` and a faulty
-option are answered at once.
+The entry point parses the command line by these options before it imports the tool, so that ``--help``, a faulty option
+and a path that cannot be used are answered at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
 from qerl_pl.common.program import CommandParser, called_as
 from qerl_pl.model.quantization import FormatName, Method
-from qerl_pl.tools.paths import (
-    at_least,
-    existing_base,
-    existing_file,
-    existing_folder,
-    existing_run,
-    finite,
-    output_file,
-    output_folder,
-    picture_file,
-)
 
+PICTURES = (".png", ".pdf", ".svg")
 MergedForm = Literal["bf16", "nvfp4"]
 """Forms in which ``export`` writes a model with the adapter merged into it."""
 STUDY = """\
@@ -37,8 +29,106 @@ signal.
 """
 
 
+def output_file(text: str | Path) -> Path:
+    """Check that a path can be that of a file.
+
+    Raises:
+        ArgumentTypeError: it is a folder, a device or the like, or one of its parents is a file.
+    """
+    text, path = str(text), Path(text)  # jsonargparse checks the result once more
+    if not text.strip() or path.is_dir():
+        raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
+    if path.exists() and not path.is_file():
+        raise ArgumentTypeError(f"{text!r} is no regular file, and would be replaced; expected the path of a file")
+    above = next((parent for parent in path.parents if parent.exists()), Path())
+    if not above.is_dir():
+        raise ArgumentTypeError(f"{above} is a file and not a folder, so {text!r} cannot be written")
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """Check that a path can be that of a folder.
+
+    Raises:
+        ArgumentTypeError: the path is empty, as that of a variable that is not set; or it, or one of its parents, is a
+            file, a device or the like.
+    """
+    path = Path(text)
+    if not text.strip():
+        raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")
+    above = next((folder for folder in (path, *path.parents) if folder.exists()), Path())
+    if not above.is_dir():
+        raise ArgumentTypeError(f"{above} is a file; expected a folder, new or existing, and so for its parents")
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Check that a path names a file in which a picture can be saved."""
+    path = output_file(text)
+    if path.suffix.lower() not in PICTURES:
+        raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
+    return path
+
+
+def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
+    """Make an argument type: a whole number from ``smallest`` to ``largest``."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if not smallest <= value <= largest:
+            upper = f" to {largest}" if largest < math.inf else " or more"
+            raise ArgumentTypeError(f"it is {text}; expected {smallest}{upper}")
+        return value
+
+    number.__name__ = "whole number"  # argparse names the type of a text that is no number
+    return number
+
+
+def finite(*, above: float | None = None, least: float | None = None) -> Callable[[str], float]:
+    """Make an argument type: a finite number greater than ``above``, or at least ``least``."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value) or (above is not None and value <= above) or (least is not None and value < least):
+            limit = f"more than {above:g}" if least is None else f"{least:g} or more"
+            raise ArgumentTypeError(f"it is {text}; expected {limit}")
+        return value
+
+    number.__name__ = "number"
+    return number
+
+
+def existing_file(text: str) -> Path:
+    """Check that a path is that of a file."""
+    return _existing(text, "file", Path.is_file)
+
+
+def existing_folder(text: str) -> Path:
+    """Check that a path is that of a folder."""
+    return _existing(text, "folder", Path.is_dir)
+
+
+def existing_base(text: str) -> Path:
+    """Check that a path is that of a folder or of a GGUF file."""
+    return existing_file(text) if text.lower().endswith(".gguf") or Path(text).is_file() else existing_folder(text)
+
+
+def existing_run(text: str) -> Path:
+    """Check that a path is that of a run's folder, which has a config.yaml."""
+    path = existing_folder(text)
+    if not (path / "config.yaml").is_file():
+        raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")
+    return path
+
+
+def _existing(text: str, kind: str, exists: Callable[[Path], bool]) -> Path:
+    path = Path(text)
+    if not exists(path):
+        raise ArgumentTypeError(f"there is no {kind} {text}; check the path")
+    return path
+
+
 def tiny_options() -> CommandParser:
-    """Make the parser of `tiny`."""
     parser = CommandParser(prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit.")
     parser.add_argument("--output", type=output_folder, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of weights and demonstrations (default: 0)")
@@ -46,7 +136,6 @@ def tiny_options() -> CommandParser:
 
 
 def quantize_options() -> CommandParser:
-    """Make the parser of `quantize`."""
     parser = CommandParser(prog=called_as("quantize"), description="Write a 4-bit copy of a checkpoint.")
     parser.add_argument(
         "--model", type=existing_base, required=True, help="folder of a bf16, fp16 or fp32 checkpoint, or a GGUF file"
@@ -91,7 +180,6 @@ def quantize_options() -> CommandParser:
 
 
 def study_options() -> CommandParser:
-    """Make the parser of `study`."""
     parser = CommandParser(
         prog=called_as("study"), description=STUDY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +202,6 @@ def study_options() -> CommandParser:
 
 
 def plan_options() -> CommandParser:
-    """Make the parser of `plan`."""
     parser = CommandParser(
         prog=called_as("plan"),
         description="Predict the GPU memory of a run, part by part, before it is started. Reads the settings as `fit` "
@@ -138,12 +225,10 @@ def plan_options() -> CommandParser:
         help="print only how many tokens completions may have on GPUs of these sizes (default: 24 48 80 141)",
     )
     parser.add_argument("--json", type=output_file, help="write the plan there")
-    parser.add_argument("--picture", type=picture_file, help="draw the plan into this PNG, PDF or SVG file")
     return parser
 
 
 def export_options() -> CommandParser:
-    """Make the parser of `export`."""
     parser = CommandParser(
         prog=called_as("export"),
         description="Write the adapter of a run as a PEFT folder, or the model with the adapter merged into it.",
@@ -165,18 +250,13 @@ def export_options() -> CommandParser:
 
 
 def report_options() -> CommandParser:
-    """Make the parser of `report`."""
     parser = CommandParser(
         prog=called_as("report"),
         description="Report on runs from their TensorBoard event files: a table of results, a picture of curves, and "
         "an HTML page. Nothing is written into the runs' folders.",
     )
     parser.add_argument("runs", nargs="+", type=existing_folder, help="run folders; each becomes a column")
-    parser.add_argument(
-        "--picture",
-        type=picture_file,
-        help="draw the curves into this PNG, PDF or SVG file",
-    )
+    parser.add_argument("--picture", type=picture_file, help="draw the curves into this PNG, PDF or SVG file")
     parser.add_argument("--json", type=output_file, help="write the table to this file, one JSON line per run")
     parser.add_argument(
         "--html", type=output_file, help="write an HTML page with curves, checks, settings, completions"
@@ -191,7 +271,6 @@ def report_options() -> CommandParser:
 
 
 def chat_options() -> CommandParser:
-    """Make the parser of `chat`."""
     parser = CommandParser(
         prog=called_as("chat"),
         description="Talk to the policy of a run and to its base model: both get the same questions. Sampled with "

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from io import StringIO
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
-from qerl_pl.common.files import replacing, write_whole
+from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import restored_arguments
 from qerl_pl.memory.advice import Change, advice, advice_text
@@ -51,13 +50,14 @@ from qerl_pl.tools.options import plan_options
 GIB = 2**30
 BAR = 60
 USUAL_GPUS = (24, 48, 80, 141)  # GiB
+COUNTS_OF_ENGINES = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "block_size", "batch_tokens")
 
 
 def main(argv: list[str]) -> int:
     """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 after an error."""
-    options, more = plan_options().parse_known_args(argv)
+    options, of_fit = plan_options().parse_known_args(argv)
     try:
-        config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + more)
+        config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + of_fit)
         run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
         shape = shape_of(config["model"])
         run.recompute(shape.num_layers)  # refuses more blocks than there are
@@ -73,25 +73,22 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with phase("planning"):
-        found = fitted(shape, run, gpu_bytes)
+        plan = fitted(shape, run, gpu_bytes)
         changes = advice(shape, run, gpu_bytes)
         smallest = smallest_gpu(shape, run)
-    print_plan(found, gpu_bytes)
-    print_choices(found, shape)
+    print_plan(plan, gpu_bytes)
+    print_choices(plan, shape)
     print_options(checkpointing_options(shape, run, gpu_bytes), gpu_bytes)
-    fits = found.peak <= usable(gpu_bytes)
+    fits = plan.peak <= usable(gpu_bytes)
     limit = f"{usable(gpu_bytes) / GIB:.1f} GiB, what may be used of {gpu_bytes / GIB:.1f}"
     if fits:
-        print(f"fits: the peak is {found.peak / GIB:.1f} GiB of {limit}")
+        print(f"fits: the peak is {plan.peak / GIB:.1f} GiB of {limit}")
     else:
-        print(f"does not fit: the peak is {found.peak / GIB:.1f} GiB, more than {limit}")
+        print(f"does not fit: the peak is {plan.peak / GIB:.1f} GiB, more than {limit}")
         print(advice_text(changes, gpu_bytes))
     print(f"the smallest GPU for these settings has {smallest} GiB")
     if options.json:
-        write_whole(options.json, json.dumps(as_json(found, changes, gpu_bytes, smallest), indent=2) + "\n")
-    if options.picture:
-        draw(found, gpu_bytes, options.picture)
-        print(f"picture: {options.picture}")
+        write_whole(options.json, json.dumps(as_json(plan, changes, gpu_bytes, smallest), indent=2) + "\n")
     return 0 if fits else 1
 
 
@@ -108,21 +105,14 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes of the base model that the section ``model`` of a parsed configuration names.
-
-    Raises:
-        ValueError: see ``planned_shape``.
-    """
+    """Return the sizes of the base model that the section ``model`` of a parsed configuration names; see
+    ``planned_shape`` for the errors."""
     quantization = quantization_of(model["quantize"])
     return planned_shape(model["base"], model["base_format"], quantization, DTYPES[model["dtype"]])
 
 
 def card_bytes(gib: float | None) -> int:
-    """Return the memory of the GPU to plan for, in bytes: the given one, or else that of this machine's GPU.
-
-    Raises:
-        ValueError: no size is given and the machine has no GPU.
-    """
+    """Return the memory of the GPU to plan for, in bytes: the given one, or else that of this machine's GPU."""
     if gib is not None:
         check_gpu_memory(gib, "the GPU's memory (--gpu-memory, model.gpu_memory)")
         return int(gib * GIB)
@@ -162,80 +152,67 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
-    """Replace what a run's settings take from this machine by what they are on an H100 or H200 with the packages of the
-    extra [gpu]: fused element-wise kernels in training, and native decoding kernels, which share the trainer's base.
-
-    Args:
-        run: the run as planned on this machine.
-        model: the section ``model`` of the parsed configuration.
-    """
-    engine, given = run.engine, model["engine"].get("init_args") or {}
+    """Replace what a run, planned with the section ``model``, takes from this machine by what it is on an H100 or H200
+    with the packages of the extra [gpu]: fused element-wise kernels in training, and native decoding kernels, which
+    share the trainer's base."""
+    engine, settings = run.engine, model["engine"].get("init_args") or {}
     if engine is not None:
-        native = given.get("decoding_kernel", "auto") != "humming"
+        native = settings.get("decoding_kernel", "auto") != "humming"
         engine = replace(engine, one_copy=native and ONE_COPY, dequantises=native)
     return replace(run, fused=model["fused_elementwise"] is not False, engine=engine)
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Check counts such as numbers of tokens and completions, which are otherwise checked when the module is built,
-    here not.
-
-    Raises:
-        ValueError: names the setting.
-    """
+    """Refuse counts, such as numbers of tokens, that a run refuses when it builds the module, which plan does not."""
     model, data, trainer = config["model"], config["data"], config["trainer"]
     for name in ("base", "engine"):
         if not model[name]:
             raise ValueError(f"model.{name} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b")
     sampling, evaluation = model["sampling"], model["val_sampling"] or model["sampling"]
     counts = {
-        "data.batch_size": data["batch_size"],
-        "data.max_prompt_tokens": data["max_prompt_tokens"],
-        "trainer.num_nodes": trainer["num_nodes"],
-        "model.sampling.num_completions": sampling["num_completions"],
-        "model.sampling.max_tokens": sampling["max_tokens"],
-        "model.val_sampling.max_tokens": evaluation["max_tokens"],
-        "model.micro_batch_tokens": model["micro_batch_tokens"],
+        "data": (data, ("batch_size", "max_prompt_tokens")),
+        "trainer": (trainer, ("num_nodes",)),
+        "model.sampling": (sampling, ("num_completions", "max_tokens")),
+        "model.val_sampling": (evaluation, ("max_tokens",)),
+        "model": (model, ("micro_batch_tokens",)),
+        "model.engine.init_args": (model["engine"].get("init_args") or {}, COUNTS_OF_ENGINES),
     }
-    engine = model["engine"].get("init_args") or {}
-    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "block_size", "batch_tokens"):
-        counts[f"model.engine.init_args.{name}"] = engine.get(name)
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
+    for section, (settings, names) in counts.items():
+        for name in names:
+            if (value := settings.get(name)) is not None and value < 1:
+                raise ValueError(f"{section}.{name} is {value}; expected at least 1")
     known = (*PROJECTIONS, *MERGED)
     if unknown := sorted(set(model["lora"]["targets"] or ()) - set(known)):
         raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")
 
 
-def print_plan(found: Plan, gpu_bytes: int) -> None:
+def print_plan(plan: Plan, gpu_bytes: int) -> None:
     """Print a table of the planned GiB by part (e.g. weights) and phase (e.g. rollout), and one bar per phase."""
     table = Table("GiB", *MOMENTS)
-    for name, sizes in found.parts.items():
+    for name, sizes in plan.parts.items():
         table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in MOMENTS))
     table.add_section()
-    table.add_row("total", *(f"{found.total(moment) / GIB:.2f}" for moment in MOMENTS))
+    table.add_row("total", *(f"{plan.total(moment) / GIB:.2f}" for moment in MOMENTS))
     Console().print(table)
-    scale = max(gpu_bytes, found.peak) / BAR
+    scale = max(gpu_bytes, plan.peak) / BAR
     card = round(gpu_bytes / scale)
     for moment, meaning in MOMENTS.items():
-        filled = round(found.total(moment) / scale)
-        bar = ("#" * filled).ljust(card, ".")
+        bar = ("#" * round(plan.total(moment) / scale)).ljust(card, ".")
         print(f"{moment:8} {bar[:card]}|{bar[card:]} {meaning}")
 
 
-def print_choices(found: Plan, shape: ModelShape) -> None:
+def print_choices(plan: Plan, shape: ModelShape) -> None:
     """Print the micro-batch size, KV-cache size and activation recomputation that the plan chose or was given."""
-    run, engine = found.run, found.run.engine
-    print(f"model.micro_batch_tokens: {found.micro_batch_tokens}")
+    run, engine = plan.run, plan.run.engine
+    print(f"model.micro_batch_tokens: {plan.micro_batch_tokens}")
     if engine is not None:
-        room = found.kv_cache_bytes / cache_bytes(shape, run, engine, num_sequences=1)
+        room = plan.kv_cache_bytes / cache_bytes(shape, run, engine, num_sequences=1)
         at_once = min(engine.max_num_seqs, run.rows)
-        print(f"model.engine.init_args.kv_cache_bytes: {found.kv_cache_bytes}")
+        print(f"model.engine.init_args.kv_cache_bytes: {plan.kv_cache_bytes}")
         print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
-    said = "norms, rotary embeddings and SwiGLU by liger-kernel" if run.fused else "by transformers' own modules"
-    print(f"element-wise work: {said}")
-    print(f"model.gradient_checkpointing: {found.why.removeprefix('gradient_checkpointing is ') or 'as given'}")
+    kernels = "norms, rotary embeddings and SwiGLU by liger-kernel" if run.fused else "by transformers' own modules"
+    print(f"element-wise work: {kernels}")
+    print(f"model.gradient_checkpointing: {plan.why.removeprefix('gradient_checkpointing is ') or 'as given'}")
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
@@ -259,52 +236,28 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
         tokens = longest_completion(shape, run, gpu_bytes)
         row = [f"{gpu_bytes / GIB:g}", str(tokens or "does not fit")]
         if tokens:
-            found = fitted(shape, run.with_completions(tokens), gpu_bytes)
-            engine, how = found.run.engine, found.run.gradient_checkpointing
-            at_once = found.kv_cache_bytes / cache_bytes(shape, found.run, engine, num_sequences=1) if engine else None
-            row += [str(how), str(found.micro_batch_tokens), f"{at_once:.0f} of {run.rows}" if at_once else ""]
+            plan = fitted(shape, run.with_completions(tokens), gpu_bytes)
+            engine, how = plan.run.engine, plan.run.gradient_checkpointing
+            at_once = plan.kv_cache_bytes / cache_bytes(shape, plan.run, engine, num_sequences=1) if engine else None
+            row += [str(how), str(plan.micro_batch_tokens), f"{at_once:.0f} of {run.rows}" if at_once else ""]
         table.add_row(*row)
     Console().print(table)
     if limit := shape.short_positions or shape.positions:
         print(f"the model takes {limit} tokens; a run with longer prompts and completions is refused")
 
 
-def as_json(found: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
+def as_json(plan: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
     """Convert the plan to JSON-serialisable values. Sizes are in bytes, but the smallest sufficient GPU's is in GiB."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),
-        "fits": found.peak <= usable(gpu_bytes),
+        "fits": plan.peak <= usable(gpu_bytes),
         "smallest_gpu_gib": smallest_gib,
-        "peak_bytes": found.peak,
-        "phases": {"start": found.total("start"), "rollout": found.total("rollout"), "train": found.train},
-        "moments": {moment: found.total(moment) for moment in MOMENTS},
-        "parts": found.parts,
+        "peak_bytes": plan.peak,
+        "phases": {"start": plan.total("start"), "rollout": plan.total("rollout"), "train": plan.train},
+        "moments": {moment: plan.total(moment) for moment in MOMENTS},
+        "parts": plan.parts,
         "changes": [asdict(change) for change in changes],
-        "run": asdict(found.run),
-        "why": found.why,
+        "run": asdict(plan.run),
+        "why": plan.why,
     }
-
-
-def draw(found: Plan, gpu_bytes: int, picture: Path) -> None:
-    """Draw the planned memory as a picture file: a stacked bar of parts for each phase, and a line at the GPU's
-    memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(10, 4.5), constrained_layout=True)
-    left = dict.fromkeys(MOMENTS, 0.0)
-    colours = plt.get_cmap("tab20").colors  # pyright: ignore[reportAttributeAccessIssue]
-    for colour, (name, sizes) in zip(colours, found.parts.items(), strict=False):
-        widths = [sizes.get(moment, 0) / GIB for moment in MOMENTS]
-        axis.barh(list(MOMENTS), widths, left=list(left.values()), label=name, color=colour)
-        left = {moment: start + width for (moment, start), width in zip(left.items(), widths, strict=True)}
-    axis.axvline(gpu_bytes / GIB, color="black", linestyle="--", label="the GPU")
-    axis.invert_yaxis()
-    axis.set_xlabel("GiB")
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    with replacing(picture) as temporary:
-        figure.savefig(temporary, dpi=120, format=picture.suffix[1:].lower())
-    plt.close(figure)

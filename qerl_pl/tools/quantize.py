@@ -40,8 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_calibrated(arguments.calibration, arguments.samples, arguments.length)
     calibration, model = None, Path(base_folder(str(arguments.model), None))
     if arguments.calibration is not None:
-        samples, length = arguments.samples, arguments.length
-        calibration = read_calibration(arguments.calibration, model, samples=samples, length=length)
+        calibration = read_calibration(arguments.calibration, model, samples=arguments.samples, length=arguments.length)
     layers = quantize_checkpoint(
         model,
         arguments.output,

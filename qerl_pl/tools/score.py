@@ -14,15 +14,15 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.errors import in_short
-from qerl_pl.cli.parser import HelpFormatter
-from qerl_pl.common.files import in_words, replacing
+from qerl_pl.cli.help_text import HelpFormatter
+from qerl_pl.common.files import replacing
 from qerl_pl.common.json_lines import only_entry, read_json_lines, stored_text
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows
 from qerl_pl.rewards.guard import guarded
-from qerl_pl.tools.paths import output_file
+from qerl_pl.tools.options import output_file
 
 CHUNK = 1024  # rows of the file that are in memory at a time; a completion may have 100 kB
 NAMED = {
@@ -77,19 +77,14 @@ def main(argv: list[str]) -> int:
     except ArgumentError as error:
         keys = [action.dest for action in parser._actions]
         parser.exit(2, f"error: {in_short(str(error), keys=keys, arguments=argv)}\n")
-    except OSError as error:
-        print(f"error: {in_words(error)}", file=sys.stderr)
-        return 1
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    scored = sum(counts.values()) - counts[None]
-    mean = sum(score * count for score, count in counts.items() if score is not None) / max(scored, 1)
-    rows = scored + counts[None]
-    over_all = mean * scored / max(rows, 1)
+    rows, unscored = sum(counts.values()), counts[None]
+    total = sum(score * count for score, count in counts.items() if score is not None)
     print(
-        f"{rows} rows, {scored} scored with mean {mean:.4f}, {counts[None]} unscored; "
-        f"mean {over_all:.4f} with unscored rows as 0"
+        f"{rows} rows, {rows - unscored} scored with mean {total / max(rows - unscored, 1):.4f}, {unscored} unscored; "
+        f"mean {total / max(rows, 1):.4f} with unscored rows as 0"
     )
     for reason, count in reasons.most_common(5):
         print(f"  unscored {count}: {reason}")
@@ -155,8 +150,7 @@ def _known_answer(row: Row, where: str = "the row") -> str:
 
 
 def _named(argv: Iterable[str]) -> list[str]:
-    """Replace short names of rewards such as ``math`` after ``--reward`` by the class and settings that they stand
-    for."""
+    """Replace short names of rewards after ``--reward``, such as ``math``, by their class and settings."""
     spelled = []
     for argument in argv:
         option, equals, value = argument.partition("=")

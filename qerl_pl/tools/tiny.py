@@ -1,12 +1,9 @@
 """Make a small policy that can do arithmetic but makes careless mistakes, for the quickstart and for tests.
 
-The policy is a model of the Qwen2 architecture with 464 000 parameters in Hugging Face format, with a byte-level
-tokenizer (which can encode any text) and a chat template. It is fine-tuned on worked arithmetic by a careless solver
-(qerl_pl/tasks/arithmetic.py), so it can compute correctly, but more often repeats the solver's mistakes. Reinforcement
-learning can then improve it within minutes. A policy whose fine-tuning was stopped half-way would not do, because it
-hardly ever earns a reward.
-
-The result depends only on the seed, and the global random states are left unchanged.
+The policy is a model of the Qwen2 architecture with 464 000 parameters, fine-tuned on worked arithmetic by a careless
+solver (qerl_pl/tasks/arithmetic.py): it can compute correctly, but more often repeats the solver's mistakes, so that
+reinforcement learning improves it within minutes. A policy whose fine-tuning was stopped half-way would not do, because
+it hardly ever earns a reward. The result depends only on the seed, and global random states are left as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -21,14 +19,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from qerl_pl.common.files import allow_reading
 from qerl_pl.common.phases import counted, phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
-from qerl_pl.tools import new_policy
-from qerl_pl.tools.new_policy import END, FILES, check_place, make_tokenizer, write_policy
 from qerl_pl.tools.options import tiny_options
 
 SFT_STEPS = 900  # with 450 steps, one policy of three lacks the skill, and RL stops at an accuracy of 0.77
@@ -42,8 +40,15 @@ MIN_SKILL = 0.85
 VOCAB_SIZE = 272  # 256 byte tokens, 3 control tokens and 4 tags, padded to a multiple of 16
 NUM_THREADS = 2  # more threads do not speed up a model of this size
 RECORD = "tiny.json"
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 END_ID, PAD_ID = 256, 257  # the bytes come first
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,9 +84,14 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
 
     Raises:
         ValueError: the folder is not empty, or the trained policy's accuracy or skill is out of range (``check``).
+        OSError: the folder cannot be written.
     """
     output, started = Path(output), time.perf_counter()
-    check_place(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")
+    partial = output.with_name(f".{output.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)  # fails before the training if it cannot be written
+    shutil.rmtree(partial)
     tokenizer = make_tokenizer()
     model = random_model(tokenizer, seed=seed)
     fine_tune(model, tokenizer, seed=seed, steps=sft_steps)
@@ -91,25 +101,47 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
             record = measure(model, tokenizer, seed=seed)
         check(record)
     record["seconds"] = time.perf_counter() - started
+    partial.mkdir(parents=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for path in partial.iterdir():
+        allow_reading(path)
     text = json.dumps({"settings": _settings(seed, sft_steps), "measured": record}, indent=2) + "\n"
-    write_policy(output, model, tokenizer, {RECORD: text})
+    (partial / RECORD).write_text(text, encoding="utf-8")
+    partial.replace(output)
     return record
 
 
 def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
-    """Tell whether a folder holds a finished policy that ``make`` wrote with this seed and number of steps."""
-    record = output / RECORD
-    if not record.is_file() or not all((output / name).is_file() for name in FILES):
+    """Tell whether a folder holds a finished policy that ``make_tiny`` wrote with this seed and number of steps."""
+    if not all((output / name).is_file() for name in (RECORD, *FILES)):
         return False
-    return json.loads(record.read_text(encoding="utf-8"))["settings"] == _settings(seed, sft_steps)
+    return json.loads((output / RECORD).read_text(encoding="utf-8"))["settings"] == _settings(seed, sft_steps)
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Create a byte-level tokenizer, which can encode any text: a token is a byte of the text, which is normalised to
+    Unicode form C first. The tags ``<think>``, ``<answer>`` and their ends are tokens of their own, which decoding
+    keeps."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
+    tokenizer = Qwen2Tokenizer(
+        vocab={char: token for token, char in enumerate(alphabet)},
+        merges=[],
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+    )
+    for tag in TAGS:
+        tokenizer.add_tokens(AddedToken(tag, special=False, normalized=False))
+    return tokenizer
 
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
-    """Create the model with random fp32 weights."""
-    return new_policy.random_model(
-        tokenizer,
-        seed=seed,
-        purpose="tiny/weights",
+    """Create the model with random fp32 weights, which depend on the seed alone."""
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=384,
@@ -117,7 +149,15 @@ def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,  # tokens; the longest GSM8K question has 991 bytes
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        **ends,
     )
+    with torch.random.fork_rng(devices=[]):  # transformers draws weights from the global generator
+        torch.default_generator.manual_seed(derive_seed(seed, "tiny/weights"))
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(**ends)
+    return model
 
 
 def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, steps: int) -> None:
@@ -184,7 +224,7 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) ->
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # the first: no step is careless
     texts = [
-        list(dict.fromkeys(solution(expression, careless=iter(each).__next__) for each in slips))
+        list(dict.fromkeys(solution(expression, careless=iter(pattern).__next__) for pattern in slips))
         for expression in expressions
     ]
     rows = [(expression, text) for expression, options in zip(expressions, texts, strict=True) for text in options]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.cli.errors import OTHER_NAMES, in_short, of_the_value
+from qerl_pl.cli.errors import OTHER_NAMES, in_short
 from qerl_pl.cli.yaml_files import BASE_CONFIG
-from qerl_pl.tools.options import PARSERS
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
 UNION = """Parser key "trainer.callbacks": Does not validate against any of the Union subtypes
@@ -23,6 +20,7 @@ Errors:
   - Expected a <class 'NoneType'>
 Given value type: <class 'list'>
 Given value: [<object>]"""
+LINK = "Call to compute_fn of link 'base_folder(model.base) --> data.tokenizer' with args (a(b), None) failed: "
 
 
 @pytest.mark.parametrize(
@@ -42,11 +40,6 @@ def test_a_misspelt_key_gets_the_nearest_one_and_its_file(tmp_path, message):
     assert str(config) not in in_short(message, keys=KEYS, arguments=["fit", "-c", str(tmp_path / "none.yaml")])
 
 
-def test_a_key_in_the_wrong_section_gets_the_section_that_has_it():
-    said = in_short("unrecognized arguments: --model.top_p 0.5", keys=(*KEYS, "model.lora"), arguments=[])
-    assert said.endswith("did you mean model.sampling.top_p?")
-
-
 @pytest.mark.slow
 def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
     said = in_short("unrecognized arguments: --model.learning_rate 1", keys=KEYS, arguments=[])
@@ -58,22 +51,6 @@ def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
     assert not stopped.value.code, capsys.readouterr().err
 
 
-def test_a_configuration_without_its_option_is_told_of_it():
-    said = in_short("unrecognized arguments: quickstart --trainer.max_steps 20", keys=KEYS, arguments=[])
-    assert said.startswith("'quickstart' is no option; a configuration is given by -c, such as -c quickstart")
-
-
-@pytest.mark.parametrize("name", [*PARSERS, "doctor"])
-def test_a_wrong_option_of_a_command_is_one_line(name, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command([name, "--no-such-option"])
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.endswith(f" {name} --help` lists the options\n")
-    assert said.count("\n") == 1
-
-
 def test_the_line_to_blame_has_the_whole_name(tmp_path):
     right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.yaml"
     right.write_text("- callbacks.aqn.AdaptiveQuantizationNoise\n")
@@ -81,38 +58,6 @@ def test_the_line_to_blame_has_the_whole_name(tmp_path):
     message = "Parser key \"a\":\n  - module 'callbacks.aqn' has no attribute 'AdaptiveQuantizationNois'"
     said = in_short(message, keys=KEYS, arguments=["fit", "-c", str(right), "-c", str(wrong)])
     assert "wrong.yaml, line 1); did you mean AdaptiveQuantizationNoise?" in said
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "    - {name: answer, weight: 1.0, reward: accuracy}",
-        '    - {"name": "answer", "reward": "accuracy"}',
-        "    - {name: answer, reward: {class_path: accuracy}}",
-    ],
-)
-def test_a_reward_that_is_no_path_gets_its_line_and_examples(tmp_path, monkeypatch, capsys, line):
-    config = tmp_path / "mine.yaml"
-    config.write_text(
-        "model:\n  rewards:\n    # reward: accuracy\n"
-        "    - {name: all, reward: qerl_pl.rewards.math.NumericAnswer}  # accuracy\n" + line + "\n"
-    )
-    arguments = ["qerl_pl", "fit", "-c", "quickstart", "-c", str(config)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as stopped:
-        command(arguments[1:])
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err.splitlines(keepends=True)  # a slow machine says before what it is doing
-    assert said[-1] == (
-        f"error: model.rewards: reward is 'accuracy' ({config}, line 5); expected a function or class by its path, "
-        "such as my_reward.closeness or qerl_pl.rewards.math.NumericAnswer\n"
-    )
-
-
-def test_an_error_of_a_computed_value_is_the_functions_own():
-    message = "Call to compute_fn of link 'base_folder(model.base) --> data.tokenizer' with args (a(b), None) failed: "
-    assert of_the_value(f"{message}model.base: a is cut") == "model.base: a is cut"
-    assert in_short(f"{message}model.base: a is cut", keys=KEYS, arguments=[]) == "model.base: a is cut"
 
 
 def test_the_line_of_a_value_has_the_whole_value(tmp_path):
@@ -125,26 +70,34 @@ def test_the_line_of_a_value_has_the_whole_value(tmp_path):
     assert f"({config}, line 3)" in in_short(message, keys=KEYS, arguments=["fit", "-c", str(config)])
 
 
-def test_a_constructors_error_is_its_own_text():
-    assert of_the_value(UNION) == "trainer.callbacks: every_n_rollouts is 0; expected at least 1"
-    assert in_short(UNION, keys=KEYS, arguments=[]) == of_the_value(UNION)
-
-
-@pytest.mark.parametrize("message", ["the run has 2 rollouts", "a\nb\nc\nd\ne\nf\ng"])
-def test_our_own_errors_stay_as_they_are(message):
-    assert of_the_value(message) == message
-
-
-def test_a_missing_package_of_a_logger_is_the_one_of_the_extra():
-    message = "Parser key \"a\":\n  - Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install`"
-    assert of_the_value(message) == "a: wandb is not installed; install it: pip install 'wandb>=0.19'"
-
-
-def test_a_start_without_any_configuration_says_how_one_is_given():
-    message = "Parser key \"model.base\":\n  Expected a <class 'str'>. Got value: None"
-    assert in_short(message, keys=KEYS, arguments=["fit", "--config", str(BASE_CONFIG)]).endswith(
-        "give configurations by -c, such as -c quickstart"
-    )
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "unrecognized arguments: --model.top_p 0.5",
+            "there is no setting model.top_p; did you mean model.sampling.top_p?",
+        ),
+        (
+            "unrecognized arguments: quickstart --trainer.max_steps 20",
+            "'quickstart' is no option; a configuration is given by -c, such as -c quickstart, "
+            "a setting by --KEY VALUE",
+        ),
+        (f"{LINK}model.base: a is cut", "model.base: a is cut"),
+        (UNION, "trainer.callbacks: every_n_rollouts is 0; expected at least 1"),
+        (
+            "Parser key \"a\":\n  - Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install`",
+            "a: wandb is not installed; install it: pip install 'wandb>=0.19'",
+        ),
+        (
+            "Parser key \"model.base\":\n  Expected a <class 'str'>. Got value: None",
+            "model.base is not given; expected text; give configurations by -c, such as -c quickstart",
+        ),
+        ("the run has 2 rollouts", "the run has 2 rollouts"),
+        ("a\nb\nc\nd\ne\nf\ng", "a\nb\nc\nd\ne"),
+    ],
+)
+def test_a_message_is_reduced_to_its_cause(message, said):
+    assert in_short(message, keys=KEYS, arguments=["fit", "--config", str(BASE_CONFIG)]) == said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import yaml
 
 import train
 from qerl_pl.__main__ import COMMANDS, main
-from qerl_pl.cli.parser import DESCRIPTIONS, in_plain_text, words
+from qerl_pl.cli.help_text import DESCRIPTIONS, in_plain_text, words
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.yaml_files import plain_settings
 from qerl_pl.settings.trainer import UNUSABLE

@@ -1,14 +1,15 @@
-"""What YAML lets pass is refused with the file and the line."""
+"""Configurations are found by name or as files, and what YAML lets pass is refused with the file and the line."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from qerl_pl.cli.yaml_files import check_yaml, check_yaml_files
+from qerl_pl.cli.yaml_files import FOLDER, check_yaml, check_yaml_files, config_path, with_paths
 
 ROOT = Path(__file__).parents[2]
 BOMB = "data: &a0 [1, 2, 3]\n" + "".join(f"x{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
@@ -50,23 +51,21 @@ def test_it_is_refused_with_file_and_line(tmp_path, text, said):
         assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("command", ["fit", "plan"])
-@pytest.mark.parametrize(("text", "said"), [(None, "there is no file "), ("modell: {}\n", "did you mean model?")])
-def test_a_faulty_file_is_refused_before_anything_slow_is_imported(tmp_path, command, text, said):
-    path = tmp_path / "run.yaml"
-    if text is not None:
-        path.write_text(text)
-    program = f"""
+def test_a_faulty_file_is_refused_before_anything_slow_is_imported(tmp_path):
+    (tmp_path / "run.yaml").write_text("modell: {}\n")
+    program = """
 import sys
 from qerl_pl.__main__ import main
-assert main([{command!r}, "-c", {str(path)!r}]) == 1
-print(sorted({{"torch", "lightning", "jsonargparse"}} & set(sys.modules)))
+for command in ("fit", "plan"):
+    for file in ("run.yaml", "gone.yaml"):
+        assert main([command, "-c", file]) == 1
+assert not {"torch", "lightning", "jsonargparse"} & set(sys.modules)
 """
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
-    assert said in found.stderr
-    assert found.stderr.startswith("error: ")
-    assert found.stderr.count("\n") == 1
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    wrong = "error: run.yaml, line 1: 'modell' is no setting; did you mean model?"
+    assert done.stderr.splitlines() == [wrong, "error: there is no file gone.yaml"] * 2
 
 
 def test_files_of_this_repository_are_taken():
@@ -80,3 +79,38 @@ def test_files_of_this_repository_are_taken():
 def test_what_is_in_order_is_taken(tmp_path, text):
     (tmp_path / "run.yaml").write_text(text)
     check_yaml(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("gsm8k", "tasks/gsm8k"),
+        ("eval/gsm8k", "eval/gsm8k"),
+        ("aime24", "eval/aime24"),
+        ("qwen2.5-7b", "models/qwen2.5-7b"),
+        ("nvfp4_aqn", "arms/nvfp4_aqn"),
+        ("quickstart", "quickstart"),
+    ],
+)
+def test_a_name_is_that_of_a_shipped_configuration(tmp_path, monkeypatch, name, path):
+    monkeypatch.chdir(tmp_path)
+    assert config_path(name) == FOLDER / f"{path}.yaml"
+
+
+def test_a_file_of_that_name_comes_first_wherever_it_stands_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k").write_text("run_dir: here\n")
+    given = ["fit", "-c", "gsm8k", "--config=nf4", "--config", "quickstart", "--run_dir", "gsm8k", "-c"]
+    arms, quickstart = FOLDER / "arms" / "nf4.yaml", FOLDER / "quickstart.yaml"
+    expected = ["fit", "-c", "gsm8k", f"--config={arms}", "--config", str(quickstart), "--run_dir", "gsm8k", "-c"]
+    assert with_paths(given) == expected
+
+
+def test_an_unknown_name_is_told_those_that_there_are_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"'qwen2.5-7' is neither .* did you mean qwen2.5-7b\? .*tasks/gsm8k") as error:
+        config_path("qwen2.5-7")
+    assert "\n" not in str(error.value)
+    assert "studies/" not in str(error.value), "files for the command `study` are no configurations"
+    with pytest.raises(ValueError, match=r"there is no file mine\.yaml"):
+        config_path("mine.yaml")

@@ -16,36 +16,6 @@ from qerl_pl.tools.export import export_adapter
 from tests.integration.conftest import IN_BACKGROUND, launch, load_last
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (("--model.base", "/nowhere"), "/nowhere"),
-        (("--trainer.logger", "false"), "trainer.logger is off"),
-        (("--model.lora.targets", "[query]"), "query.*q_proj"),
-        (("--model.max_grad_norm", "-1"), "max_grad_norm is -1"),
-        (("--model.warmup_steps", "-5"), "warmup_steps is -5"),
-        (("--model.max_unscored_share", "5"), "max_unscored_share is 5"),
-        (("--model.updates_per_rollout", "3", "--trainer.max_steps", "13"), "max_steps.*13.*updates_per_rollout.*3"),
-        (("--model.mini_batches", "3", "--trainer.max_steps", "12"), "batch_size.*4 prompts.*mini_batches.*3"),
-        (("--model.mini_batches", "0"), "mini_batches is 0; expected at least 1"),
-        (("--model.micro_batch_tokens", "50"), "micro_batch_tokens"),
-        (("--model.sampling.num_completions", "1"), "at least 2"),
-        (("--model.sampling.temperature", "0"), "temperature"),
-        (("--model.sampling.max_tokens", "4000", "--model.micro_batch_tokens", "9000"), "2048 positions"),
-        (("--data.max_prompt_tokens", "5"), "max_prompt_tokens"),
-        (("--data.batch_size", "4000"), "batch_size"),
-        (("--trainer.precision", "bf16-true"), "32-true"),
-        (("--trainer.max_steps", "-1"), "max_steps"),
-        (("--trainer.max_steps", "3"), "4 noise stages"),
-    ],
-    ids=lambda value: value[0].removeprefix("--") + "=" + value[1] if isinstance(value, tuple) else "",
-)
-def test_settings_that_do_not_fit_are_refused(run, tmp_path, wrong, said):
-    with pytest.raises(ValueError, match=said):
-        run("fit", tmp_path, *wrong)
-    assert not (tmp_path / "completions").exists(), "a rollout was sampled all the same"
-
-
 def test_a_run_too_short_for_its_noise_is_refused_before_the_base_is_read(run, bases, tmp_path):
     base = shutil.copytree(bases["nvfp4"], tmp_path / "base")
     for file in base.glob("*.safetensors"):
@@ -55,17 +25,6 @@ def test_a_run_too_short_for_its_noise_is_refused_before_the_base_is_read(run, b
         run("fit", tmp_path / "run", "--model.base", str(base), "--trainer.max_steps", "3")
     with pytest.raises(ValueError, match=r"model\.norm\.weight holds NaN"):
         run("fit", tmp_path / "run", "--model.base", str(base))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [({"sigma_start": 0.0001}, "sigma_end.*above"), ({"num_stages": 2}, "at least 3"), ({"decay": "square"}, "decay")],
-)
-def test_noise_settings_that_mean_nothing_are_refused(run, tmp_path, change, said, capsys):
-    flags = [f"--trainer.callbacks.init_args.{name}={value}" for name, value in change.items()]
-    with pytest.raises((ValueError, SystemExit)) as stop:  # a Literal is refused by the parser, which exits
-        run("fit", tmp_path, "--trainer.callbacks+=callbacks.aqn.AdaptiveQuantizationNoise", *flags)
-    assert re.search(said, str(stop.value) + capsys.readouterr().err)
 
 
 def test_a_base_that_is_no_model_or_of_an_unknown_format_is_refused(run, bases, tmp_path):

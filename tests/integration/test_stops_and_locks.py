@@ -112,24 +112,3 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
     assert sorted(scalar.step for scalar in scalars if scalar.tag == "train/reward") == list(range(6)), (
         "it started anew"
     )
-
-
-def test_errors_of_settings_are_a_line(bases, tmp_path, capfd, monkeypatch):
-    def said(*more: str) -> str:
-        monkeypatch.setattr("sys.argv", ["train.py"])
-        with pytest.raises(SystemExit) as stopped:
-            raise SystemExit(train.exit_status(arguments("fit", bases["nvfp4"], tmp_path / "run", *more)))
-        status, printed = stopped.value.code, capfd.readouterr().err
-        return status if isinstance(status, str) else printed.strip().splitlines()[-1]
-
-    callback = "--trainer.callbacks+=callbacks.last_checkpoint.LastCheckpoint"
-    expected = {
-        (callback, "--trainer.callbacks.every_n_rollouts=0"): "error: LastCheckpoint: every_n_rollouts is 0",
-        ("--model.samplng.temperature", "1"): "did you mean model.sampling.temperature?",
-        ("--run_dir", ""): "run_dir is empty",
-        ("--trainer.callbacks+=callbacks.nothing.X",): "there is no 'nothing' in callbacks",
-    }
-    for more, message in expected.items():
-        assert message in said(*more), more
-    (tmp_path / "file").write_text("")
-    assert "is a file" in said("--run_dir", str(tmp_path / "file" / "run"))

@@ -26,8 +26,8 @@ def own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
-def test_a_table_a_file_and_a_picture(bases, tmp_path, capsys):
-    files = ("--json", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.png"))
+def test_a_table_and_a_file(bases, tmp_path, capsys):
+    files = ("--json", str(tmp_path / "plan.json"))
     assert command(["plan", "-c", TOY, "--gpu-memory", "8", *files, "--model.base", str(bases["nvfp4"]), *VLLM]) == 0
     said = capsys.readouterr().out
     assert all(moment in said for moment in MOMENTS)
@@ -37,7 +37,6 @@ def test_a_table_a_file_and_a_picture(bases, tmp_path, capsys):
     assert found["moments"] == {
         moment: sum(part.get(moment, 0) for part in found["parts"].values()) for moment in MOMENTS
     }
-    assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
 def test_what_backward_recomputes_is_chosen_and_said_with_what_it_costs(bases, capsys):
@@ -156,8 +155,8 @@ def test_what_cannot_be_planned_is_refused_with_its_reason(wrong, said, bases, c
 def test_numbers_that_no_run_has_never_fit(bases, capsys, wrong, said):
     assert command(["plan", "-c", TOY, *wrong, "--model.base", str(bases["dense"]), *VLLM]) == 2
     output = capsys.readouterr()
-    assert said in output.err
-    assert output.err.count("\n") == 1
+    [error] = [line for line in output.err.splitlines() if not line.endswith(" s")]  # a slow machine names phases
+    assert said in error
     assert "fits" not in output.out
 
 

@@ -14,7 +14,7 @@ import pytest
 from datamodules.rows import Row, text
 from qerl_pl.base.folder import base_folder
 from qerl_pl.common.run_folder import check_places, run_files, run_folder
-from qerl_pl.tools.paths import output_folder
+from qerl_pl.tools.options import output_folder
 
 
 @pytest.mark.parametrize("place", ["base", "base/tokenizer.json", "base/config.json"])
@@ -39,6 +39,12 @@ def test_a_file_where_the_run_needs_a_folder_is_refused(tmp_path, name):
     (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match=f"{name} is no folder"):
         check_places(tmp_path)
+
+
+def test_a_run_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"run_dir is .*/run, in .*/file, which is no folder; choose another"):
+        check_places(tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("gone", path)])
@@ -73,9 +79,11 @@ def test_an_output_folder_is_given_and_no_file_is_above_it(tmp_path):
             output_folder(wrong)
 
 
-@pytest.mark.parametrize("variable", ["TQDM_MININTERVAL", "RANK"])
-def test_a_variable_of_the_environment_that_a_package_cannot_read_is_named(variable):
-    words = [sys.executable, "-m", "qerl_pl", "plan", "-c", "quickstart"]
+@pytest.mark.parametrize(
+    ("command", "variable"), [("plan", "TQDM_MININTERVAL"), ("plan", "RANK"), ("doctor", "TQDM_MININTERVAL")]
+)
+def test_a_variable_of_the_environment_that_a_package_cannot_read_is_named(command, variable):
+    words = [sys.executable, "-m", "qerl_pl", command, "-c", "quickstart"]
     done = subprocess.run(words, env={**os.environ, variable: "abc"}, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(f"^error: a package cannot be loaded: .*'abc' .environment: {variable}=abc.$", done.stderr, re.M)
