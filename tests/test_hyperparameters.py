@@ -18,7 +18,7 @@ CONFIG = {
         "logger": {"class_path": "a.TensorBoardLogger", "init_args": {"save_dir": "runs"}},
         "callbacks": [
             {"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": {"sigma_start": 0.01}},
-            {"class_path": "callbacks.close_engine.CloseEngine"},
+            {"class_path": "callbacks.process.CloseEngine"},
         ],
     },
     "model": {

@@ -22,12 +22,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
-from callbacks.close_engine import CloseEngine
 from callbacks.graceful_stop import GracefulStop
+from callbacks.process import CloseEngine, RunLock, StopTogether
 from callbacks.rng_state import RNGState
-from callbacks.run_lock import RunLock
 from callbacks.signal_report import SignalReport
-from callbacks.stop_together import StopTogether
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
 from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups, check_run_is_new, usable_callbacks

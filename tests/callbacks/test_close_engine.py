@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from callbacks.close_engine import CloseEngine
+from callbacks.process import CloseEngine
 
 
 class Broken:

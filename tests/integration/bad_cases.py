@@ -152,7 +152,7 @@ CALLBACKS = (
     "[{class_path: callbacks.aqn.AdaptiveQuantizationNoise, init_args: {decay: constant, sigma_end: 1.0e-3}}]",
     "[{class_path: callbacks.aqn.AdaptiveQuantizationNoise, init_args: {sigma_start: .inf}}]",
     "[{class_path: callbacks.evaluation.EvaluationReport, init_args: {level: 2}}]",
-    "[{class_path: callbacks.stop_together.StopTogether}]",
+    "[{class_path: callbacks.process.StopTogether}]",
     "[{class_path: callbacks.canary.Canary, init_args: {every_n_rollouts: 0}}]",
     "[{class_path: callbacks.canary.NoSuchClass}]",
     "[{class_path: lightning.pytorch.callbacks.StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}]",

@@ -1,19 +1,22 @@
-"""Lock a run's folder, so that only one process at a time trains in it."""
+"""What a run holds besides its files, and gives back however it ends: folder lock, rollout engine, processes."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import signal
 import socket
+import warnings
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from qerl_pl.common.run_folder import LOCK
+from qerl_pl.module import QeRLModule
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -24,10 +27,13 @@ class RunLock(Callback):
     The operating system frees the lock when the process ends, however it ends. ``train.py`` adds this callback to every
     run.
 
+    Raises:
+        ValueError: when training is set up: another process holds the lock; names it and its machine.
+
     Example:
         trainer:
           callbacks+:
-            - class_path: callbacks.run_lock.RunLock
+            - class_path: callbacks.process.RunLock
     """
 
     def __init__(self) -> None:
@@ -35,11 +41,6 @@ class RunLock(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the lock on the run's folder.
-
-        Raises:
-            ValueError: another process holds the lock; names the process and its machine.
-        """
         if stage != "fit" or not trainer.is_global_zero or self._file is not None:
             return
         folder = Path(trainer.default_root_dir)
@@ -65,14 +66,46 @@ class RunLock(Callback):
         self._file = file
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._release()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    on_exception = teardown
+
+
+class CloseEngine(Callback):
+    """Closes the rollout engine of a run that fails, so that a notebook gets its memory back.
+
+    Lightning calls ``teardown`` only for runs that end without an error. If closing the engine fails too, this is only
+    a warning, so that the user sees the error that ended the run.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.process.CloseEngine
+    """
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: QeRLModule, exception: BaseException) -> None:
+        try:
+            pl_module.engine.close()
+        except Exception as error:
+            warnings.warn(f"the rollout engine could not be closed: {error!r}", RuntimeWarning, stacklevel=2)
+
+
+class StopTogether(Callback):
+    """Ends the other processes of this machine when rank 0 fails; otherwise they would wait for it until a time-out.
+
+    When another rank fails, Lightning ends its child processes, and torchrun and SLURM end all processes of a job.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: callbacks.process.StopTogether
+    """
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal.SIGKILL)
