@@ -24,17 +24,15 @@ class AdaptiveQuantizationNoise(Callback):
     noise.
 
     Args:
-        sigma_start: standard deviation in the second stage, the first one with noise. The noise is absolute: it is
-            added to the norm weights as it is, however large they are.
+        sigma_start: standard deviation in the second stage, the first one with noise, however large the norm weights.
         sigma_end: standard deviation in the last stage.
         num_stages: number of equally long stages, including the first one, which has no noise; at least 3.
         decay: shape of the path from sigma_start to sigma_end over the stages.
-        per_rank: true draws different noise on every rank, so that a step sees more of it; false draws the same noise
-            on all ranks, so that a step does not depend on the number of ranks.
+        per_rank: true draws different noise on every rank, so that a step sees more of it; false the same on all, so
+            that a step does not depend on the number of ranks.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
-            the compute dtype, as other implementations do: rounding to bf16 removes most of a noise whose sigma is
-            below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that remains). Use it only to compare with such
-            implementations.
+            the compute dtype, as other implementations do, only to compare with these: rounding to bf16 removes most of
+            a noise whose sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that remains).
 
     Raises:
         ValueError: a setting is out of range, or the settings contradict each other.
@@ -63,9 +61,7 @@ class AdaptiveQuantizationNoise(Callback):
                 f"sigma_end is {sigma_end} and decay is 'constant', which keeps sigma_start ({sigma_start}): leave "
                 "sigma_end out, or choose another decay"
             )
-        self.sigma_start = sigma_start
-        self.sigma_end = sigma_end
-        self.num_stages = num_stages
+        self.sigma_start, self.sigma_end, self.num_stages = sigma_start, sigma_end, num_stages
         self.decay: Decay = decay
         self.per_rank = per_rank
         self.noise_precision: Literal["float32", "compute"] = noise_precision
@@ -80,7 +76,7 @@ class AdaptiveQuantizationNoise(Callback):
             )
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, *_: Any) -> None:
         index, num_rollouts = pl_module.rollout_index, pl_module.num_rollouts
         sigma = stage_sigma(
             index,
@@ -106,9 +102,7 @@ class AdaptiveQuantizationNoise(Callback):
         pl_module.log("aqn/stage", float(stage_of(index, num_rollouts=num_rollouts, num_stages=self.num_stages)))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         touched = outputs["rollout"].num_noisy_norms
         expected = 2 * pl_module.policy.num_layers if pl_module.norm_noise.sigma > 0 else 0
         if touched != expected:

@@ -17,8 +17,8 @@ class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best validation score so far, also across interruptions of the run.
 
     A checkpoint is written before the validation of its step, and Lightning forgets the score when the run's folder has
-    moved. A resumed run therefore reads the best score from ``best.ckpt`` itself. If that file is from a later step
-    than the one that training resumes from, its score is ignored, because the steps in between are repeated.
+    moved, so a resumed run reads the best score from ``best.ckpt`` itself. The score of a later step than the one that
+    training resumes from is ignored, because the steps in between are repeated.
 
     Args:
         monitor: the logged value to compare.

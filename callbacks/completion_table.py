@@ -52,15 +52,10 @@ class CompletionTable(Callback):
                 raise ValueError(f"{name} is {value}; expected at least 1 (leave the callback out to print nothing)")
         if where not in ("terminal", "anywhere"):
             raise ValueError(f"where is {where!r}; expected 'terminal' or 'anywhere'")
-        self.every = every
-        self.num_rows = num_rows
-        self.max_chars = max_chars
-        self.where = where
+        self.every, self.num_rows, self.max_chars, self.where = every, num_rows, max_chars, where
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         index = outputs["rollout_index"]
         if not trainer.is_global_zero or index % self.every or not (self.where == "anywhere" or sys.stdout.isatty()):
             return
@@ -70,21 +65,14 @@ class CompletionTable(Callback):
 
 
 def spread_over_rewards(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """Sort records by reward, the highest first and unscored ones last, and choose at most ``count`` at equal distances
-    in this order."""
+    """Choose at most ``count`` records at equal distances, from the highest reward to the lowest and unscored ones."""
     ordered = sorted(rows, key=lambda row: -float("inf") if row["reward"] is None else row["reward"], reverse=True)
     count = min(count, len(ordered))
     return [ordered[at * (len(ordered) - 1) // max(1, count - 1)] for at in range(count)]
 
 
 def completion_table(rows: Sequence[Mapping[str, Any]], *, title: str, max_chars: int) -> Table:
-    """Format records as a table for a terminal.
-
-    Args:
-        rows: records of ``ScoredBatch.rows``.
-        title: title of the table.
-        max_chars: most characters shown of a question and of a completion; of a longer text the last ones are shown.
-    """
+    """Format records of ``ScoredBatch.rows`` for a terminal, with the last characters of questions and completions."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_lines=True)
     for name in ("reward", "scores", "question", "completion", "answer"):
         table.add_column(name, justify="right" if name == "reward" else "left", overflow="fold")

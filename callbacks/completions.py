@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,17 @@ from qerl_pl.update import UpdateReport
 class CompletionLogger(Callback):
     """Writes every completion to ``run_dir/completions/*.jsonl`` and a few of them to the loggers.
 
-    There is one file per rollout (``train-000012.jsonl``), validation (``validate-000040.jsonl``) or prediction run.
-    Each is written atomically, so a resumed run replaces files and repeats no lines. A file has the completions of all
-    ranks in the order of the prompts, independent of the number of ranks.
+    There is one file per rollout (``train-000012.jsonl``), validation (``validate-000040.jsonl``) or prediction run,
+    with the completions of all ranks in the order of the prompts. Each is written atomically, so a resumed run replaces
+    files and repeats no lines.
 
     Args:
         every: completions of every this many rollouts are written; those of validation and prediction always are.
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
-        tokens_every: every this many written files, a second file has per-token numbers, for the page of ``python -m
-            qerl_pl report --html``: log-probability, entropy and trainer-sampler gap, ten bytes per token
-            (``train-000010.safetensors``). 0 writes none.
+        tokens_every: every this many written files, a second one (``train-000010.safetensors``) has log-probability,
+            entropy and trainer-sampler gap of each token, ten bytes per token, for the page of ``python -m qerl_pl
+            report --html``. 0 writes none.
 
     Raises:
         ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
@@ -50,21 +49,17 @@ class CompletionLogger(Callback):
         for name, value in (("num_text", num_text), ("tokens_every", tokens_every)):
             if value < 0:
                 raise ValueError(f"{name} is {value}; expected 0 (none are written) or more")
-        self.every = every
-        self.num_text = num_text
-        self.tokens_every = tokens_every
+        self.every, self.num_text, self.tokens_every = every, num_text, tokens_every
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         index = outputs["rollout_index"]
         if index % self.every == 0:
             rows = ranks.gather_groups(outputs["rollout"].sampled.rows(), pl_module.sampling.num_completions)
+            path = _path(trainer, f"train-{index:06d}.jsonl")
             if self.tokens_every and index // self.every % self.tokens_every == 0:
-                self._write_tokens(trainer, pl_module, f"train-{index:06d}", outputs["update"])
-            self._write(trainer, f"train-{index:06d}", rows)
-            self._show(trainer, "completions/train", rows, index)
+                _write_tokens(trainer, pl_module, path.with_suffix(".safetensors"), outputs["update"])
+            self._write(trainer, path, rows, "completions/train", index)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -80,33 +75,32 @@ class CompletionLogger(Callback):
 
     def _finish(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         rows = pl_module.evaluated
-        path = self._write(trainer, f"{stage}-{pl_module.rollout_index:06d}", rows)
-        self._show(trainer, f"completions/{stage}", rows, max(0, pl_module.rollout_index - 1))  # as its scalars
+        path = _path(trainer, f"{stage}-{pl_module.rollout_index:06d}.jsonl")
+        step = max(0, pl_module.rollout_index - 1)  # as its scalars
+        self._write(trainer, path, rows, f"completions/{stage}", step)
         if trainer.is_global_zero and (stage != "validate" or trainer.state.fn != "fit"):
             print(f"{len(rows)} completions written to {path}")
 
-    def _write(self, trainer: Trainer, name: str, rows: Iterable[dict[str, Any]]) -> Path:
-        path = Path(trainer.default_root_dir) / "completions" / f"{name}.jsonl"
-        if not trainer.is_global_zero:
-            return path
-        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        return path
-
-    def _write_tokens(self, trainer: Trainer, pl_module: QeRLModule, name: str, update: UpdateReport) -> None:
-        tokens = ranks.gather_groups(rows_of(update), pl_module.sampling.num_completions)
+    def _write(self, trainer: Trainer, path: Path, rows: list[dict[str, Any]], tag: str, step: int) -> None:
         if not trainer.is_global_zero:
             return
-        path = Path(trainer.default_root_dir) / "completions" / f"{name}.safetensors"
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        if rows and self.num_text:
+            chosen = rows[:: max(1, len(rows) // self.num_text)][: self.num_text]
+            log_completions(trainer.loggers, tag, chosen, step=step)
+
+
+def _path(trainer: Trainer, name: str) -> Path:
+    return Path(trainer.default_root_dir) / "completions" / name
+
+
+def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: UpdateReport) -> None:
+    tokens = ranks.gather_groups(rows_of(update), pl_module.sampling.num_completions)
+    if trainer.is_global_zero:
         path.parent.mkdir(parents=True, exist_ok=True)
         occurring = torch.cat([row.ids for row in tokens]).unique().tolist()
         texts = pl_module.loop.tokenizer.batch_decode([[token] for token in occurring])
         write_tokens(path, tokens, dict(zip(occurring, texts, strict=True)))
-
-    def _show(self, trainer: Trainer, tag: str, rows: list[dict[str, Any]], step: int) -> None:
-        if not trainer.is_global_zero or not rows or not self.num_text:
-            return
-        chosen = rows[:: max(1, len(rows) // self.num_text)][: self.num_text]
-        log_completions(trainer.loggers, tag, chosen, step=step)
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:

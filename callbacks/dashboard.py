@@ -6,16 +6,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-MULTILINE = "Multiline"
-
 
 def lines(*tags: str) -> list[str | list[str]]:
-    """Describe a chart of TensorBoard's custom-scalars tab that shows one line for each of the given scalars and no
-    others."""
-    return [MULTILINE, [f"^{tag}$" for tag in tags]]
+    """Describe a chart with one line for each of these scalars, or patterns of scalars."""
+    return ["Multiline", [f"^{tag}$" for tag in tags]]
 
 
-LAYOUT = {
+LAYOUT = {  # title of a group -> title of a chart -> what it shows
     "Reward and accuracy": {
         "reward": lines("train/reward", "val/reward"),
         "accuracy (held out)": lines("val/accuracy"),
@@ -44,7 +41,6 @@ LAYOUT = {
         "memory (GiB)": lines("memory/.*_gib"),
     },
 }
-"""Title of a group -> title of a chart -> what it shows."""
 
 
 class Dashboard(Callback):
@@ -61,8 +57,6 @@ class Dashboard(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_custom_scalars(LAYOUT)

@@ -22,8 +22,8 @@ class EntropyLogger(Callback):
 
     Args:
         quantiles: quantiles over tokens, in [0, 1]; 0.9 is logged as ``policy/entropy_p90``.
-        histogram_every: rollouts from one histogram to the next, logged as ``policy/log10_entropy``: decimal
-            logarithms, because entropies span many orders of magnitude (TensorBoard and Weights & Biases); 0 logs none.
+        histogram_every: rollouts from one histogram of decimal logarithms to the next, ``policy/log10_entropy``
+            (TensorBoard and Weights & Biases); 0 logs none.
 
     Raises:
         ValueError: a quantile outside [0, 1].
@@ -45,22 +45,19 @@ class EntropyLogger(Callback):
         self._metric = Pooled(self._statistics)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         update, index = outputs["update"], outputs["rollout_index"]
-        found = over_ranks(self._metric, update.entropy[update.experience.sampled])
-        entropy = found.pop("values")
+        statistics = over_ranks(self._metric, update.entropy[update.experience.sampled])
+        entropy = statistics.pop("values")
         if not len(entropy):
             return
-        pl_module.log_dict({f"policy/entropy{name}": value for name, value in found.items()})
+        pl_module.log_dict({f"policy/entropy{name}": value for name, value in statistics.items()})
         if self.histogram_every and index % self.histogram_every == 0 and trainer.is_global_zero:
             finite = entropy[entropy.isfinite()]
             log_histogram(trainer.loggers, "policy/log10_entropy", decades(finite, smallest=SMALLEST), step=index)
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Compute statistics of the entropies of T tokens by suffix of the logged name, and the entropies [T] as
-        "values"."""
+        """Statistics of the entropies of T tokens by suffix of the logged name, and the entropies [T] as "values"."""
         if not len(entropy):
             return {"values": entropy}
         ordered = entropy.sort().values

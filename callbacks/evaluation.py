@@ -74,22 +74,19 @@ def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) ->
         n: completions per problem.
         name: the reward that says whether a completion is right (1) or wrong.
         level: coverage of the intervals.
-
-    Raises:
-        ValueError: the number of records is no multiple of n, or there are none.
     """
     if not rows or len(rows) % n:
         raise ValueError(f"{len(rows)} records are no whole number of problems with {n} completions each")
     right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]
-    found = {}
+    accuracies = {}
     for key, values in accuracy(right, n).items():
         low, high = bootstrap_interval(values, level=level)
-        found[key] = {"mean": values.mean().item(), "low": low, "high": high}
+        accuracies[key] = {"mean": values.mean().item(), "low": low, "high": high}
     return {
         "num_problems": len(right),
         "num_completions": n,
         "right": f"{name} = 1",
-        "accuracy": found,
+        "accuracy": accuracies,
         "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
         "unscored_share": sum(row["reward"] is None for row in rows) / len(rows),
         "mean_tokens": sum(row["num_tokens"] for row in rows) / len(rows),

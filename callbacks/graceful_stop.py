@@ -21,7 +21,7 @@ class GracefulStop(Callback):
     """Ends the run after the current RL iteration, with a checkpoint, at the first Ctrl-C or SIGTERM.
 
     A second signal ends the run at once. The exit status of the program is then 128 plus the signal's number, so that a
-    scheduler does not take the run for a finished one. A run whose trainer.max_time is over ends in the same way, with
+    scheduler does not take the run for a finished one. The end of trainer.max_time ends a run in the same way, with
     exit status 0. A SIGTERM before the first iteration ends the run at once, because there is nothing to save.
 
     Example:
@@ -41,10 +41,7 @@ class GracefulStop(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move Lightning's Timer to the front: if it ends the run after a step, ``on_train_batch_end`` knows it.
-
-        Lightning appends the Timer of trainer.max_time, whose time could end between the two callbacks.
-        """
+        # Lightning appends the Timer of trainer.max_time, whose time could end between the two callbacks.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: not isinstance(callback, Timer))  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
@@ -54,9 +51,7 @@ class GracefulStop(Callback):
         end_if_terminated(trainer)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         if trainer.strategy.reduce_boolean_decision(bool(self._asked) or _time_is_over(trainer), all=False):
             trainer.should_stop = True  # LastCheckpoint saves when this is set
             every = trainer.val_check_batch or float("inf")
@@ -67,17 +62,12 @@ class GracefulStop(Callback):
                 rank_zero_info(f"stopped after step {trainer.global_step}; resume with --ckpt_path last")
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore()
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    on_exception = on_train_end
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._asked:
@@ -88,7 +78,7 @@ class GracefulStop(Callback):
 
 
 def end_if_terminated(trainer: Trainer) -> None:
-    """Raise Lightning's SIGTERMException on all ranks if one has got a SIGTERM while Lightning handles it. Collective.
+    """Raise Lightning's SIGTERMException on all ranks if one has got a SIGTERM; every rank must call this.
 
     Lightning's handler, which GracefulStop replaces when training starts, only sets ``trainer.received_sigterm``.
     """
@@ -98,7 +88,6 @@ def end_if_terminated(trainer: Trainer) -> None:
 
 
 def _time_is_over(trainer: Trainer) -> bool:
-    """Return whether the time of trainer.max_time, or of a Timer among the callbacks, has ended on this rank."""
     callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     left = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
     return any(seconds is not None and seconds <= 0 for seconds in left)

@@ -46,20 +46,16 @@ class GradientGuard(Callback):
             raise ValueError(f"max_ratio is {max_ratio}; expected more than 1")
         if not 1 <= min_steps <= window:
             raise ValueError(f"min_steps is {min_steps} and window is {window}; expected 1 <= min_steps <= window")
-        self.max_ratio = max_ratio
-        self.window = window
-        self.min_steps = min_steps
+        self.max_ratio, self.window, self.min_steps = max_ratio, window, min_steps
         self._norms: list[float] = []
         self._rollout: Rollout | None = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the recent gradient norms."""
         return {"norms": self._norms}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the recent gradient norms."""
         self._norms = list(state_dict["norms"])
 
     @override
@@ -68,11 +64,7 @@ class GradientGuard(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: QeRLModule, optimizer: Optimizer) -> None:
-        """Check the gradient. Lightning calls this inside ``optimizer.step``, before anything is changed.
-
-        Raises:
-            CheckFailed: the gradient is not finite or too large; the parameters are unchanged.
-        """
+        """Check the gradient; Lightning calls this inside ``optimizer.step``, before anything is changed."""
         norm = pl_module.grad_norm.item()
         if norm == 0:
             return
@@ -80,9 +72,9 @@ class GradientGuard(Callback):
         if math.isfinite(norm) and norm <= self.max_ratio * usual:
             self._norms = [*self._norms, norm][-self.window :]
             return
-        found = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
+        shown = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
         raise CheckFailed(
-            f"the gradient's norm in rollout {pl_module.rollout_index} is {found}; the step was not taken. Its prompts "
+            f"the gradient's norm in rollout {pl_module.rollout_index} is {shown}; the step was not taken. Its prompts "
             f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last repeats the same rollout: raise "
             "GradientGuard.max_ratio if this is not a fault, or resume from previous.ckpt or best.ckpt with a "
             "lower learning rate"

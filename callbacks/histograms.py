@@ -18,10 +18,10 @@ SMALLEST_GAP = 1e-8  # in nats; smaller differences of two fp32 log-probabilitie
 class GapHistograms(Callback):
     """Logs histograms of the gap and of the importance ratio, over the sampled tokens of all ranks.
 
-    ``gap/log10_abs`` shows log10 |log p_trainer - log p_sampler|, the difference being in nats: -3 means a thousandth
-    of a nat; differences below 1e-8 count as 1e-8. ``gap/log10_ratio`` shows log10 (p_trainer / p_sampler), which is 0
-    where both agree. Both are taken before the first update on a rollout, and in logarithms because the values span
-    many orders of magnitude. TensorBoard and Weights & Biases get them; other loggers take no histograms.
+    ``gap/log10_abs`` shows log10 |log p_trainer - log p_sampler|, the difference being in nats and at least 1e-8.
+    ``gap/log10_ratio`` shows log10 (p_trainer / p_sampler). Both are taken before the first update on a rollout, and in
+    logarithms because the values span many orders of magnitude. TensorBoard and Weights & Biases get them; other
+    loggers take no histograms.
 
     Args:
         every: logs the histograms every so many rollouts.
@@ -43,9 +43,7 @@ class GapHistograms(Callback):
         self._all = Pooled(lambda values: {"": values})
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         update, index = outputs["update"], outputs["rollout_index"]
         if index % self.every:
             return

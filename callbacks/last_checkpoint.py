@@ -27,14 +27,14 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps ``last.ckpt`` and the checkpoint before it, ``previous.ckpt``.
 
     A checkpoint is written at the end of a step and renamed to ``last.ckpt`` when the next step begins. By then the
-    step's scalars are on disk, and its validation is over; if the validation has changed the state of a callback, such
-    as EarlyStopping's count, the checkpoint is written again. A killed run therefore resumes from a step whose results
-    are complete, and repeats what came after it.
+    step's scalars are on disk and its validation is over; if that has changed the state of a callback, such as
+    EarlyStopping's count, the checkpoint is written again. A killed run therefore resumes from a step whose results are
+    complete, and repeats what came after it.
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
     before that are not saved, so that training does not wait for the disk. A killed run then repeats at most the steps
-    that fit into the time of two writes, and two more; a run that fails with an error repeats at most half as many.
-    Only a checkpoint that is written again after a validation waits for the disk.
+    that fit into the time of two writes, and two more; a run that fails with an error at most half as many. Only a
+    checkpoint that is written again after a validation waits for the disk.
 
     Args:
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is
@@ -59,8 +59,7 @@ class LastCheckpoint(ModelCheckpoint):
             raise ValueError(f"background_bytes is {background_bytes}; expected 0 or more")
         # with save_top_k=0, Lightning's ModelCheckpoint saves nothing; it resolves the folder and finds last.ckpt
         super().__init__(save_top_k=0)
-        self.every_n_rollouts = every_n_rollouts
-        self.background_bytes = background_bytes
+        self.every_n_rollouts, self.background_bytes = every_n_rollouts, background_bytes
         self._pending = False
         self._step_is_over = False  # and that step's scalars are on disk, so its checkpoint may be renamed
         self._is_left_out = False  # whether the last step was not saved
@@ -72,9 +71,7 @@ class LastCheckpoint(ModelCheckpoint):
         return type(self).__qualname__
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         done = outputs["rollout_index"] + 1
         finished = trainer.should_stop or trainer.global_step >= trainer.max_steps
         self._is_left_out = not finished and (done % self.every_n_rollouts > 0 or _is_writing(trainer))
@@ -82,7 +79,7 @@ class LastCheckpoint(ModelCheckpoint):
             self._save(trainer)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._step_is_over = True
         writer = _writer(trainer)
         if writer is None or writer.is_written():
@@ -109,10 +106,9 @@ class LastCheckpoint(ModelCheckpoint):
         if self._step_is_over:
             self._commit(trainer)
 
-    @property
-    def _folder(self) -> Path:
+    def _path(self, name: str) -> Path:
         assert self.dirpath is not None, "resolved in setup"
-        return Path(self.dirpath)
+        return Path(self.dirpath) / name
 
     def _save(self, trainer: Trainer) -> None:
         self._commit(trainer)
@@ -120,7 +116,7 @@ class LastCheckpoint(ModelCheckpoint):
         self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
-        pending = self._folder / PENDING
+        pending = self._path(PENDING)
         if trainer.is_global_zero:
             pending.unlink(missing_ok=True)  # left by a killed run
         options = {"background_bytes": self.background_bytes} if _writer(trainer) else None
@@ -131,26 +127,23 @@ class LastCheckpoint(ModelCheckpoint):
     def _commit(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero or not self._pending:
             return
-        writer = _writer(trainer)
+        pending, last, writer = self._path(PENDING), self._path(LAST), _writer(trainer)
         if writer:
             writer.wait()
         self._pending = False
-        if writer and not (self._folder / PENDING).exists():
+        if writer and not pending.exists():
             return  # writing failed, and whoever waited for it has already raised the error
         for logger in trainer.loggers:
             logger.save()
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.flush()
-        last = self._folder / LAST
         if last.exists() and not (writer and writer.damaged and writer.damaged.samefile(last)):
-            # Hard-link last.ckpt as previous.ckpt before replacing it, so that at any moment one of the two names
-            # exists.
-            link = self._folder / (PREVIOUS + ".tmp")
+            # last.ckpt is hard-linked as previous.ckpt before it is replaced, so that one of the names always exists
+            link = self._path(PREVIOUS + ".tmp")
             link.unlink(missing_ok=True)
             _link(last, link)
-            replace = writer.replace if writer else os.replace
-            replace(link, self._folder / PREVIOUS)
-        os.replace(self._folder / PENDING, last)
+            (writer.replace if writer else os.replace)(link, self._path(PREVIOUS))
+        os.replace(pending, last)
         if writer:
             writer.damaged = None
 
@@ -183,8 +176,7 @@ def _link(path: Path, link: Path) -> None:
 
 
 def _writer(trainer: Trainer) -> SafeCheckpointIO | None:
-    """Return the trainer's checkpoint plug-in if it can write in the background, else None: the plug-in then only
-    returns after writing."""
+    """Return the trainer's checkpoint plug-in if it can write in the background, else None."""
     io = trainer.strategy.checkpoint_io
     return io if isinstance(io, SafeCheckpointIO) else None
 

@@ -37,15 +37,13 @@ class MismatchLedger(Callback):
     All terms are log-probabilities of the same tokens, in nats at temperature 1, because engines score at 1. What an
     engine reports is at the sampling temperature, so "decode" is left out unless that is 1; if it is, the first three
     terms add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}``
-    (see ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks.
-
-    The engine scores the rows before the update, and the rollout's noise is set again afterwards.
+    (see ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks. The engine scores the rows before the
+    update, and the rollout's noise is set again afterwards.
 
     Args:
         num_rows: number of completions scored per measured rollout, spread evenly over it and over the ranks; at least
             one per rank.
-        max_tokens: limit on the tokens of the scored completions, which may reduce their number; each is scored up to
-            four times.
+        max_tokens: limit on the tokens of these, each scored up to four times, which may reduce their number.
         every: rollouts from one measured rollout to the next; the first one of a run is measured. A measurement takes
             about a tenth of a step (`time/check_s`).
 
@@ -63,9 +61,7 @@ class MismatchLedger(Callback):
         for name, value in (("num_rows", num_rows), ("max_tokens", max_tokens), ("every", every)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1 (leave the callback out to measure nothing)")
-        self.num_rows = num_rows
-        self.max_tokens = max_tokens
-        self.every = every
+        self.num_rows, self.max_tokens, self.every = num_rows, max_tokens, every
         self._gap = gap()
         self._rollout: int | None = None
         self._tokens = self._sampled = self._before = torch.empty(0, 0)
@@ -80,13 +76,11 @@ class MismatchLedger(Callback):
         if self._rollout is None:
             return
         experience, engine, noise = rollout.experience, pl_module.loop.engine, pl_module.norm_noise
-        count = ranks.num_ranks()
-        rows = few_rows(experience.lengths, num_rows=self.num_rows, max_tokens=self.max_tokens, num_ranks=count)
-        self._tokens, self._sampled = (
-            tensor[rows].to(pl_module.device) for tensor in (experience.tokens, experience.sampled)
-        )
-        self._before = self._trainer(pl_module)
-        lengths = experience.lengths[rows]
+        limits = {"num_rows": self.num_rows, "max_tokens": self.max_tokens}
+        rows = few_rows(experience.lengths, num_ranks=ranks.num_ranks(), **limits)
+        self._tokens = experience.tokens[rows].to(pl_module.device)
+        self._sampled = experience.sampled[rows].to(pl_module.device)
+        self._before, lengths = self._trainer(pl_module), experience.lengths[rows]
         noisy = clean = engine_logprobs(engine, self._tokens, lengths)
         if noise.sigma > 0:
             engine.set_norm_noise(NormNoise())
@@ -98,9 +92,7 @@ class MismatchLedger(Callback):
             self._log(pl_module, "decode", noisy - experience.sampler_logprobs[rows].to(noisy.device))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         if self._rollout is not None:
             self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
 
@@ -123,14 +115,13 @@ def spread(num_rows: int, num_chosen: int) -> Tensor:
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose evenly spread rows of this rank, as many as the limits on rows and tokens allow, at least one; returns
-    their indices.
+    """Choose evenly spread rows, as many as the limits allow that all ranks share, at least one; returns the indices.
 
     Args:
         lengths: [B] tokens of each row of this rank.
         num_rows: limit on the rows of all ranks together.
         max_tokens: limit on the tokens of all ranks together.
-        num_ranks: number of ranks that share both limits equally.
+        num_ranks: number of ranks.
     """
     num_rows, max_tokens = -(-num_rows // num_ranks), max_tokens // num_ranks
     fitting = (spread(len(lengths), count) for count in range(num_rows, 1, -1))
@@ -139,35 +130,36 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 
 @torch.no_grad()
 def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
-    """Compute the log-probabilities of the sampled tokens at temperature 1, [B, S] fp32 nats, 0 at other tokens. The
-    policy stays in training or evaluation mode, whichever it is in.
+    """Compute the log-probabilities of the sampled tokens at temperature 1, [B, S] fp32 nats, 0 at other tokens.
 
     Args:
-        policy: the trainer's policy.
+        policy: the trainer's policy, which stays in training or evaluation mode.
         tokens: [B, S] int64, right-padded.
         sampled: [B, S] bool, never True in column 0.
         micro_batch_tokens: most tokens in one forward pass.
     """
-    found = torch.zeros(tokens.shape, device=tokens.device)
+    logprobs = torch.zeros(tokens.shape, device=tokens.device)
     lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
     with preserved_rng():  # dropout, if there is any, draws random numbers
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
             rows = rows.to(tokens.device)
-            found[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0).logprobs
-    return found
+            logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0).logprobs
+    return logprobs
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Compute an engine's log-probabilities at temperature 1, [B, S] fp32 nats; 0 at each row's first token and in
-    padding.
+    """Compute an engine's log-probabilities at temperature 1 with the adapter and noise that are loaded.
 
     Args:
-        engine: rollout engine; it scores with the adapter and noise that are loaded.
+        engine: rollout engine.
         tokens: [B, S] int64, right-padded.
         lengths: [B] int64, tokens of each row that are not padding.
+
+    Returns:
+        [B, S] fp32 nats; 0 at each row's first token and in padding.
     """
-    found = torch.zeros(tokens.shape)
+    logprobs = torch.zeros(tokens.shape)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):
-        found[row, 1 : 1 + len(scores)] = torch.tensor(scores)
-    return found.to(tokens.device)
+        logprobs[row, 1 : 1 + len(scores)] = torch.tensor(scores)
+    return logprobs.to(tokens.device)

@@ -21,12 +21,11 @@ from qerl_pl.results.curves import SURPRISAL, read_curves
 class MatchedTemperature(Callback):
     """Sets each rollout's temperature so that its entropy follows a curve, e.g. that of runs with noise.
 
-    A comparison of a run with noise and a run whose temperature gives the same entropy shows which effects of the noise
-    are not explained by its higher entropy. The curve holds values of ``rollout/surprisal``: the mean -log p of the
-    sampled tokens under the distribution that they were sampled from, noise and temperature included, which is an
-    unbiased estimate of the entropy of that distribution. After each rollout the temperature T is multiplied by
-    exp(gain (target - surprisal) / target), where target is the curve's value for the next rollout. The temperature of
-    validations does not change.
+    A comparison with a run whose temperature gives the same entropy shows which effects of noise are not explained by
+    its higher entropy. The curve holds values of ``rollout/surprisal``: the mean -log p of the sampled tokens under the
+    distribution that they were sampled from, noise and temperature included, an unbiased estimate of its entropy. After
+    each rollout the temperature is multiplied by exp(gain (target - surprisal) / target), where target is the curve's
+    value for the next rollout. The temperature of validations does not change.
 
     Args:
         curve: folder of a run, whose ``rollout/surprisal`` is followed, or a JSON file with a list of nats per token,
@@ -50,9 +49,7 @@ class MatchedTemperature(Callback):
             raise ValueError(f"gain is {gain}; expected a finite number above 0")
         if not 0 < limits[0] < limits[1] < math.inf:
             raise ValueError(f"limits are {list(limits)}; expected two temperatures above 0, the lower one first")
-        self.curve = curve
-        self.gain = gain
-        self.limits = limits
+        self.curve, self.gain, self.limits = curve, gain, limits
         self._targets: list[float] = []
         self._temperature: float | None = None
         self._mean = Mean()
@@ -72,7 +69,7 @@ class MatchedTemperature(Callback):
         self._temperature = state_dict["temperature"]
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, *_: Any) -> None:
         if self._temperature is None:
             self._temperature = float(pl_module.sampling.temperature)
         pl_module.sampling = replace(pl_module.sampling, temperature=self._temperature)
@@ -80,9 +77,7 @@ class MatchedTemperature(Callback):
         pl_module.log("matched/target", self._target(pl_module.rollout_index))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         completions = outputs["rollout"].sampled.completions
         logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
         surprisal = float(-over_ranks(self._mean, logprobs))
@@ -108,9 +103,9 @@ def _read(path: Path) -> list[float]:
     if not path.is_file():
         raise ValueError(f"curve {path} does not exist; expected a run's folder, or a JSON list of nats per rollout")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"curve {path} is no JSON: {error}") from error
-    if not isinstance(found, list) or not found or not all(isinstance(v, int | float) and v > 0 for v in found):
+    if not isinstance(values, list) or not values or not all(isinstance(v, int | float) and v > 0 for v in values):
         raise ValueError(f"curve {path} is no list of numbers above 0: nats per token, one per rollout")
-    return [float(value) for value in found]
+    return list(map(float, values))

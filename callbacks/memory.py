@@ -21,9 +21,9 @@ class MemoryReport(Callback):
     """Logs ``memory/{rollout,train,peak}_gib`` and, from the plan, ``memory/predicted_{rollout,train,peak}_gib``.
 
     The measured value is what the driver reports as used on the device, minus what other processes used when the run
-    began (``qerl_pl.memory.device``). It is read when a rollout is complete, with the engine awake, and at the end of
-    the updates. torch keeps memory that a pass has used, so both readings include the passes before them. With several
-    ranks, the rank that uses most is logged. Without a GPU there is no plan, and nothing is logged.
+    began. It is read when a rollout is complete, with the engine awake, and at the end of the updates. torch keeps
+    memory that a pass has used, so both readings include the passes before them. With several ranks, the rank that uses
+    most is logged. Without a GPU there is no plan, and nothing is logged.
 
     Example:
         trainer:
@@ -49,9 +49,7 @@ class MemoryReport(Callback):
         self._rollout = used_bytes(device) - self._others
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         plan = pl_module.memory_plan
         if plan is None:
             return
@@ -59,5 +57,5 @@ class MemoryReport(Callback):
         rollout, train = (max(sizes) for sizes in zip(*readings, strict=True))
         measured = {"rollout": rollout, "train": train, "peak": max(rollout, train)}
         predicted = {"rollout": plan.total("rollout"), "train": plan.train, "peak": plan.peak}
-        pl_module.log_dict({f"memory/{phase}_gib": size / GIB for phase, size in measured.items()})
-        pl_module.log_dict({f"memory/predicted_{phase}_gib": size / GIB for phase, size in predicted.items()})
+        for kind, sizes in (("", measured), ("predicted_", predicted)):
+            pl_module.log_dict({f"memory/{kind}{phase}_gib": size / GIB for phase, size in sizes.items()})

@@ -17,9 +17,8 @@ class RNGState(Callback):
     """Saves the global random states of Python, NumPy and torch with each checkpoint and restores them.
 
     Lightning's checkpoints hold no random state, and resuming seeds the generators again, so a resumed run would repeat
-    the random numbers of its first steps. The program itself uses derived seeds; this covers all other code. The states
-    are restored when training starts and not when the checkpoint is loaded, because the set-up in between draws numbers
-    too. Each rank has its own states; a rank for which the checkpoint holds none keeps the states that it started with.
+    the random numbers of its first steps. The program itself uses derived seeds; this covers all other code. Each rank
+    has its own states; a rank for which the checkpoint holds none keeps the states that it started with.
 
     Example:
         trainer:
@@ -32,22 +31,19 @@ class RNGState(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of every rank as tensors and builtins, which ``torch.load(weights_only=True)`` can read."""
-        return {"ranks": ranks.gather_values(self._streams())}
-
-    def _streams(self) -> dict[str, Any]:
+        # tensors and builtins, which torch.load(weights_only=True) can read
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 (the global stream)
-        return {
+        states = {
             "python": random.getstate(),
             "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         }
+        return {"ranks": ranks.gather_values(states)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the states until training starts."""
-        self._restored = state_dict["ranks"]
+        self._restored = state_dict["ranks"]  # set when training starts, because the set-up before draws numbers too
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,18 +21,8 @@ from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
+from qerl_pl.policy import evidence as likelihood
 from qerl_pl.policy.branches import branch_evidence
-from qerl_pl.policy.evidence import (
-    ALTERNATIVES,
-    COPIED,
-    COPY_RATES,
-    SHARES,
-    accumulated,
-    copy_evidence,
-    log_false_alarm,
-    order_evidence,
-    repeats,
-)
 from qerl_pl.policy.jumps import FAR, change, far_share, high_gap, jump, logit_gap
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import Measured, measure_some
@@ -40,18 +30,21 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has those of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
+# multiples of GAP_FLOOR: rows differ more than rollouts, and logits more than log-probabilities
 FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
-"""Multiples of ``GAP_FLOOR``: rows differ more than rollouts, and logits more than log-probabilities."""
+# multiples of max_jump: single rows vary most from rollout to rollout, and differences of logits least
 JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
-"""Multiples of ``max_jump``: single rows vary most from rollout to rollout, and differences of logits least."""
 SURE_SIGMAS = 6.0
-FIRST = 2.0
-"""Multiple of the limits while the usual is an estimate from the trainer's own rounding errors."""
+FIRST = 2.0  # multiple of the limits while the usual is an estimate from the trainer's own rounding errors
 KINDS = (*FLOORS, "far_share")
+# names of metrics: of the rows that go through the model before the update, and of all rows, without noise
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
-"""Names of metrics: of the rows that go through the model before the update, and of all rows, without noise."""
 MAX_FAR_SHARE = 1 / 256  # of tokens; a correct engine has less than 1e-4
+ADVICE = (
+    "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, raise "
+    "RolloutEvidence.max_gap or max_jump"
+)
 
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
@@ -64,9 +57,8 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
     """
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
-    sums, counts = (
-        log_ratio.new_zeros(size).index_add(0, rows, each) for each in (log_ratio.abs(), torch.ones_like(log_ratio))
-    )
+    sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
+    counts = log_ratio.new_zeros(size).index_add(0, rows, torch.ones_like(log_ratio))
     of_rows = sums[counts > 0] / counts[counts > 0]
     far = far_share(log_ratio) * len(log_ratio)
     totals = [log_ratio.abs().sum().item(), logit_gap(trainer, other).sum().item(), far, len(log_ratio)]
@@ -81,15 +73,14 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
-    Before the update, rows up to ``max_tokens``, chosen by the seed, go through the trainer's model once, with the
-    noise of the rollout. This gives the log-probability of each token under the policy, and under the same logits
-    sampled in other ways. Then, in every rollout that is due:
+    In every rollout that is due, before the update, rows up to ``max_tokens``, chosen by the seed, go through the
+    trainer's model once, with the noise of the rollout. This gives the log-probability of each token under the policy,
+    and under the same logits sampled in other ways:
 
-    - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature, with noise on both sides. The
-      run stops above ``max_gap`` or ``max_jump`` times the recent median, and warns above ``warn_jump`` times the
-      median. A large gap means that tokens or log-probabilities were altered or come from another policy. A policy
-      that becomes less certain, or noise, may increase the gap, too. They increase the trainer's own rounding errors
-      as much. These are therefore measured before a jump counts, and what they explain is no jump.
+    - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature. The run stops above ``max_gap``
+      or ``max_jump`` times the recent median, and warns above ``warn_jump`` times it. A large gap means that tokens or
+      log-probabilities were altered or come from another policy. A less certain policy, or noise, may increase it, too,
+      but also the trainer's own rounding errors, so these are measured first, and what they explain is no jump.
     - ``evidence/high_gap`` is the mean |trainer - sampler| that a thirty-second of the rows reach, so that a few wrong
       rows do not vanish among many. The run stops above 1.5 times ``max_jump`` times the recent median.
     - ``evidence/logit_gap`` is the gap as a difference of logits (``qerl_pl.policy.jumps.logit_gap``), which depends
@@ -103,38 +94,35 @@ class RolloutEvidence(Callback):
     In every rollout, with all completions:
 
     - ``evidence/copies`` is evidence in nats that completions of the same prompt, in this and earlier rollouts, are
-      copies: the engine copies completions, or its seed does not change; or that they avoid each other.
+      copies, as with a seed that does not change; or that they avoid each other.
     - ``evidence/branches`` is evidence in nats that an engine chooses among completions by length or reward
       (``qerl_pl.policy.branches``): they go the ways of earlier completions of their group with short, long, good or
       bad ends more often than their log-probabilities say.
     - ``evidence/order`` is evidence in nats that the length or the mean log-probability of completions depends on their
       place in the group, as when the engine chooses among them, or samples some with another policy.
     - After the update, the trainer's log-probabilities of all rows, which the update has computed, are compared with
-      the sampler's as above. They are without noise, so in rollouts with noise only the share of tokens that are far
-      apart counts; with ``lora.dropout`` they are those of an adapter with dropout, so they are only logged. The stop
-      leaves the checkpoint of the step before.
+      the sampler's as above, without noise: in rollouts with noise only the share of tokens that are far apart counts.
+      With ``lora.dropout`` they are only logged. The stop leaves the checkpoint of the step before.
     - A warning tells if length, share of finished completions, reward or share of distinct completions is not what it
       was in the rollout before (``qerl_pl.policy.jumps.change``): a policy may change so fast, so the run goes on.
+      Another tells what to do if no group had a signal for several rollouts.
 
     Evidence is a likelihood ratio that accumulates over rollouts (``qerl_pl.policy.evidence.accumulated``), so a fault
     that one rollout does not show is found after several. If a policy is nearly certain of every token, its completions
     are nearly equal however they are sampled, and these tests can find little.
 
-    If no group had a signal for several rollouts, a warning says what to do.
-
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
             ranks; each rank may exceed its share by at most one row. Equal rows go through it once.
         false_alarm: bound on the probability that a correct rollout stops the run, for each of the four tests of
-            evidence, and warns, for each of the four numbers. That of evidence holds for any model and any numerical
-            difference between trainer and engine; that of the numbers for groups enough that means are normal.
+            evidence (for any model and any numerical difference between trainer and engine), and warns, for each of the
+            four numbers (for groups enough that means are normal).
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
         max_jump: multiple of the median gap of recent rollouts above which the run stops, and twice as much in
             the first two rollouts; null: it only warns.
         warn_jump: multiple of that median above which it warns.
         window: number of rollouts in that median.
-        silent_rollouts: warn after every this many consecutive rollouts without a signal (every group's rewards were
-            equal).
+        silent_rollouts: warn after every this many consecutive rollouts without a signal.
         remembered: number of most recent completions that new completions are compared with.
         every: rollouts from one pass through the trainer's model to the next, after the first four of a run, which all
             have one.
@@ -161,10 +149,15 @@ class RolloutEvidence(Callback):
         remembered: int = 4096,
         every: int = 1,
     ) -> None:
-        least = {"max_tokens": (max_tokens, 1), "window": (window, 2), "silent_rollouts": (silent_rollouts, 1)}
-        for name, (value, smallest) in {**least, "remembered": (remembered, 0), "every": (every, 1)}.items():
-            if value < smallest:
-                raise ValueError(f"{name} is {value}; expected at least {smallest}")
+        for name, value, least in (
+            ("max_tokens", max_tokens, 1),
+            ("window", window, 2),
+            ("silent_rollouts", silent_rollouts, 1),
+            ("remembered", remembered, 0),
+            ("every", every, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}")
         if not 0 < false_alarm < 1:
             raise ValueError(f"false_alarm is {false_alarm}; expected a probability above 0 and below 1, e.g. 1e-6")
         if max_gap is not None and not 0 < max_gap < math.inf:
@@ -172,33 +165,25 @@ class RolloutEvidence(Callback):
         for name, value in (("max_jump", max_jump), ("warn_jump", warn_jump)):
             if value is not None and not 1 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a factor above 1")
-        self.max_tokens = max_tokens
-        self.false_alarm = false_alarm
-        self.max_gap = max_gap
-        self.max_jump = max_jump
-        self.warn_jump = warn_jump
-        self.window = window
-        self.silent_rollouts = silent_rollouts
-        self.remembered = remembered
-        self.every = every
+        self.max_tokens, self.remembered, self.every = max_tokens, remembered, every
+        self.false_alarm, self.max_gap, self.max_jump, self.warn_jump = false_alarm, max_gap, max_jump, warn_jump
+        self.window, self.silent_rollouts = window, silent_rollouts
+        # what later rollouts are compared with; equal on all ranks
         self._evidence: dict[str, Tensor] = {}
         self._gaps: dict[str, list[float]] = {}
         self._excess: dict[str, float] = {}
         self._numbers: dict[str, list[float]] = {}
         self._silent = 0
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[tuple[int, int]] = []  # digests of prompt and completion
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return evidence, gaps, numbers and completion digests of past rollouts, which later ones are compared with;
-        equal on all ranks."""
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
         numbers = {"numbers": self._numbers, "silent": self._silent}
         return {"evidence": evidence, "gaps": self._gaps, "excess": self._excess, **numbers, "seen": seen}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the evidence, gaps, numbers and completion digests of past rollouts."""
         if "numbers" not in state_dict:
             rank_zero_warn("the checkpoint is of an earlier version, whose evidence about rollouts is not continued")
             return
@@ -213,37 +198,32 @@ class RolloutEvidence(Callback):
         pl_module.loop.observers.append(partial(self._check, pl_module))
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         """Compare the log-probabilities of all rows before the update with the sampler's."""
-        experience, old = outputs["update"].experience, outputs["update"].old_logprobs
-        sampled = experience.sampled
+        update, sampled = outputs["update"], outputs["update"].experience.sampled
         rows = torch.arange(len(sampled), device=sampled.device).unsqueeze(1).expand(sampled.shape)[sampled]
-        trainer_logprobs, sampler_logprobs = (
-            each[sampled].double().cpu() for each in (old, experience.sampler_logprobs)
-        )
-        found = gaps_of(trainer_logprobs, sampler_logprobs, rows.cpu())
-        self._check_gaps(found, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
+        trainer_logprobs = update.old_logprobs[sampled].double().cpu()
+        sampler_logprobs = update.experience.sampler_logprobs[sampled].double().cpu()
+        gaps = gaps_of(trainer_logprobs, sampler_logprobs, rows.cpu())
+        self._check_gaps(gaps, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout before the update; raises CheckFailed if its completions are no samples from the current
-        policy."""
-        index = pl_module.rollout_index
-        self._check_order(pl_module, rollout.sampled)
-        self._check_copies(pl_module, rollout)
-        self._check_branches(pl_module, rollout.sampled)
+        """Check a rollout before the update; raises CheckFailed if its completions are no draws from the policy."""
+        index, batch = pl_module.rollout_index, rollout.sampled
+        self._check_order(pl_module, batch)
+        self._check_copies(pl_module, batch)
+        self._check_branches(pl_module, batch)
         if is_due(index, self.every):
             is_first = OF_THE_CHOSEN["gap"] not in self._gaps
-            measured = self._measured(pl_module, rollout.sampled, index, other_rounding=is_first)
+            measured = self._measured(pl_module, batch, index, other_rounding=is_first)
             if is_first:  # what is usual is known before the first rollout: about the trainer's own rounding errors
                 usual = gaps_of(measured.trainer, measured.shaken, measured.rows)
                 for names, kind in product((OF_THE_CHOSEN, OF_ALL), FLOORS):
                     self._gaps[names[kind]] = [usual[kind]] * 2
-            found = gaps_of(measured.trainer, measured.sampler, measured.rows)
-            self._check_gaps(found, OF_THE_CHOSEN, pl_module, rollout.sampled, index=index)
+            gaps = gaps_of(measured.trainer, measured.sampler, measured.rows)
+            self._check_gaps(gaps, OF_THE_CHOSEN, pl_module, batch, index=index)
             self._check_sampling(measured.evidence, pl_module)
-        self._warn_of_changes(rollout.sampled, index)
+        self._warn_of_changes(batch, index)
         self._count_silence(rollout)
 
     def _measured(self, pl_module: QeRLModule, batch: ScoredBatch, index: int, *, other_rounding: bool) -> Measured:
@@ -260,127 +240,131 @@ class RolloutEvidence(Callback):
         )
 
     def _check_order(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
-        rows = batch.completions
-        index = pl_module.rollout_index
-        numbers = ranks.gather_groups(
-            [(float(len(row.tokens)), math.fsum(row.logprobs) / len(row.tokens)) for row in rows], batch.group_size
-        )
-        values = torch.tensor(numbers, dtype=torch.float64).T.reshape(2, -1, batch.group_size)
+        index, size = pl_module.rollout_index, batch.group_size
+        numbers = [(float(len(row.tokens)), math.fsum(row.logprobs) / len(row.tokens)) for row in batch.completions]
+        values = torch.tensor(ranks.gather_groups(numbers, size), dtype=torch.float64).T.reshape(2, -1, size)
         generator = torch.Generator().manual_seed(derive_seed(pl_module.settings.seed, "order", index))
         uniforms = torch.rand(values.shape, generator=generator, dtype=torch.float64)
-        chance = self._chance("order", order_evidence(values, uniforms), pl_module)
-        if chance < self.false_alarm:
+        if chance := self._small_chance("order", likelihood.order_evidence(values, uniforms), pl_module):
             raise CheckFailed(
                 f"length or log-probability of the completions up to rollout {index} depends on their place in the "
-                f"group (chance: below {chance:.1g} per rollout), so they are no independent draws: the engine sorts "
-                "or chooses completions, or samples some of a group in another way"
+                f"group ({chance}), so they are no independent draws: the engine sorts or chooses completions, or "
+                "samples some of a group in another way"
             )
 
     def _check_branches(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
-        size, index = batch.group_size, pl_module.rollout_index
-        rows = [(row.tokens, row.logprobs) for row in batch.completions]
         rewards = batch.table.total.nan_to_num().tolist()
-        numbers = [[len(tokens), reward] for (tokens, _), reward in zip(rows, rewards, strict=True)]
-        starts = range(0, len(rows), size)
-        groups = [rows[start : start + size] for start in starts]
-        evidence = branch_evidence(groups, [numbers[start : start + size] for start in starts])
+        texts = [(row.tokens, row.logprobs) for row in batch.completions]
+        numbers = [[len(row.tokens), reward] for row, reward in zip(batch.completions, rewards, strict=True)]
+        starts = [slice(start, start + batch.group_size) for start in range(0, len(texts), batch.group_size)]
+        evidence = branch_evidence([texts[group] for group in starts], [numbers[group] for group in starts])
         evidence = torch.tensor(ranks.gather_values(evidence.tolist()), dtype=torch.float64).sum(dim=0)
-        chance = self._chance("branches", evidence, pl_module)
-        if chance < self.false_alarm:
+        if chance := self._small_chance("branches", evidence, pl_module):
             raise CheckFailed(
-                f"the completions up to rollout {index} go the ways of others of their group that were short, long, "
-                f"good or bad more often than their probabilities say (chance: below {chance:.1g} per rollout): the "
-                "engine chooses among completions, or copies them"
+                f"the completions up to rollout {pl_module.rollout_index} go the ways of others of their group that "
+                f"were short, long, good or bad more often than their probabilities say ({chance}): the engine chooses "
+                "among completions, or copies them"
             )
 
     def _check_sampling(self, evidence: Tensor, pl_module: QeRLModule) -> None:
-        chance = self._chance("other_sampling", evidence, pl_module)
-        if chance < self.false_alarm:
-            best = ALTERNATIVES[int(self._evidence["other_sampling"].argmax()) % len(ALTERNATIVES)]
+        if chance := self._small_chance("other_sampling", evidence, pl_module):
+            best = likelihood.ALTERNATIVES[
+                int(self._evidence["other_sampling"].argmax()) % len(likelihood.ALTERNATIVES)
+            ]
             raise CheckFailed(
                 f"the sampled tokens up to rollout {pl_module.rollout_index} are no draws from the distribution whose "
-                f"log-probabilities the engine reports (chance: below {chance:.1g} per rollout); {best} explains them "
-                "best. Look for another temperature, greedy decoding, top_p, top_k or limits of length in the engine, "
-                "a choice among completions, or altered tokens"
+                f"log-probabilities the engine reports ({chance}); {best} explains them best. Look for another "
+                "temperature, greedy decoding, top_p, top_k or limits of length in the engine, a choice among "
+                "completions, or altered tokens"
             )
 
-    def _chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> float:
-        """Add a rollout's evidence; returns a bound on the probability per rollout that a correct run collects as much
-        evidence."""
-        before = self._evidence.get(name, evidence)
-        if before is evidence or before.shape != evidence.shape:  # an earlier version had other alternatives
+    def _check_copies(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
+        pairs = zip(batch.prompts, batch.completions, strict=True)
+        local = [(hash(prompt.tokens), hash(row.tokens), math.fsum(row.logprobs)) for prompt, row in pairs]
+        # all ranks compare and remember the same rows
+        rows = [row for part in ranks.gather_values(local) for row in part]
+        evidence = likelihood.copy_evidence(likelihood.repeats(self._seen, rows))
+        if chance := self._small_chance("copies", evidence, pl_module):
+            best = int(self._evidence["copies"].argmax()) % (len(self._evidence["copies"]) // len(likelihood.SHARES))
+            often = "more" if best < len(likelihood.COPY_RATES) * len(likelihood.COPIED) else "less"
+            raise CheckFailed(
+                f"completions up to rollout {pl_module.rollout_index} repeat others of the same prompt {often} often "
+                f"than independent draws would ({chance}): the engine copies completions or chooses among them, or its "
+                "seed does not change from one to the next"
+            )
+        seen = [*self._seen, *((prompt, completion) for prompt, completion, _ in rows)]
+        self._seen = seen[max(0, len(seen) - self.remembered) :]
+
+    def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
+        """Add a rollout's evidence; returns words for the probability per rollout that a correct run collects as much,
+        None if it is not below ``false_alarm``."""
+        before = self._evidence.get(name)
+        if before is None or before.shape != evidence.shape:  # an earlier version had other alternatives
             before = torch.full_like(evidence, -math.inf)
-        self._evidence[name] = accumulated(before, evidence)
-        log_p = log_false_alarm(self._evidence[name])
+        self._evidence[name] = likelihood.accumulated(before, evidence)
+        log_p = likelihood.log_false_alarm(self._evidence[name])
         log_at(pl_module.trainer.loggers, {f"evidence/{name}": -log_p}, step=pl_module.rollout_index)
-        return math.exp(log_p)
+        chance = math.exp(log_p)
+        return f"chance: below {chance:.1g} per rollout" if chance < self.false_alarm else None
 
     def _check_gaps(
         self,
-        found: Mapping[str, float],
+        gaps: Mapping[str, float],
         names: Mapping[str, str],
         pl_module: QeRLModule,
         batch: ScoredBatch,
         *,
         index: int,
     ) -> None:
-        """Check what ``gaps_of`` returned; ``names`` maps the kinds of gaps to their names as metrics."""
-        log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in found.items()}, step=index)
+        """Check the gaps by ``KINDS``; ``names`` maps these to names of metrics."""
+        log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and pl_module.settings.lora.dropout > 0:
             return  # the update's log-probabilities are with dropout, and the engine's without
-        far = found["far_share"]
-        dtype = pl_module.policy.dtype
-        advice = (
-            "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, "
-            "raise RolloutEvidence.max_gap or max_jump"
-        )
-        if far > MAX_FAR_SHARE:
+        if gaps["far_share"] > MAX_FAR_SHARE:
             raise CheckFailed(
-                f"{far:.2%} of the tokens of rollout {index} have a probability in the trainer that differs from the "
-                f"sampler's by more than a factor of {FAR:g} (allowed: {MAX_FAR_SHARE:.2%}): {advice}"
+                f"{gaps['far_share']:.2%} of the tokens of rollout {index} have a probability in the trainer that "
+                f"differs from the sampler's by more than a factor of {FAR:g} (allowed: {MAX_FAR_SHARE:.2%}): {ADVICE}"
             )
         if names is OF_ALL and pl_module.norm_noise.sigma > 0:
             return
-        own: dict[str, float] = {}
+        dtype = pl_module.policy.dtype
+        limit = self.max_gap or MAX_GAP[dtype]
+        rounding: dict[str, float] = {}
         for kind in FLOORS:
-            value = found[kind]
+            name, value, floor = names[kind], gaps[kind], GAP_FLOOR[dtype] * FLOORS[kind]
             what = {"high_gap": " in some rows", "logit_gap": " as a difference of logits"}.get(kind, "")
-            said = (
+            differ = (
                 f"the sampler's log-probabilities of rollout {index} differ from the trainer's by {value:.2g} nats per "
                 f"token{what}"
             )
-            limit, floor = self.max_gap or MAX_GAP[dtype], GAP_FLOOR[dtype] * FLOORS[kind]
             if kind == "gap" and not value <= limit:
-                raise CheckFailed(f"{said}, more than {limit:.2g}: {advice}")
-            name, history = names[kind], self._gaps.get(names[kind], [])
+                raise CheckFailed(f"{differ}, more than {limit:.2g}: {ADVICE}")
+            history = self._gaps.get(name, [])
             ratio, sigmas = jump(value, history, floor=floor)
             # until then most of the history is the trainer's own rounding errors, of another size
             known = len(history) >= min(4, self.window)
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
-                own = own or self._rounding(pl_module, batch, index)
-                excess = max(value, floor) / max(own[kind], floor)
+                if not rounding:  # in some completions, by the trainer's own rounding errors
+                    measured = self._measured(pl_module, batch, index, other_rounding=True)
+                    rounding = gaps_of(measured.trainer, measured.shaken, measured.rows)
+                excess = max(value, floor) / max(rounding[kind], floor)
                 ratio = min(ratio, excess / self._excess.get(name, 1.0))
             most = math.inf if self.max_jump is None else self.max_jump * JUMPS[kind] * (1 if known else FIRST)
             if ratio > most and sigmas > SURE_SIGMAS:
-                raise CheckFailed(f"{said}, {ratio:.1f} times the usual: {advice}")
+                raise CheckFailed(f"{differ}, {ratio:.1f} times the usual: {ADVICE}")
             if known and kind == "gap" and ratio > self.warn_jump and sigmas > SURE_SIGMAS:
-                rank_zero_warn(f"{said}, {ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
+                rank_zero_warn(f"{differ}, {ratio:.1f} times the usual: look at gap/* and ledger/* for the cause")
             if history and not known:
                 self._excess.setdefault(name, max(value, floor) / max(history[0], floor))
             self._gaps[name] = [*history, value][-self.window :]
 
-    def _rounding(self, pl_module: QeRLModule, batch: ScoredBatch, index: int) -> dict[str, float]:
-        """Compute the gaps that the trainer's own rounding errors cause in some completions of a rollout."""
-        measured = self._measured(pl_module, batch, index, other_rounding=True)
-        return gaps_of(measured.trainer, measured.shaken, measured.rows)
-
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
         """Compare numbers of groups with those of the rollout before."""
-        found: defaultdict[str, list[float]] = defaultdict(list)
+        numbers: defaultdict[str, list[float]] = defaultdict(list)
         for part in ranks.gather_values(batch.group_numbers()):
             for name, values in part.items():
-                found[name] += values
-        for name, now in found.items():
+                numbers[name] += values
+        for name, now in numbers.items():
             before = self._numbers.get(name, [])
             if before and now and change(now, before) < self.false_alarm:
                 first, second = (math.fsum(values) / len(values) for values in (before, now))
@@ -389,26 +373,7 @@ class RolloutEvidence(Callback):
                     "more than chance explains: look at RUN/completions of both, and whether the learning rate is too "
                     "high"
                 )
-        self._numbers = dict(found)
-
-    def _check_copies(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        pairs = zip(rollout.sampled.prompts, rollout.sampled.completions, strict=True)
-        rows = [(hash(prompt.tokens), hash(row.tokens), math.fsum(row.logprobs)) for prompt, row in pairs]
-        rows = [
-            row for part in ranks.gather_values(rows) for row in part
-        ]  # all ranks compare and remember the same rows
-        chance = self._chance("copies", copy_evidence(repeats(self._seen, rows)), pl_module)
-        if chance < self.false_alarm:
-            best = int(self._evidence["copies"].argmax()) % (len(self._evidence["copies"]) // len(SHARES))
-            more = best < len(COPY_RATES) * len(COPIED)
-            raise CheckFailed(
-                f"completions up to rollout {pl_module.rollout_index} repeat others of the same prompt "
-                f"{'more' if more else 'less'} often than independent draws would (chance: below {chance:.1g} per "
-                "rollout): the engine copies completions or chooses among them, or its seed does not change from one "
-                "to the next"
-            )
-        kept = [*self._seen, *((prompt, completion) for prompt, completion, _ in rows)]
-        self._seen = kept[len(kept) - self.remembered :] if len(kept) > self.remembered else kept
+        self._numbers = dict(numbers)
 
     def _count_silence(self, rollout: Rollout) -> None:
         has_signal = bool(rollout.sampled.has_signal.any())

@@ -15,7 +15,7 @@ from qerl_pl.module import QeRLModule
 
 @dataclass
 class Scores:
-    """Number, sum and bounds of the scores that a reward gave, and the number of completions that it did not score."""
+    """Number, sum and bounds of a reward's scores, and the number of completions that it did not score."""
 
     number: int = 0
     total: float = 0.0
@@ -43,9 +43,7 @@ class Scores:
 
 
 def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
-    """Return a sentence on the number of groups (completions of one prompt) that had a signal.
-
-    A group has one if one of its rows in the loss has an advantage other than 0.
+    """Return a sentence on the groups that had a signal: a row in the loss whose advantage is not 0.
 
     Args:
         with_signal: groups that had a signal.
@@ -85,29 +83,21 @@ class SignalReport(Callback):
         self._scores: dict[str, Scores] = {}
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        rollout = outputs["rollout"]
-        self._groups += rollout.sampled.num_groups
-        self._with_signal += int(torch.count_nonzero(rollout.sampled.has_signal))
-        scored, in_loss = rollout.sampled.table.scored, rollout.sampled.in_loss
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
+        signal, batch = outputs["rollout"].sampled.has_signal, outputs["rollout"].sampled
+        self._groups += len(signal)
+        self._with_signal += int(torch.count_nonzero(signal))
+        scored = batch.table.scored
+        in_loss = batch.in_loss(filter_truncated=pl_module.settings.objective.filter_truncated)
         self._rows += len(scored)
         self._unscored += int(torch.count_nonzero(~scored))
         self._cut_off += int(torch.count_nonzero(scored & ~in_loss))
-        for name, scores in rollout.sampled.table.components.items():
+        for name, scores in batch.table.components.items():
             self._scores.setdefault(name, Scores()).add(scores)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         if trainer.is_global_zero and self._groups:
-            print(
-                signal_words(
-                    self._with_signal,
-                    self._groups,
-                    rows=self._rows,
-                    unscored=self._unscored,
-                    cut_off=self._cut_off,
-                )
-            )
+            counts = {"rows": self._rows, "unscored": self._unscored, "cut_off": self._cut_off}
+            print(signal_words(self._with_signal, self._groups, **counts))
             print(f"rewards: {'; '.join(f'{name} {scores}' for name, scores in self._scores.items())}", flush=True)

@@ -15,8 +15,7 @@ from qerl_pl.module import QeRLModule
 
 
 class RolloutStatistics(Callback):
-    """Logs rewards (their sum and each one), lengths, truncation, unscored rows by cause, and groups whose rewards
-    differ.
+    """Logs rewards (sum and parts), lengths, truncation, unscored rows by cause, and groups whose rewards differ.
 
     ``rollout/surprisal`` is the mean of -log p of the sampled tokens under the policy that sampled them, in nats. It
     estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is that of the clean policy.
@@ -38,32 +37,33 @@ class RolloutStatistics(Callback):
         self._lengths = Pooled(lambda lengths: {"": lengths.mean(), "_max": lengths.max()})
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         rollout = outputs["rollout"]
         table, completions = rollout.sampled.table, rollout.sampled.completions
-        logged = {
-            f"train/reward{name}": value for name, value in over_ranks(self._rewards, table.total[table.scored]).items()
-        }
-        for name, scores in table.components.items():
-            mean = over_ranks(self._mean, scores[~scores.isnan()])
-            logged |= {} if mean.isnan() else {f"train/{name}": mean}
-        for cause, count in table.causes().items():
-            logged[f"reward/unscored/{cause}"] = over_ranks(self._sum, torch.tensor(float(count)))
+
+        def mean(values: Tensor) -> Tensor:
+            return over_ranks(self._mean, values)
+
+        def number(value: float) -> Tensor:
+            return over_ranks(self._sum, torch.tensor(float(value)))
+
+        rewards = over_ranks(self._rewards, table.total[table.scored])
+        logged = {f"train/reward{name}": value for name, value in rewards.items()}
+        means = {name: mean(scores[~scores.isnan()]) for name, scores in table.components.items()}
+        logged |= {f"train/{name}": value for name, value in means.items() if not value.isnan()}
+        logged |= {f"reward/unscored/{cause}": number(count) for cause, count in table.causes().items()}
         logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
-        logged["rollout/surprisal"] = -over_ranks(self._mean, logprobs)
+        logged["rollout/surprisal"] = -mean(logprobs)
         lengths = torch.tensor([float(len(completion.tokens)) for completion in completions])
         for name, value in over_ranks(self._lengths, lengths).items():
             logged[f"rollout/completion_tokens{name}"] = value
         finished = torch.tensor([float(completion.finished) for completion in completions])
-        logged["rollout/truncated_share"] = over_ranks(self._mean, 1 - finished)
-        logged["rollout/unscored_share"] = over_ranks(self._mean, 1 - table.scored.float())
-        logged["rollout/groups_with_signal"] = over_ranks(self._mean, rollout.sampled.has_signal.float())
-        discarded = torch.tensor(float(len(rollout.sampled.has_signal) - rollout.chosen.num_groups))
-        logged["rollout/groups_discarded"] = over_ranks(self._sum, discarded)
+        logged["rollout/truncated_share"] = mean(1 - finished)
+        logged["rollout/unscored_share"] = mean(1 - table.scored.float())
+        logged["rollout/groups_with_signal"] = mean(rollout.sampled.has_signal.float())
+        logged["rollout/groups_discarded"] = number(len(rollout.sampled.has_signal) - rollout.chosen.num_groups)
         trained = outputs["update"].with_gradient.view(-1, pl_module.sampling.num_completions).any(dim=1)
-        logged["rollout/groups_trained"] = over_ranks(self._sum, trained.sum().float().cpu())
+        logged["rollout/groups_trained"] = number(trained.sum().item())
         logged["rollout/refills"] = float(rollout.num_refills)
         everywhere = ranks.gather_values(dict(table.metrics))
         for name in sorted({name for metrics in everywhere for name in metrics}):
@@ -73,10 +73,6 @@ class RolloutStatistics(Callback):
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, Tensor]:
-    """Compute mean and unbiased std of N finite rewards in fp64, by suffix of the logged name; of no reward there is no
-    mean, of one no std."""
+    """Compute mean and unbiased std of N finite rewards in fp64, by suffix of the logged name, where they exist."""
     values = rewards.double()
-    statistics = {"": values.mean, "_std": values.std}
-    return {
-        name: compute() for least, (name, compute) in enumerate(statistics.items(), start=1) if len(values) >= least
-    }
+    return ({"": values.mean()} if len(values) else {}) | ({"_std": values.std()} if len(values) > 1 else {})

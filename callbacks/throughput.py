@@ -21,8 +21,8 @@ from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
 class Throughput(Callback):
     """Logs seconds per phase, tokens per second, and the peak memory of the GPU (or of the process without one).
 
-    ``time/step_s`` is measured from the end of the previous step, without validation. The part of it that no phase
-    covers is ``time/between_s``: data, logs, copying a checkpoint. The first step counts only its phases.
+    ``time/step_s`` is measured from the end of the previous step, without validation; ``time/between_s`` is the part of
+    it that no phase covers: data, logs, copying a checkpoint. The first step counts only its phases.
 
     Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks. The memory of a
     GPU is what torch has allocated there in this process, without what a sleeping engine has given back.
@@ -67,14 +67,12 @@ class Throughput(Callback):
             self._last_end += time.perf_counter() - self._validation_start
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, *_: Any) -> None:
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         seconds: dict[str, float] = outputs["seconds"]
         in_phases, now = sum(seconds.values()), time.perf_counter()
         step = in_phases if self._last_end is None else max(now - self._last_end, in_phases)
@@ -90,9 +88,8 @@ class Throughput(Callback):
         if self._peak is not None and self._size is not None:
             experience, rows = report.experience, report.with_gradient
             sampled_there = experience.sampled[rows]
-            reused = None
-            if pl_module.policy.shares_prompts:
-                reused = reused_tokens(experience.tokens[rows], sampled_there.int().argmax(dim=1))
+            shares = pl_module.policy.shares_prompts
+            reused = reused_tokens(experience.tokens[rows], sampled_there.int().argmax(dim=1)) if shares else None
             flops = training_flops(self._size, experience.lengths[rows], sampled_there.sum(dim=1), reused)
             done = over_ranks(total(), torch.tensor(flops * pl_module.settings.updates_per_rollout))
             seconds_of_all = over_ranks(total(), torch.tensor(seconds["train"]))

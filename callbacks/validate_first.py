@@ -12,8 +12,7 @@ from callbacks.graceful_stop import end_if_terminated
 
 
 class ValidateFirst(Callback):
-    """Runs the validation loop when a fresh run starts, and after the last step also where trainer.val_check_interval
-    has none there; a resumed run has done the first already.
+    """Validates when a fresh run starts, and after the last step also where trainer.val_check_interval has none there.
 
     A SIGTERM before it, or while the rollout engine starts, ends the run without it.
 
@@ -33,9 +32,7 @@ class ValidateFirst(Callback):
         trainer.training = True
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True  # Lightning validates when a run stops
 

@@ -154,11 +154,7 @@ def fit(
     settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [LastCheckpoint(**(last or IN_BACKGROUND)), *others]
     trainer = Trainer(
-        default_root_dir=folder,
-        max_steps=steps,
-        callbacks=callbacks,
-        plugins=SafeCheckpointIO(),
-        **(settings | more),
+        default_root_dir=folder, max_steps=steps, callbacks=callbacks, plugins=SafeCheckpointIO(), **(settings | more)
     )
     trainer.fit(module or Counts(), ckpt_path=ckpt_path, weights_only=True)
 
