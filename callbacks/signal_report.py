@@ -87,8 +87,7 @@ class SignalReport(Callback):
         signal, batch = outputs["rollout"].sampled.has_signal, outputs["rollout"].sampled
         self._groups += len(signal)
         self._with_signal += int(torch.count_nonzero(signal))
-        scored = batch.table.scored
-        in_loss = batch.in_loss(filter_truncated=pl_module.settings.objective.filter_truncated)
+        scored, in_loss = batch.table.scored, batch.in_loss
         self._rows += len(scored)
         self._unscored += int(torch.count_nonzero(~scored))
         self._cut_off += int(torch.count_nonzero(scored & ~in_loss))
