@@ -106,24 +106,24 @@ def only_entry(value: object) -> object:
 
 
 def _parse(line: str, where: str) -> dict[str, object]:
-    too_deep = f"{where}: brackets are nested too deeply to be read; expected at most {MAX_DEPTH} levels"
     try:
         if not line.isascii():
             line.encode()
         row = json.loads(line, parse_float=Written, object_pairs_hook=_without_repeats)
+        if line.count("[") + line.count("{") > MAX_DEPTH and _depth(row) > MAX_DEPTH:
+            raise RecursionError
     except UnicodeEncodeError:
         raise ValueError(f"{where} is not UTF-8: {line.strip()[:60]!r}") from None
     except json.JSONDecodeError as error:
         fault = f"{error.msg} at column {error.colno} of {line.strip()[:60]!r}"
         raise ValueError(f"{where}: not JSON: {fault}; expected a JSON object per line") from error
     except RecursionError:
-        raise ValueError(too_deep) from None
+        expected = f"expected at most {MAX_DEPTH} levels"
+        raise ValueError(f"{where}: brackets are nested too deeply to be read; {expected}") from None
     except _RepeatedKeyError as error:
         raise ValueError(f"{where}: {error}") from None
     except ValueError:  # Python's limit on the digits of an integer
         raise ValueError(f"{where}: a number has too many digits to be read (Python reads up to 4300)") from None
-    if line.count("[") + line.count("{") > MAX_DEPTH and _deeper_than(MAX_DEPTH, row):
-        raise ValueError(too_deep)
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {line.strip()[:60]} is not a JSON object")
     return row
@@ -142,16 +142,9 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return row
 
 
-def _deeper_than(limit: int, value: object) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return any(isinstance(inner, dict | list) for inner in level)
+def _depth(value: object) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
 def _short(value: object) -> str:

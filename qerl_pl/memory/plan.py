@@ -32,7 +32,7 @@ class Plan:
     shared: int = 0
     """Bytes of the packed base weights that exist once and are used by both trainer and vLLM."""
     why: str = ""
-    """Why this level of ``gradient_checkpointing`` was chosen, and its cost; empty if the settings gave the level."""
+    """Reason for this level of ``gradient_checkpointing``, and its cost; empty if the settings gave the level."""
 
     def total(self, moment: str) -> int:
         """Return the bytes at one of ``MOMENTS``."""

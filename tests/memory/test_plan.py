@@ -259,6 +259,19 @@ def test_every_rung_takes_less_memory_and_more_time_than_the_one_before(size, to
 
 
 @pytest.mark.parametrize("size", SHAPES)
+def test_with_dropout_keeping_all_takes_more_memory_and_selective_as_much_time_as_recomputing_blocks(size):
+    shape, run = SHAPES[size], replace(AUTO, micro_batch_tokens=16384)
+    without, dropped = (
+        {option.setting: option for option in checkpointing_options(shape, replace(run, dropout=dropout), 80 * GIB)}
+        for dropout in (False, True)
+    )
+    assert dropped["none"].train > 1.2 * without["none"].train
+    assert dropped["none"].time == without["none"].time
+    assert dropped["selective"].time == dropped["blocks"].time == without["blocks"].time
+    assert dropped["selective"].train < without["selective"].train
+
+
+@pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize("gib", [16, 24, 32, 48, 64, 80, 141])
 def test_no_setting_that_fits_trains_faster_than_the_one_that_is_chosen(size, gib):
     shape, card = SHAPES[size], gib * GIB

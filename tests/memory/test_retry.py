@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,15 @@ def experience() -> Experience:
         scored=torch.ones(rows, dtype=torch.bool),
         advantages=advantages,
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_other_tests_left() -> Iterator[None]:
+    """A budget collects garbage; without this it would look at all objects of the tests before, which takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
