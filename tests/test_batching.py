@@ -9,33 +9,17 @@ from hypothesis import strategies as st
 
 from qerl_pl.common.batching import micro_batches, micro_batches_of_groups
 
-LENGTHS = st.lists(st.integers(1, 60), max_size=40)
-
 
 @settings(deadline=None)
-@given(lengths=LENGTHS, max_tokens=st.integers(60, 300))
-def test_every_row_is_in_one_micro_batch_and_none_has_too_many_tokens(lengths, max_tokens):
+@given(lengths=st.lists(st.integers(1, 60), max_size=40), max_tokens=st.integers(60, 300))
+def test_every_row_is_in_one_of_as_few_full_micro_batches_as_first_fit_gives(lengths, max_tokens):
     rows = torch.tensor(lengths, dtype=torch.int64)
     batches = micro_batches(rows, max_tokens)
     assert sorted(row for batch in batches for row in batch.tolist()) == list(range(len(lengths)))
-    assert all(int(rows[batch].sum()) <= max_tokens for batch in batches)
-    assert all(len(batch) for batch in batches)
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, max_tokens=st.integers(60, 300))
-def test_no_two_micro_batches_would_fit_into_one(lengths, max_tokens):
-    rows = torch.tensor(lengths, dtype=torch.int64)
-    sums = sorted(int(rows[batch].sum()) for batch in micro_batches(rows, max_tokens))
-    assert len(sums) < 2 or sums[0] + sums[1] > max_tokens
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, max_tokens=st.integers(60, 300))
-def test_each_micro_batch_has_at_most_the_tokens_of_the_one_before(lengths, max_tokens):
-    rows = torch.tensor(lengths, dtype=torch.int64)
-    sums = [int(rows[batch].sum()) for batch in micro_batches(rows, max_tokens)]
+    sums = [int(rows[batch].sum()) for batch in batches]
+    assert all(0 < tokens <= max_tokens for tokens in sums)
     assert sums == sorted(sums, reverse=True)
+    assert len(sums) < 2 or sums[-1] + sums[-2] > max_tokens, "no two would fit into one"
 
 
 def test_rows_are_packed_so_padding_is_free():

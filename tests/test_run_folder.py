@@ -1,15 +1,12 @@
-"""A run's folder is one however it is written, and errors of the system say what to do."""
+"""A run's folder is one however it is written."""
 
 from __future__ import annotations
 
-import errno
-import os
 from argparse import ArgumentTypeError
 
 import pytest
 
 from qerl_pl.__main__ import main
-from qerl_pl.common.files import in_words
 from qerl_pl.common.run_folder import read_run_config, run_folder
 
 
@@ -26,17 +23,6 @@ def test_one_folder_has_one_path(monkeypatch, written):
 def test_a_folder_that_cannot_be_known_is_refused(written):
     with pytest.raises(ArgumentTypeError, match="run_dir is"):
         run_folder(written)
-
-
-def test_errors_say_what_to_do():
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a.ckpt")
-    assert in_words(full).startswith("/runs/a.ckpt: the disk is full: free some space")
-    assert "the disk is full" in in_words(OSError(f"could not write the checkpoint: {full}"))
-    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "rows.jsonl")
-    assert in_words(gone) == "rows.jsonl: there is no such file or folder: check the path"
-    assert in_words(OSError("no address")) == "no address"
-    long = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "a" * 5000)
-    assert in_words(long) == f"{'a' * 300}...: the name is too long: give a shorter path"
 
 
 @pytest.mark.parametrize("command", [["fit", "-c"], ["plan", "-c"], ["report"], ["study"]])

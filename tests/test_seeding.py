@@ -15,10 +15,10 @@ SEEDS, PURPOSES, INDICES = st.integers(-(2**63), 2**63), st.text(max_size=8), st
 
 @given(seed=SEEDS, purpose=PURPOSES, index=INDICES)
 def test_a_seed_is_a_function_of_its_arguments_and_in_the_range_that_generators_take(seed, purpose, index):
-    found = derive_seed(seed, purpose, index)
-    assert 0 <= found < 2**63
-    assert found == derive_seed(seed, purpose, index)
-    torch.Generator().manual_seed(found)
+    derived = derive_seed(seed, purpose, index)
+    assert 0 <= derived < 2**63
+    assert derived == derive_seed(seed, purpose, index)
+    torch.Generator().manual_seed(derived)
 
 
 @given(a=st.tuples(SEEDS, PURPOSES, INDICES), b=st.tuples(SEEDS, PURPOSES, INDICES))
@@ -27,10 +27,8 @@ def test_different_arguments_give_different_seeds(a, b):
 
 
 def test_separators_inside_a_purpose_do_not_mix_up_the_arguments():
-    assert (
-        len({derive_seed(1, "a/2", 3), derive_seed(1, "a", 23), derive_seed(1, "a/2/3", 0), derive_seed(1, "a", 2)})
-        == 4
-    )
+    arguments = (("a/2", 3), ("a", 23), ("a/2/3", 0), ("a", 2))
+    assert len({derive_seed(1, purpose, index) for purpose, index in arguments}) == 4
 
 
 def test_neighbouring_indices_give_unrelated_seeds():

@@ -21,7 +21,7 @@ from callbacks.evaluation import EvaluationReport
 from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
 from qerl_pl.cli.checks import usable_callbacks
-from qerl_pl.common.checks import LARGEST, require_finite
+from qerl_pl.common.checks import EARLY, LARGEST, is_due, require_finite
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective
@@ -254,7 +254,7 @@ def test_a_learning_rate_of_zero_is_warned_about(recwarn):
         (lambda: VLLMEngine(block_size=0), "block_size is 0"),
         (lambda: VLLMEngine(max_num_batched_tokens=0), "max_num_batched_tokens is 0"),
         (lambda: PromptDataModule(None, "a", val_batch_size=0), "data.val_batch_size is 0"),  # pyright: ignore
-        (lambda: WeightedReward("a\nb", len), "printable"),
+        (lambda: WeightedReward("a\nb", len), "a reward's name is"),
         (lambda: WeightedReward("a", len, weight=1e39), "finite number"),
     ],
 )
@@ -268,6 +268,12 @@ def test_a_number_that_is_infinite_in_32_bits_is_infinite():
     assert torch.finfo(torch.float32).max == LARGEST
     with pytest.raises(ValueError, match=r"a\.b is 1e\+39; expected a finite number"):
         require_finite("a", b=1e39)
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_the_first_rollouts_and_then_every_so_many_get_the_long_checks(every):
+    due = [index for index in range(40) if is_due(index, every)]
+    assert due == sorted({*range(EARLY), *range(0, 40, every)})
 
 
 def largest(prompts: list[Prompt], completions: list[Completion]) -> list[float]:

@@ -1,7 +1,8 @@
-"""A file is there whole or not at all, only regular files are replaced, and lines of text end at line feeds."""
+"""A file is there whole or not at all, only regular files are replaced, and errors of the system say what to do."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_pl.common.files import read_lines, replacing, write_whole
+from qerl_pl.common.files import in_bytes, in_words, read_lines, replacing, write_whole
 from qerl_pl.tools.options import plan_options, report_options
 
 
@@ -18,7 +19,7 @@ def test_a_file_has_its_text_and_its_folder_is_made(tmp_path):
     for text in ("first\n", "\u221a2\n"):
         write_whole(path, text)
         assert path.read_text(encoding="utf-8") == text
-    assert [each.name for each in path.parent.iterdir()] == ["c.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["c.json"]
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -31,7 +32,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_whole(path, "new")
-    assert [each.name for each in tmp_path.iterdir()] == ["c.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["c.json"]
     assert path.read_bytes() == b"old"
 
 
@@ -112,3 +113,31 @@ def test_an_empty_file_has_no_lines_and_a_cut_off_line_is_one(tmp_path):
     assert read_lines(path, errors="replace") == ["a\ufffd"]
     with pytest.raises(UnicodeDecodeError):
         read_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1 kB"),
+        (221_184, "221 kB"),
+        (999_499, "999 kB"),
+        (999_501, "1 MB"),
+        (5_450_000_000, "5.45 GB"),
+        (1_500_000_000_000, "1.5 TB"),
+    ],
+)
+def test_a_size_has_three_digits_and_a_fitting_unit(count, text):
+    assert in_bytes(count) == text
+
+
+def test_errors_say_what_to_do():
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a.ckpt")
+    assert in_words(full).startswith("/runs/a.ckpt: the disk is full: free some space")
+    assert "the disk is full" in in_words(OSError(f"could not write the checkpoint: {full}"))
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "rows.jsonl")
+    assert in_words(gone) == "rows.jsonl: there is no such file or folder: check the path"
+    assert in_words(OSError("no address")) == "no address"
+    long = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "a" * 5000)
+    assert in_words(long) == f"{'a' * 300}...: the name is too long: give a shorter path"
