@@ -1,12 +1,13 @@
-"""The update of a batch that two ranks share is that of one rank that has all of it."""
+"""Losses and the update of a batch that two ranks share are those of one rank that has all of it."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qerl_pl.common import ranks
@@ -16,6 +17,7 @@ from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import batch_std, group_advantages
 from qerl_pl.objective.correction import Rejection
 from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
+from qerl_pl.objective.losses import Aggregation, clipped_policy_loss, count_divisor, row_weights
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.tools.tiny import make_tiny
@@ -149,3 +151,52 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
         "kl-cov, silence, 1",
         "masked, out of the divisor, silence, 1",
     ]
+
+
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+MOST_TOKENS = 11
+
+
+def gradient(rows: list[Tensor], weights: Tensor) -> Tensor:
+    """Of the loss with respect to the logprobs, [B, S]; rows are logprobs, old logprobs, advantages, mask."""
+    logprobs = rows[0].detach().requires_grad_()
+    clipped_policy_loss(logprobs, rows[1], rows[2], rows[3], weights).loss.backward()
+    assert logprobs.grad is not None
+    return logprobs.grad
+
+
+def gradients_of(rank: int, batch: list[Tensor]) -> dict[str, list[Tensor]]:
+    """Every second row is this rank's."""
+    mine, gradients = [field[rank::2] for field in batch], {}
+    for aggregation in AGGREGATIONS:
+        divisor = count_divisor(mine[3], aggregation, max_tokens=MOST_TOKENS)
+        dist.all_reduce(divisor)
+        summed = gradient(mine, row_weights(mine[3], aggregation, divisor))
+        averaged = gradient(mine, row_weights(mine[3], aggregation, divisor / 2)) / 2  # as DDP does
+        gradients[aggregation] = [summed, averaged]
+    return gradients
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_gradient_of_one(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    logprobs = -torch.rand(5, 6, generator=generator, dtype=torch.float64)
+    old = logprobs + 0.4 * torch.randn(5, 6, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(5, 6, generator=generator) < torch.tensor([1.0, 0.2, 0.9, 0.0, 0.5]).unsqueeze(1)
+    batch = [logprobs, old, advantages, mask]
+    of_ranks = on_two_ranks(partial(gradients_of, batch=batch), tmp_path)
+    for aggregation in AGGREGATIONS:
+        weights = row_weights(mask, aggregation, count_divisor(mask, aggregation, max_tokens=MOST_TOKENS))
+        for rank, gradients in enumerate(of_ranks):
+            summed, averaged = gradients[aggregation]
+            whole = gradient(batch, weights)[rank::2]
+            assert torch.equal(summed, whole)
+            torch.testing.assert_close(averaged, whole, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_one_token_on_two_ranks_is_not_taken_for_an_empty_batch(aggregation):
+    mask = torch.tensor([[True, False]])
+    divisor = count_divisor(mask, aggregation, max_tokens=1) / 2  # gradients are averaged over two ranks
+    assert row_weights(mask, aggregation, divisor).tolist() == [2.0]

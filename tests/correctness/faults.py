@@ -197,42 +197,24 @@ class OfRealModel:
     """Runs of a pretrained model on GSM8K that begin with one healthy run, in one process.
 
     Args:
-        model: folder of the base.
-        problems: GSM8K's training problems, a file of JSON lines.
-        engine: key of ``ENGINES``.
-        rollouts: last rollout of each run.
-        prompts: prompts per rollout.
-        tokens: longest completion.
-        lr: learning rate.
+        options: those of the command.
         seed: seed of the runs.
         folder: folder for the runs.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        problems: Path,
-        *,
-        engine: str,
-        rollouts: int,
-        prompts: int,
-        tokens: int,
-        lr: float,
-        seed: int,
-        folder: Path,
-    ) -> None:
-        self.model, self.problems, self.engine, self.rollouts = model, problems, engine, rollouts
-        self.prompts, self.tokens, self.lr, self.seed, self.folder = prompts, tokens, lr, seed, folder
+    def __init__(self, options: argparse.Namespace, seed: int, folder: Path) -> None:
+        self.options, self.seed, self.folder = options, seed, folder
+        self.rollouts = options.healthy or options.rollouts
         self.healthy: dict[bool, Path] = {}
         """Checkpoint of the healthy run without noise (False) and with it (True)."""
 
     def outcome(self, fault: str, *, noise: bool) -> dict[str, Any]:
-        """As the function ``outcome`` does for the quickstart."""
+        """Do what the function ``outcome`` does for the quickstart."""
         if noise not in self.healthy:
             stop = ["--trainer.callbacks+=tests.correctness.faults.StopAt"]
-            found = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None)
-            if found["outcome"] == "stopped":
-                raise RuntimeError(f"the healthy run of {self.model} did not pass its checks: {found}")
+            result = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None)
+            if result["outcome"] == "stopped":
+                raise RuntimeError(f"the healthy run of {self.options.model} did not pass its checks: {result}")
             self.healthy[noise] = self.folder / f"healthy-{noise}" / "checkpoints" / "last.ckpt"
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             command = [*self._command(f"{Path(name).name}/run", noise), "--ckpt_path", str(self.healthy[noise])]
@@ -244,13 +226,14 @@ class OfRealModel:
         return heard_in(self._command(f"without-{noise}", noise), None) | shares()
 
     def _command(self, run: str, noise: bool) -> list[str]:
+        options = self.options
         callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
         if noise:
             callbacks += [aqn(self.rollouts + 1)]  # a stage per rollout; the first has no noise
         # Every run starts an engine of its own, which takes a minute with compilation and graphs.
         sizes = (
-            {"max_num_seqs": 2 * self.prompts * COMPLETIONS, "kv_cache_bytes": 2**30, "enforce_eager": True}
-            if self.engine == "vllm"
+            {"max_num_seqs": 2 * options.prompts * COMPLETIONS, "kv_cache_bytes": 2**30, "enforce_eager": True}
+            if options.engine == "vllm"
             else {}
         )
         changes = {
@@ -258,17 +241,17 @@ class OfRealModel:
             "seed_everything": self.seed,
             "trainer": {"callbacks": callbacks, "max_steps": self.rollouts + 1, "limit_val_batches": 0},
             "model": {
-                "base": str(self.model),
+                "base": str(options.model.resolve()),
                 "dtype": str(DTYPE).removeprefix("torch."),
-                "engine": {"class_path": ENGINES[self.engine], "init_args": sizes},
-                "sampling": {"num_completions": COMPLETIONS, "max_tokens": self.tokens, "temperature": 1.0},
+                "engine": {"class_path": ENGINES[options.engine], "init_args": sizes},
+                "sampling": {"num_completions": COMPLETIONS, "max_tokens": options.tokens, "temperature": 1.0},
                 # Faults that are about adapters have an effect only if every update changes the policy.
                 "rewards": [{"name": "of_chance", "weight": 1.0, "reward": "tests.correctness.faults.of_chance"}],
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": self.lr, "weight_decay": 0.0}},
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": options.lr, "weight_decay": 0.0}},
             },
             "data": {
-                "batch_size": self.prompts,
-                "source": {"init_args": sources(self.problems)},
+                "batch_size": options.prompts,
+                "source": {"init_args": sources(options.problems)},
                 "held_out": 64,
             },
         }
@@ -289,18 +272,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("models/tiny-0-nvfp4"), help="the quickstart's policy")
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
-    parser.add_argument(
-        "--healthy",
-        type=int,
-        default=0,
-        metavar="N",
-        help="healthy rollouts of each of five runs, or of one with --model",
-    )
+    healthy = "healthy rollouts of each of five runs, or of one with --model"
+    parser.add_argument("--healthy", type=int, default=0, metavar="N", help=healthy)
     parser.add_argument("--only", default="", help="faults, or numbers of healthy runs, that match this expression")
     parser.add_argument("--model", type=Path, help="folder of a pretrained model, instead of the quickstart's policy")
-    parser.add_argument(
-        "--problems", type=Path, help="GSM8K's training problems, beside gsm8k_test.jsonl; needed with --model"
-    )
+    parser.add_argument("--problems", type=Path, help="GSM8K's training problems, next to gsm8k_test.jsonl")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th fault, from the I-th on, I = 1 to N")
     parser.add_argument("--rollouts", type=int, default=6, help="last rollout of a run of a pretrained model")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per rollout of a pretrained model")
@@ -320,14 +296,14 @@ def main(argv: list[str] | None = None) -> None:
     run = partial(outcome, args.base, engine=args.engine)
     for seed in range(5 if args.healthy else 0):
         if re.search(args.only, str(seed)):
-            found = run(noise=bool(seed % 2), seed=seed, rollouts=args.healthy, fault=None)
+            result = run(noise=bool(seed % 2), seed=seed, rollouts=args.healthy, fault=None)
             name = f"healthy, {'AQN' if seed % 2 else 'no noise'}, seed {seed}"
-            emit(name, shape, "float32", rollouts=args.healthy, **found, **shares())
+            emit(name, shape, "float32", rollouts=args.healthy, **result, **shares())
     for number, name in enumerate(() if args.healthy else faults):
         noise = name.startswith(NOISY)
         at = AT if noise else AT + number % (LAST + 1 - AT)
-        found = run(noise=noise, seed=0, rollouts=30 if noise else at + ROLLOUTS, fault=name, at=at)
-        emit(name, shape, "float32", appears=at + bool(LATER.search(name)), **found)
+        result = run(noise=noise, seed=0, rollouts=30 if noise else at + ROLLOUTS, fault=name, at=at)
+        emit(name, shape, "float32", appears=at + bool(LATER.search(name)), **result)
     return None
 
 
@@ -337,17 +313,8 @@ def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
     shape |= {"model": args.model.name}
     lines = []
     with tempfile.TemporaryDirectory() as name:
-        sizes = {"rollouts": args.healthy or args.rollouts, "prompts": args.prompts, "tokens": args.tokens}
         seed = int(args.part.split("/")[0]) - 1
-        runs = OfRealModel(
-            args.model.resolve(),
-            args.problems.resolve(),
-            engine=args.engine,
-            lr=args.lr,
-            seed=seed,
-            **sizes,
-            folder=Path(name),
-        )
+        runs = OfRealModel(args, seed, Path(name))
         if args.healthy:
             noise = bool(seed % 2)
             what = f"healthy, {'AQN' if noise else 'no noise'}, seed {seed}"
@@ -356,24 +323,16 @@ def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
         for fault in faults:
             begin = time.perf_counter()
             try:
-                found = runs.outcome(fault, noise=fault.startswith(NOISY))
+                result = runs.outcome(fault, noise=fault.startswith(NOISY))
             except AssertionError as error:  # a model without biases has none to change
-                found = {"outcome": "not applicable", "rollout": None, "said": str(error)}
-            lines.append({"appears": AT + bool(LATER.search(fault)), **found})
+                result = {"outcome": "not applicable", "rollout": None, "said": str(error)}
+            lines.append({"appears": AT + bool(LATER.search(fault)), **result})
             emit(fault, shape, str(DTYPE), run_s=time.perf_counter() - begin, on=DEVICE, **lines[-1])
     stopped = [line for line in lines if line["outcome"] == "stopped"]
     at_once, within_two = (sum(line["rollout"] <= line["appears"] + more for line in stopped) for more in (0, 1))
     of, warned = (sum(line["outcome"] in names for line in lines) for names in (COUNTED, ("warned",)))
-    emit(
-        "faults found",
-        shape,
-        str(DTYPE),
-        of=of,
-        stopped=len(stopped),
-        at_once=at_once,
-        within_two=within_two,
-        warned=warned,
-    )
+    counts = {"of": of, "stopped": len(stopped), "at_once": at_once, "within_two": within_two, "warned": warned}
+    emit("faults found", shape, str(DTYPE), **counts)
 
 
 if __name__ == "__main__":

@@ -73,10 +73,7 @@ def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dic
         callbacks += yaml.safe_load(QUICKSTART.read_text())["trainer"]["callbacks+"]
     changes = {
         "run_dir": str(folder / "run"),
-        "trainer": {
-            "callbacks": callbacks,
-            "max_steps": num_rollouts * setting.updates_per_rollout,
-        },
+        "trainer": {"callbacks": callbacks, "max_steps": num_rollouts * setting.updates_per_rollout},
         "model": {
             "base": str(base),
             "dtype": setting.dtype,
