@@ -48,8 +48,7 @@ def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
 
     Raises:
-        ArgumentTypeError: the path is empty, has other than printable characters, or names a variable that is not set
-            or a user that does not exist.
+        ArgumentTypeError: it is empty or has other than printable characters, or a variable or user is not known.
     """
     if not text.strip():
         raise ArgumentTypeError("run_dir is empty; expected a folder, e.g. runs/first")

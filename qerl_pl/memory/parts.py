@@ -47,10 +47,8 @@ def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], tr
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of the kept inputs of the n blocks all of whose activations backward recomputes: c n T H.
-
-    If the inputs are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied.
-    """
+    """Return the bytes of the kept inputs of the n blocks all of whose activations backward recomputes: c n T H; if
+    they are offloaded to host memory, about four are on the GPU at a time, in use or being copied."""
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
@@ -127,13 +125,9 @@ def blocks_kept(
     fused: bool = False,
     dropout: bool = False,
 ) -> tuple[int, int]:
-    """Return the bytes of the activations that all blocks keep for backward, except the inputs of blocks all of whose
-    activations are recomputed (``checkpoints`` counts these).
-
-    Returns:
-        The bytes before backward, and the bytes while backward is in the last block, after recomputing its activations.
-        Backward through earlier blocks takes no more, since the fully recomputed blocks are the first ones.
-    """
+    """Return the bytes of the activations that all blocks keep for backward, except what ``checkpoints`` counts: before
+    backward, and while it is in the last block, after recomputing its activations. Earlier blocks take no more, since
+    the fully recomputed ones are the first."""
     full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets, fused=fused, dropout=dropout)
     if not how.selective:
         return shape.num_layers * full, shape.num_layers * full
@@ -177,8 +171,8 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the peak bytes of a forward pass of the trainer without gradients: the larger of an MLP with a dequantised
-    weight, and the hidden states with a chunk of logits."""
+    """Return the peak bytes of a pass without gradients: the larger of an MLP with a dequantised weight, and the hidden
+    states with a chunk of logits."""
     mlp = itemsize * (tokens * (3 * shape.inner + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     return max(mlp, vocabulary)

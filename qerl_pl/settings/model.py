@@ -151,8 +151,7 @@ class ModuleSettings:
 
     @cached_property
     def folder(self) -> str:
-        """Checkpoint folder that trainer and engine both load: the base, or its copy as given by ``base_format`` or
-        ``quantize``."""
+        """Checkpoint folder that trainer and engine load: the base, or its copy by ``base_format`` or ``quantize``."""
         return prepared_base(self.base, self.base_format, quantization_of(self.quantize))
 
     @property
@@ -173,12 +172,12 @@ class ModuleSettings:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt and the longest completion together, in training or evaluation."""
+        """Tokens of the longest prompt and completion together, in training or evaluation."""
         return self.max_prompt_tokens + max(self.sampling.max_tokens, self.evaluation.max_tokens)
 
     @property
     def longest_row(self) -> int:
-        """Number of tokens of the longest possible training row, that is, prompt and completion together."""
+        """Tokens of the longest prompt and completion together, in training."""
         return self.max_prompt_tokens + self.sampling.max_tokens
 
     @property
@@ -204,11 +203,8 @@ class ModuleSettings:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check that the sampling settings allow advantages and importance ratios to be computed.
-
-    Raises:
-        ValueError: sampling is greedy, a group has one completion, or top_p or top_k truncate the distribution.
-    """
+    """Raise ValueError if advantages and importance ratios cannot be computed: sampling is greedy or truncated by top_p
+    or top_k, or a group has one completion."""
     if sampling.temperature == 0:
         raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
     if sampling.num_completions < 2:
@@ -225,11 +221,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_micro_batch(micro_batch_tokens: int | None, *, prompt_tokens: int, completion_tokens: int) -> None:
-    """Check that the longest row fits a micro-batch.
-
-    Raises:
-        ValueError: the longest row has more than ``micro_batch_tokens`` tokens.
-    """
+    """Raise ValueError if the longest row has more than ``micro_batch_tokens`` tokens."""
     longest = prompt_tokens + completion_tokens
     if micro_batch_tokens is not None and longest > micro_batch_tokens:
         raise ValueError(
