@@ -332,7 +332,7 @@ def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
     at_once, within_two = (sum(line["rollout"] <= line["appears"] + more for line in stopped) for more in (0, 1))
     of, warned = (sum(line["outcome"] in names for line in lines) for names in (COUNTED, ("warned",)))
     counts = {"of": of, "stopped": len(stopped), "at_once": at_once, "within_two": within_two, "warned": warned}
-    emit("faults found", shape, str(DTYPE), **counts)
+    emit("faults found", shape, str(DTYPE), None, output=None, **counts)
 
 
 if __name__ == "__main__":
