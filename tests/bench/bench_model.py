@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config
 
 from qerl_pl.memory import parts
+from qerl_pl.memory.fitting import time_per_token
 from qerl_pl.memory.shape import config_shape
-from qerl_pl.memory.speed import time_per_token
 from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy

@@ -22,7 +22,7 @@ import torch
 
 from callbacks import canary, rollout_evidence
 from callbacks.gradient_guard import GradientGuard
-from qerl_pl.memory import fitting, parts, speed
+from qerl_pl.memory import fitting, parts
 from qerl_pl.objective import losses
 from qerl_pl.policy import jumps
 from qerl_pl.policy.policy import DTYPES
@@ -362,8 +362,8 @@ CONSTANTS = (
     ),
     Constant(
         "OVERHEAD",
-        "qerl_pl/memory/speed.py",
-        float(speed.OVERHEAD),
+        "qerl_pl/memory/fitting.py",
+        float(fitting.OVERHEAD),
         "tokens",
         H200,
         _of_the_pass,
@@ -461,7 +461,7 @@ def alarms(lines: Iterable[Line]) -> list[str]:
 
 
 def recomputation(lines: Sequence[Line]) -> list[tuple[str, float, float]]:
-    """Compare the constants of ``memory.speed`` with lines of ``bench_model --rungs``: name and model, value,
+    """Compare the constants of ``memory.fitting`` with lines of ``bench_model --rungs``: name and model, value,
     reading."""
     seconds = {(line["name"].removeprefix("rungs/"), line["shape"]["model"]): line["median_s"] for line in lines}
     found = []
@@ -472,7 +472,7 @@ def recomputation(lines: Sequence[Line]) -> list[tuple[str, float, float]]:
         compared["offload"] = ("blocks", "OFFLOAD")
         if level in compared and (f"{kind}-{compared[level][0]}", model) in seconds:
             before, name = compared[level]
-            found.append((f"{name}, {model}", getattr(speed, name), taken / seconds[f"{kind}-{before}", model] - 1))
+            found.append((f"{name}, {model}", getattr(fitting, name), taken / seconds[f"{kind}-{before}", model] - 1))
     return found
 
 

@@ -19,12 +19,12 @@ from qerl_pl.memory.fitting import (
     fitted,
     longest_completion,
     smallest_gpu,
+    time_per_token,
     usable,
 )
 from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, config_shape
-from qerl_pl.memory.speed import time_per_token
 from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nf4 import NF4
