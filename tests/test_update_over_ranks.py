@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 import pytest
@@ -24,6 +24,7 @@ from qerl_pl.tools.tiny import make_tiny
 from qerl_pl.update import UpdateSettings, improve
 from tests.two_ranks import on_two_ranks
 
+loaded = cache(load_policy)  # each update begins with other parameters
 GROUP, PROMPT, LONGEST = 2, 3, 9
 OBJECTIVES = {
     "dapo": Objective(),
@@ -72,7 +73,7 @@ def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
 
 def two_updates(base: str, objective: Objective, experience: Experience, mini_batches: int) -> dict[str, Tensor]:
     """Trained parameters and metrics after two passes of clipped steps."""
-    policy = load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=2, alpha=4), seed=0)
+    policy = loaded(base, dtype=torch.float32, lora=LoraSettings(rank=2, alpha=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     for parameter in trained.values():
@@ -103,7 +104,7 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
         step=step,
         watch=Stopwatch(),
     )
-    return {name: parameter.detach() for name, parameter in trained.items()} | report.metrics
+    return {name: parameter.detach().clone() for name, parameter in trained.items()} | report.metrics
 
 
 def every_advantage(rank: int, num_ranks: int) -> Tensor:

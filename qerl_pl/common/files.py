@@ -65,7 +65,6 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = target.with_name(target.name + ".tmp")
     try:
         yield temporary
-        allow_reading(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl_pl.common.files import replacing, write_whole
+from qerl_pl.common.files import allow_reading, replacing, write_whole
 from qerl_pl.model.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
@@ -96,6 +96,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             save_file(whole, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{temporary} cannot be written: {error}") from error
+        allow_reading(temporary)
 
 
 def carried_files(source: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl_pl.common.files import replacing
+from qerl_pl.common.files import allow_reading, replacing
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
     }
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"pieces": json.dumps({str(key): text for key, text in pieces.items()})})
+        allow_reading(temporary)
 
 
 def read_tokens(path: Path) -> FileTokens:
