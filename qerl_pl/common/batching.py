@@ -55,7 +55,7 @@ def micro_batches_of_groups(
         max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
         least_saved: smallest share of a micro-batch's tokens that sharing must save to be done.
 
-    Returns and raises as ``micro_batches``.
+    The result and the errors are those of ``micro_batches``.
     """
     lengths = lengths.cpu()
     units: dict[tuple[int, int], list[int]] = {}

@@ -63,7 +63,7 @@ def decades(values: Tensor, *, smallest: float) -> Tensor:
 
 def as_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
     """Format completions as Markdown in which the text of models and data sets is shown verbatim."""
-    return "\n\n---\n\n".join(_one(row) for row in rows)
+    return "\n\n---\n\n".join(_as_markdown(row) for row in rows)
 
 
 def scores_of(row: Mapping[str, Any]) -> str:
@@ -81,7 +81,7 @@ def question_of(row: Mapping[str, Any]) -> str:
     return str(row.get("question") or row["prompt"])
 
 
-def _one(row: Mapping[str, Any]) -> str:
+def _as_markdown(row: Mapping[str, Any]) -> str:
     cut = "" if row.get("finished", True) else ", cut off"
     head = f"reward {row['reward']}: {scores_of(row)}; answer {row['answer']}; {row['num_tokens']} tokens{cut}"
     return "\n\n".join((_code(head), "question", _code(question_of(row)), "completion", _code(row["completion"])))
@@ -92,9 +92,8 @@ def _code(text: str) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> list[Any]:
-    finished = row.get("finished", True)
-    shown = (scores_of(row), question_of(row), row["completion"], str(row["answer"]))
-    return [row["reward"], *shown, row["num_tokens"], finished]
+    texts = (scores_of(row), question_of(row), row["completion"], str(row["answer"]))
+    return [row["reward"], *texts, row["num_tokens"], row.get("finished", True)]
 
 
 def remove_empty_event_files(loggers: Iterable[Logger]) -> None:

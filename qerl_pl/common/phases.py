@@ -83,8 +83,8 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
     within ``FIRST_S`` seconds print nothing. Of nested phases the innermost is shown, on the stderr that the outermost
     began with, so a redirection inside of it does not hide phases. Only the first rank of a run prints.
 
-    Args are those of ``Phase``, and ``at_once`` to name the phase before the context begins: for imports, which may
-    keep other threads from running.
+    The arguments are those of ``Phase``. With ``at_once`` the phase is named before the context begins: for imports,
+    which may keep other threads from running.
     """
     current = Phase(what, total, unit)
     if _running:

@@ -61,8 +61,8 @@ def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
         return fitted(shape, with_changes(run, changes), gpu_bytes)
 
     def excess(changes: Mapping[str, Any]) -> int:
-        found = planned(changes)
-        return sum(max(0, found.total(moment) - usable(gpu_bytes)) for moment in MOMENTS)
+        plan = planned(changes)
+        return sum(max(0, plan.total(moment) - usable(gpu_bytes)) for moment in MOMENTS)
 
     chosen: dict[str, Any] = {}
     lowest = excess(chosen)
@@ -104,7 +104,7 @@ def savings(run: RunMemory) -> dict[str, list[Any]]:
     such a value.
     """
     engine = run.engine or EngineMemory()
-    found = {
+    values_of = {
         "model.micro_batch_tokens": _halved(run.micro_batch_tokens, run.longest_row),
         ENGINE + "kv_cache_bytes": [] if engine.kv_cache_bytes is None else [None],
         ENGINE + "sleep_level": [1] if engine.sleep_level == 0 else [],
@@ -116,7 +116,7 @@ def savings(run: RunMemory) -> dict[str, list[Any]]:
         ENGINE + "enforce_eager": [] if engine.enforce_eager else [True],
         "model.sampling.max_tokens": _halved(run.completion_tokens, 256),
     }
-    return {key: values for key, values in found.items() if run.engine or not key.startswith(ENGINE)}
+    return {key: values for key, values in values_of.items() if run.engine or not key.startswith(ENGINE)}
 
 
 def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:

@@ -241,7 +241,7 @@ def check_run_length(
 ) -> None:
     """Check that the run is a whole number of rollouts, and that a rollout's prompts divide into mini-batches.
 
-    Args are the settings of these names; ``max_steps`` is -1 if it is not given.
+    The arguments are the settings of these names; ``max_steps`` is -1 if it is not given.
 
     Raises:
         ValueError: max_steps is missing, below warmup_steps or no multiple of a rollout's optimizer steps, batch_size
