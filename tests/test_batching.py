@@ -48,9 +48,9 @@ def test_rows_of_a_group_share_their_prompt_within_the_limit(groups, max_tokens,
     batches = micro_batches_of_groups(lengths, prompts, group, max_tokens, least_saved=least_saved)
     assert sorted(row for batch in batches for row in batch.tolist()) == list(range(len(rows)))
     for batch in batches:
-        found = {int(group[row]): int(prompts[row]) for row in batch}
+        lengths_of = {int(group[row]): int(prompts[row]) for row in batch}
         whole = int(lengths[batch].sum())
-        shared = sum(found.values()) + whole - int(prompts[batch].sum())
+        shared = sum(lengths_of.values()) + whole - int(prompts[batch].sum())
         is_shared = whole - shared >= least_saved * whole  # as in policy.shared_prompts
         assert (shared if is_shared else whole) <= max_tokens
     sizes = [sum(completions) + prompt for prompt, completions in groups]

@@ -39,10 +39,10 @@ def test_what_is_loaded_is_what_was_there_when_it_was_saved(io, tmp_path, option
     saved["state"]["weight"].zero_()  # the next step
     saved["state"]["moments"].clear()
     io.wait()
-    found, expected = io.load_checkpoint(tmp_path / "folder" / "a.ckpt"), checkpoint()
-    assert found["global_step"] == 3
-    assert torch.equal(found["state"]["weight"], expected["state"]["weight"])
-    assert all(torch.equal(a, b) for a, b in zip(found["state"]["moments"], expected["state"]["moments"], strict=True))
+    result, expected = io.load_checkpoint(tmp_path / "folder" / "a.ckpt"), checkpoint()
+    assert result["global_step"] == 3
+    assert torch.equal(result["state"]["weight"], expected["state"]["weight"])
+    assert all(torch.equal(a, b) for a, b in zip(result["state"]["moments"], expected["state"]["moments"], strict=True))
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["a.ckpt"]
 
 

@@ -66,10 +66,10 @@ def test_what_changes_is_told_from_what_the_run_was_trained_with(tmp_path, file)
 def test_what_changes_the_goal_comes_first_and_says_so():
     before = {"a": 1, "model": {"sampling": {"temperature": 1.0, "num_completions": 8}, "objective": {"preset": None}}}
     now = {"a": 2, "model": {"sampling": {"temperature": 0.9, "num_completions": 4}, "objective": {"preset": "dapo"}}}
-    found = changed_settings(before, now)
-    marked = [change.startswith("ATTENTION, what is optimised changes: model.") for change in found]
+    result = changed_settings(before, now)
+    marked = [change.startswith("ATTENTION, what is optimised changes: model.") for change in result]
     assert marked == [True] * 3 + [False]
-    assert found[-1] == "a: 1 -> 2"
+    assert result[-1] == "a: 1 -> 2"
 
 
 def test_a_change_of_the_runs_length_says_what_it_moves():

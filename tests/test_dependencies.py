@@ -25,7 +25,7 @@ OPTIONAL = {"vllm", "humming", "cuda", "liger_kernel", "datasets", "gguf"}
 
 
 def imported() -> set[str]:
-    found: set[str] = set()
+    result: set[str] = set()
     files = [
         ROOT / "train.py",
         *(path for top in ("qerl_pl", "callbacks", "datamodules") for path in (ROOT / top).rglob("*.py")),
@@ -33,10 +33,10 @@ def imported() -> set[str]:
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {name.name.split(".")[0] for name in node.names}
+                result |= {name.name.split(".")[0] for name in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.split(".")[0])
-    return found - OURS - set(sys.stdlib_module_names) - {"__future__"}
+                result.add(node.module.split(".")[0])
+    return result - OURS - set(sys.stdlib_module_names) - {"__future__"}
 
 
 def declared() -> set[str]:

@@ -34,9 +34,9 @@ def test_a_16_bit_weight_in_fp32_gives_the_bits_of_transformers(shape, kind, dty
     weight = draw(shape[-1], dtype=dtype, seed=2)
     norm = hf_norm(kind, weight)
     assert torch.equal(rms_norm(x, weight.float(), 1e-6), norm(x))
-    found, total = add_rms_norm(x, residual, weight.float(), 1e-6)
+    result, total = add_rms_norm(x, residual, weight.float(), 1e-6)
     assert torch.equal(total, x + residual)
-    assert torch.equal(found, norm(x + residual))
+    assert torch.equal(result, norm(x + residual))
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 2.5, 8.0])

@@ -54,10 +54,10 @@ def test_tensorboard_has_them_beside_what_the_run_reached_and_no_metric_of_its_o
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Tags()["scalars"] == ["val/accuracy"]
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    found = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert found["model.optimizer.lr"].number_value == 1e-5
-    assert found["model.optimizer"].string_value == "AdamW"
-    assert found["model.objective.filter_truncated"].number_value == 1
-    assert len(found) == len(FLAT)
+    result = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert result["model.optimizer.lr"].number_value == 1e-5
+    assert result["model.optimizer"].string_value == "AdamW"
+    assert result["model.objective.filter_truncated"].number_value == 1
+    assert len(result) == len(FLAT)
     experiment = HParamsPluginData.FromString(events.summary_metadata["_hparams_/experiment"].plugin_data.content)
     assert [metric.name.tag for metric in experiment.experiment.metric_infos] == list(REACHED)

@@ -68,8 +68,8 @@ def test_mlflow_has_a_file_per_rollout(tmp_path, monkeypatch):
     logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}")
     log_completions([logger], "completions/train", [ROW], step=3)
     log_histogram([logger], "gap/h", torch.randn(50), step=3)
-    [found] = Path(tmp_path).rglob("000003.md")
-    assert "says 4" in found.read_text()
+    [result] = Path(tmp_path).rglob("000003.md")
+    assert "says 4" in result.read_text()
 
 
 def test_decades_are_decimal_logarithms_of_magnitudes():

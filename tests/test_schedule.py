@@ -38,18 +38,18 @@ def test_stages_are_in_order_and_differ_by_at_most_one_rollout(num_stages, num_r
 
 @given(num_stages=st.integers(3, 12), ratio=st.floats(1e-3, 1.0))
 def test_the_exponential_decay_equals_the_published_trend(num_stages, ratio):
-    found = [
+    result = [
         stage_sigma(i, num_rollouts=num_stages, num_stages=num_stages, sigma_start=0.01, sigma_end=0.01 * ratio)
         for i in range(num_stages)
     ]
-    assert found == pytest.approx(trend(num_stages, 0.01, 0.01 * ratio), rel=1e-12)
+    assert result == pytest.approx(trend(num_stages, 0.01, 0.01 * ratio), rel=1e-12)
 
 
 def test_the_papers_run_has_the_levels_that_its_text_names():
-    found = [stage_sigma(i, num_rollouts=600, sigma_start=1e-2, sigma_end=1e-4) for i in range(600)]
+    result = [stage_sigma(i, num_rollouts=600, sigma_start=1e-2, sigma_end=1e-4) for i in range(600)]
     expected = [0, 1e-2, 5.623e-3, 3.162e-3, 1.778e-3, 1e-3, 5.623e-4, 3.162e-4, 1.778e-4, 1e-4]  # 100^(-i / 8) / 100
-    assert found[::60] == pytest.approx(expected, rel=1e-3)
-    assert all(found[i] == found[i - i % 60] for i in range(600))
+    assert result[::60] == pytest.approx(expected, rel=1e-3)
+    assert all(result[i] == result[i - i % 60] for i in range(600))
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -69,8 +69,8 @@ def test_every_decay_starts_silent_then_falls_from_start_to_end(decay, num_stage
 
 @pytest.mark.parametrize(("decay", "middle"), [("linear", 0.6), ("cosine", 0.6), ("exponential", math.sqrt(0.2))])
 def test_the_level_halfway(decay, middle):
-    found = stage_sigma(2, num_rollouts=4, num_stages=4, sigma_start=1.0, sigma_end=0.2, decay=decay)
-    assert found == pytest.approx(middle)
+    result = stage_sigma(2, num_rollouts=4, num_stages=4, sigma_start=1.0, sigma_end=0.2, decay=decay)
+    assert result == pytest.approx(middle)
 
 
 def test_the_logarithmic_decay_is_fast_first_and_slow_later():

@@ -134,7 +134,7 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
     base = tmp_path / "tiny"
     make_tiny(base, seed=0, sft_steps=0)
     both = on_two_ranks(partial(on_rank, base=str(base)), tmp_path)
-    first, second = (found["updates"] for found in both)
+    first, second = (result["updates"] for result in both)
     whole = every_advantage(0, num_ranks=1)
     torch.testing.assert_close(both[0]["advantages"], whole[0::2])
     torch.testing.assert_close(both[1]["advantages"], whole[1::2])
@@ -143,7 +143,7 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
         for name, value in expected.items():
             assert torch.equal(first[case][name], second[case][name]), f"{case}: {name} differs between the ranks"
             torch.testing.assert_close(first[case][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
-    moved = {case: found["train/grad_norm"].item() for case, found in whole.items()}
+    moved = {case: result["train/grad_norm"].item() for case, result in whole.items()}
     # The gradient of a KL penalty is zero where the policy has not changed, but for rounding.
     assert [case for case, norm in moved.items() if norm < 1e-6] == [
         "dapo, silence, 1",

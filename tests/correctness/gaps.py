@@ -57,10 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     for setting in SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
             curves = run(setting, args.base, Path(folder), num_rollouts=args.rollouts)
-        found = summarize(curves)
-        check(bounds(setting, found))
+        result = summarize(curves)
+        check(bounds(setting, result))
         shape = {"rollouts": args.rollouts, "rows": NUM_ROWS, "temperature": setting.temperature}
-        emit(setting.name, shape, setting.dtype, updates_per_rollout=setting.updates_per_rollout, **found)
+        emit(setting.name, shape, setting.dtype, updates_per_rollout=setting.updates_per_rollout, **result)
 
 
 def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dict[str, Curve]:

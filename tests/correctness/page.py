@@ -89,9 +89,9 @@ def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
     """Summarise which faults were noticed, how healthy rollouts fared, and the cost of the checks."""
     faults = [line for line in lines if not line["name"].startswith("healthy")]
     healthy = [line for line in lines if line["name"].startswith("healthy")]
-    found = {(line["name"], line["shape"]["engine"]): line for line in faults}
+    by_engine = {(line["name"], line["shape"]["engine"]): line for line in faults}
     rows = [
-        [name, *(_outcome(found[name, engine]) if (name, engine) in found else "-" for engine in ENGINES)]
+        [name, *(_outcome(by_engine[name, engine]) if (name, engine) in by_engine else "-" for engine in ENGINES)]
         for name in dict.fromkeys(line["name"] for line in faults)
     ]
     seen = (_seen(engine, [line for line in faults if line["shape"]["engine"] == engine]) for engine in ENGINES)

@@ -34,9 +34,9 @@ def test_a_stop_counts_whatever_was_said_before_and_a_learned_change_only_withou
             raise CheckFailed(stop)
 
     monkeypatch.setattr(faults.train, "main", run)
-    found = faults.heard_in(["fit"], fault)
-    assert found["outcome"] == outcome
-    assert found["said"] == (stop or (heard[0] if outcome == "warned" else ""))
+    result = faults.heard_in(["fit"], fault)
+    assert result["outcome"] == outcome
+    assert result["said"] == (stop or (heard[0] if outcome == "warned" else ""))
 
 
 def test_the_reward_of_pretrained_runs_differs_in_a_group_and_cannot_be_learned_by_length():

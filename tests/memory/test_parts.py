@@ -162,8 +162,8 @@ def test_a_cache_of_states_and_keys_is_what_vllm_divides_into_blocks(recurrent, 
     shape = config_shape(recurrent_config(recurrent, attention), None, torch.float32)
     assert parts.recurrent_state(shape, 4) == 4 * 2 * 128 * 128 + 4 * 3 * 512
     page = 288 * 4 * 2 * 64  # 137216 bytes of a state are those of 268 tokens in a layer, rounded up to blocks of 32
-    found = parts.kv_cache(shape, 4, block=32, length=length, num_sequences=5)
-    assert found == (5 * blocks + 1) * page * group
+    result = parts.kv_cache(shape, 4, block=32, length=length, num_sequences=5)
+    assert result == (5 * blocks + 1) * page * group
 
 
 @pytest.mark.parametrize("line", STEPS, ids=lambda line: f"{line['name']}-{line['shape']['model']}")

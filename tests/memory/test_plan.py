@@ -43,14 +43,14 @@ HALVES = RunMemory(rows=8, prompt_tokens=100, completion_tokens=412, micro_batch
 @pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize("gib", [24, 48, 80, 141])
 def test_what_is_chosen_fits_or_is_as_small_as_it_may_be(size, gib):
-    found = fitted(SHAPES[size], PAPER, gib * GIB)
+    result = fitted(SHAPES[size], PAPER, gib * GIB)
     least = cache_bytes(SHAPES[size], PAPER, EngineMemory(), num_sequences=1)
-    assert found.micro_batch_tokens >= PAPER.longest_row
-    assert found.kv_cache_bytes >= least
-    if found.train > usable(gib * GIB):
-        assert found.micro_batch_tokens == PAPER.longest_row
-    if found.peak > max(found.train, usable(gib * GIB)):
-        assert found.kv_cache_bytes == least
+    assert result.micro_batch_tokens >= PAPER.longest_row
+    assert result.kv_cache_bytes >= least
+    if result.train > usable(gib * GIB):
+        assert result.micro_batch_tokens == PAPER.longest_row
+    if result.peak > max(result.train, usable(gib * GIB)):
+        assert result.kv_cache_bytes == least
 
 
 @pytest.mark.parametrize("size", SHAPES)
@@ -83,9 +83,9 @@ def test_the_longest_completion_fits_and_a_longer_one_does_not(size, gib):
 
 @pytest.mark.parametrize(("max_num_seqs", "cached"), [(256, 128), (16, 16)])
 def test_a_large_gpu_gets_the_usual_micro_batch_and_a_cache_for_the_rows_sampled_together(max_num_seqs, cached):
-    found = fitted(SHAPES["3B"], replace(PAPER, engine=EngineMemory(max_num_seqs=max_num_seqs)), 141 * GIB)
-    assert found.micro_batch_tokens == USUAL_MICRO_BATCH
-    assert found.kv_cache_bytes == cache_bytes(SHAPES["3B"], PAPER, EngineMemory(), num_sequences=cached)
+    result = fitted(SHAPES["3B"], replace(PAPER, engine=EngineMemory(max_num_seqs=max_num_seqs)), 141 * GIB)
+    assert result.micro_batch_tokens == USUAL_MICRO_BATCH
+    assert result.kv_cache_bytes == cache_bytes(SHAPES["3B"], PAPER, EngineMemory(), num_sequences=cached)
 
 
 def test_what_is_given_is_kept():
@@ -142,10 +142,10 @@ def test_the_cache_takes_what_rollouts_leave(size, one_copy):
     least, wanted = (cache_bytes(SHAPES[size], run, engine, num_sequences=num) for num in (1, 32))
     seen = set()
     for gib in range(8, 72):
-        found = fitted(SHAPES[size], run, gib * GIB)
-        if least < found.kv_cache_bytes < wanted:
-            assert found.total("rollout") == pytest.approx(usable(gib * GIB), abs=2**20)
-        seen.add(found.kv_cache_bytes)
+        result = fitted(SHAPES[size], run, gib * GIB)
+        if least < result.kv_cache_bytes < wanted:
+            assert result.total("rollout") == pytest.approx(usable(gib * GIB), abs=2**20)
+        seen.add(result.kv_cache_bytes)
     assert len(seen) > 3, "some cards hold some of the sequences"
 
 
@@ -181,8 +181,8 @@ def test_an_engine_of_another_dtype_takes_what_it_takes_beside_a_trainer_of_that
     def parts(trainer: str, engine: str) -> dict[str, int]:
         dtype = getattr(torch, trainer)
         run = replace(HALVES, itemsize=dtype.itemsize, shared_embeddings=False, engine=EngineMemory(dtype=engine))
-        found = fitted(config_shape(small_config(), fmt, dtype), run, 80 * GIB)
-        return {name: part["start"] for name, part in found.parts.items() if "start" in part}
+        result = fitted(config_shape(small_config(), fmt, dtype), run, 80 * GIB)
+        return {name: part["start"] for name, part in result.parts.items() if "start" in part}
 
     mixed, alike, auto = parts(trainer, engine), parts(engine, engine), parts(trainer, "auto")
     follow = {"engine's base", "engine's adapter", "KV cache", "engine's passes", "fragmentation"}
@@ -196,9 +196,9 @@ def test_an_engine_of_another_dtype_takes_what_it_takes_beside_a_trainer_of_that
 
 
 def test_the_phases_of_training_are_those_with_gradients():
-    found = plan(SHAPES["7B"], HALVES)
-    assert set(found.parts["gradients"]) == set(TRAINING)
-    assert found.peak == max(found.total(moment) for moment in MOMENTS)
+    result = plan(SHAPES["7B"], HALVES)
+    assert set(result.parts["gradients"]) == set(TRAINING)
+    assert result.peak == max(result.total(moment) for moment in MOMENTS)
 
 
 @pytest.mark.parametrize("gib", [20, 24, 30, 40, 60])
@@ -263,10 +263,10 @@ def test_with_dropout_keeping_all_takes_more_memory_and_selective_as_much_time_a
 @pytest.mark.parametrize("gib", [16, 24, 32, 48, 64, 80, 141])
 def test_no_setting_that_fits_trains_faster_than_the_one_that_is_chosen(size, gib):
     shape, card = SHAPES[size], gib * GIB
-    found = fitted(shape, AUTO, card)
-    chosen = found.run.gradient_checkpointing
+    result = fitted(shape, AUTO, card)
+    chosen = result.run.gradient_checkpointing
     offered = {option.setting: option for option in checkpointing_options(shape, AUTO, card)}
-    assert found.micro_batch_tokens == offered[chosen].tokens
+    assert result.micro_batch_tokens == offered[chosen].tokens
     for setting, option in offered.items():
         given_run = fitted(shape, replace(AUTO, gradient_checkpointing=setting), card)
         assert given_run.micro_batch_tokens == option.tokens
@@ -275,8 +275,8 @@ def test_no_setting_that_fits_trains_faster_than_the_one_that_is_chosen(size, gi
             assert offered[chosen].time <= option.time
     if all(option.train > usable(card) for option in offered.values()):
         assert chosen == "offload"
-    assert str(chosen) in found.why
-    assert found.why in found.summary()
+    assert str(chosen) in result.why
+    assert result.why in result.summary()
 
 
 def test_the_choice_goes_from_everything_on_a_large_card_to_host_memory_on_a_small_one():

@@ -32,10 +32,10 @@ def test_a_table_and_a_file(bases, tmp_path, capsys):
     said = capsys.readouterr().out
     assert all(moment in said for moment in MOMENTS)
     assert "fits" in said
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["peak_bytes"] == max(found["phases"].values()) <= found["usable_bytes"]
-    assert found["moments"] == {
-        moment: sum(part.get(moment, 0) for part in found["parts"].values()) for moment in MOMENTS
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["peak_bytes"] == max(written["phases"].values()) <= written["usable_bytes"]
+    assert written["moments"] == {
+        moment: sum(part.get(moment, 0) for part in written["parts"].values()) for moment in MOMENTS
     }
 
 
@@ -80,8 +80,8 @@ def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_an_engine_in_the_settings_has_the_memory_of_the_engine_that_they_make(bases, dtype):
     options = ("--model.engine.init_args.dtype", dtype, "--model.engine.init_args.max_num_seqs", "5")
-    found = planned_run(read_settings(["-c", TOY, "--model.base", str(bases["dense"]), *VLLM, *options]))
-    assert found.engine == VLLMEngine(dtype, max_num_seqs=5).memory
+    result = planned_run(read_settings(["-c", TOY, "--model.base", str(bases["dense"]), *VLLM, *options]))
+    assert result.engine == VLLMEngine(dtype, max_num_seqs=5).memory
 
 
 def test_a_wider_engine_takes_more_and_the_trainer_as_much(bases, tmp_path):
@@ -89,8 +89,8 @@ def test_a_wider_engine_takes_more_and_the_trainer_as_much(bases, tmp_path):
         options = ("--model.dtype", "bfloat16", "--model.engine.init_args.dtype", dtype)
         files = ("-c", TOY, "--json", str(tmp_path / "plan.json"))
         assert command(["plan", *files, "--gpu-memory", "8", "--model.base", str(bases["dense"]), *VLLM, *options]) == 0
-        found = json.loads((tmp_path / "plan.json").read_text())["parts"]
-        return {name: max(part.values()) for name, part in found.items() if name != "fragmentation"}
+        written = json.loads((tmp_path / "plan.json").read_text())["parts"]
+        return {name: max(part.values()) for name, part in written.items() if name != "fragmentation"}
 
     usual, wide = parts("auto"), parts("float32")
     assert parts("bfloat16") == usual
@@ -202,17 +202,17 @@ def test_the_longest_completion_is_told_for_each_size_of_gpu(bases, capsys):
     assert command([*arguments, "--longest", "0.1", "4", "8"]) == 0
     said = capsys.readouterr().out
     assert said.endswith("the model takes 2048 tokens; a run with longer prompts and completions is refused\n")
-    none, *found = [line.split("│") for line in said.splitlines() if line.startswith("│")]
+    none, *sizes = [line.split("│") for line in said.splitlines() if line.startswith("│")]
     assert none[2].strip() == "does not fit"
-    assert 0 < int(found[0][2]) < int(found[1][2])
+    assert 0 < int(sizes[0][2]) < int(sizes[1][2])
 
 
 def test_a_run_on_hopper_is_planned_on_any_machine(bases):
     config = read_settings(["-c", TOY, "--model.base", str(bases["nvfp4"]), *VLLM])
     run, model = planned_run(config), config["model"]
-    found = on_hopper(run, model)
-    assert found.engine == replace(VLLMEngine().memory, one_copy=True, dequantises=True)
-    assert found.fused
-    assert replace(found, fused=run.fused, engine=run.engine) == run
+    result = on_hopper(run, model)
+    assert result.engine == replace(VLLMEngine().memory, one_copy=True, dequantises=True)
+    assert result.fused
+    assert replace(result, fused=run.fused, engine=run.engine) == run
     other = model | {"engine": {"init_args": {"decoding_kernel": "humming"}}, "fused_elementwise": False}
     assert on_hopper(run, other) == replace(run, fused=False)

@@ -72,11 +72,11 @@ def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[Upda
     gradients: list[Tensor] = []
 
     def step() -> Tensor:
-        found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-        gradients.append(found)
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        gradients.append(gradient)
         optimizer.step()
         optimizer.zero_grad()
-        return found.norm()
+        return gradient.norm()
 
     report = improve(
         policy,
@@ -144,8 +144,8 @@ def test_an_update_that_ran_out_of_memory_has_the_gradient_of_one_that_did_not(p
     assert report.micro_batch_tokens == 50
     assert report.metrics["train/micro_batch_tokens"] == 50
     assert len(gradients) == len(expected) == 2
-    for found, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.norm()))
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6 * float(wanted.norm()))
     torch.testing.assert_close(report.old_logprobs, whole.old_logprobs)
     for metric in whole.metrics.keys() - {"train/micro_batch_tokens"}:
         torch.testing.assert_close(report.metrics[metric], whole.metrics[metric], rtol=1e-4, atol=1e-6)
@@ -161,7 +161,7 @@ def test_what_is_open_is_recomputed_before_passes_get_smaller(policy, fails):
     settings = [str(warning.message).rpartition(" ")[2] for warning in said]
     assert settings == ["selective", "1", "2", "3", "blocks"]
     assert report.micro_batch_tokens == 200
-    assert all(torch.equal(found, wanted) for found, wanted in zip(gradients, expected, strict=True))
+    assert all(torch.equal(gradient, wanted) for gradient, wanted in zip(gradients, expected, strict=True))
     assert torch.equal(report.old_logprobs, whole.old_logprobs)
     with memory_for(policy, 60, fails=fails), pytest.warns(RuntimeWarning, match="going on") as said:
         report, _ = run_updates(policy, Objective(), tokens=200)
@@ -198,10 +198,10 @@ def test_a_row_that_fits_nowhere_ends_the_run_with_what_to_change(policy):
 
 def test_a_budget_below_the_longest_row_gives_it_a_pass_by_itself(policy):
     _, expected = run_updates(policy, Objective(), tokens=200)
-    report, found = run_updates(policy, Objective(), tokens=5)
+    report, gradients = run_updates(policy, Objective(), tokens=5)
     assert report.micro_batch_tokens == 5
-    for some, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(some, wanted, rtol=1e-4, atol=1e-6 * float(wanted.norm()))
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6 * float(wanted.norm()))
 
 
 def succeeds_below(limit: int, tried: list[int]) -> Callable[[int], str]:
