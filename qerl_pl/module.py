@@ -198,10 +198,8 @@ class QeRLModule(LightningModule):
             self.engine.close()
 
     def cpu(self) -> Self:
-        """Move only the trained parameters to the CPU. Lightning calls this when a run ends.
-
-        Moving the frozen base too would take as much host memory as it takes GPU memory, on every rank.
-        """
+        """Move only the trained parameters to the CPU when a run ends; the frozen base would take as much host memory
+        as it takes GPU memory, on every rank."""
         frozen = {id(tensor) for tensor in chain(self.parameters(), self.buffers()) if not tensor.requires_grad}
         return self._apply(lambda tensor: tensor if id(tensor) in frozen else tensor.cpu())
 

@@ -142,11 +142,8 @@ def improve(
 
 
 def _score(batch: Batch, objective: ResolvedObjective, group_size: int, *, everything: bool) -> Tensor:
-    """Run the forward passes without gradient; returns [B] bool, the rows that need a gradient.
-
-    With ``everything``, rows that need a gradient are scored too, because the loss needs old log-probabilities before
-    the first backward pass.
-    """
+    """Run the forward passes without gradient, of all rows if the loss needs old log-probabilities before the first
+    backward pass (``everything``); returns [B] bool, the rows that need a gradient."""
     if objective.kl_coefficient > 0:
         batch.score_reference()
     if everything:
@@ -170,11 +167,8 @@ def _gradient(
     record: bool,
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one optimizer step, from those of the mini-batch's rows that need one.
-
-    Returns sums of metrics over the micro-batches, by name. If ``record`` is set, log-probabilities and entropies of
-    the pass are stored as those before the first update.
-    """
+    """Accumulate the gradient of one optimizer step, of the mini-batch's rows that need one; returns sums of metrics by
+    name. With ``record``, the pass gives the log-probabilities and entropies before the first update."""
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):

@@ -16,12 +16,8 @@ AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
     """Find the groups with a signal, [P] bool: those in which two scored rewards differ.
 
-    Args:
-        rewards: [P, G], any value where ``scored`` is False.
-        scored: [P, G] bool, True where the reward is known.
-
-    Raises:
-        ValueError: the shapes differ or are not [P, G], or a scored reward is not finite.
+    ``rewards`` and ``scored`` are as in ``group_advantages``; raises ValueError if their shapes differ or are not
+    [P, G], or a scored reward is not finite.
     """
     if rewards.ndim != 2 or rewards.shape != scored.shape:
         raise ValueError(

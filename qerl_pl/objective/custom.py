@@ -28,14 +28,10 @@ class OwnFunction:
     def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> OwnFunction:
         """Import a function, and try it on the small arguments ``offered``.
 
-        Args:
-            key: the setting.
-            path: its value.
-            offered: arguments by name; the first one must be a parameter, and no other parameter may be required.
+        The first of these must be one of its parameters, and no other parameter may be required.
 
         Raises:
-            ValueError: the function does not exist, has other parameters, fails, or returns no finite numbers of the
-                shape of the first argument.
+            ValueError: the function does not exist, has other parameters, or ``call`` refuses it.
         """
         module, _, name = path.rpartition(".")
         try:
@@ -43,8 +39,8 @@ class OwnFunction:
             parameters = inspect.signature(function).parameters.values()
         except Exception as error:  # the user's module may raise any error
             raise ValueError(
-                f"{key} is {path!r}, which is no function that can be imported ({error}); expected an import path such "
-                "as my_module.my_function"
+                f"{key} is {path!r}, which is no function that can be imported ({error!r}); expected an import path "
+                "such as my_module.my_function"
             ) from error
         required = [
             parameter.name
@@ -59,18 +55,17 @@ class OwnFunction:
                 f"expected {next(iter(offered))} and, as far as it needs them, {', '.join(list(offered)[1:])}"
             )
         loaded = cls(key, path, function, frozenset(takes))
-        try:
-            loaded.call(offered)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{key} is {path}, which fails on a small batch: {error!r}") from error
+        loaded.call(offered)
         return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
-        """Return the value for the offered arguments that it takes; raises ValueError if it is no finite tensor of the
-        first argument's shape. Where ``scored`` is False, it becomes 0."""
-        value, shape = self.function(**{name: offered[name] for name in self.takes}), next(iter(offered.values())).shape
+        """Return the value for the offered arguments that it takes; raises ValueError if the function fails or the
+        value is no finite tensor of the first argument's shape. Where ``scored`` is False, it becomes 0."""
+        try:
+            value = self.function(**{name: offered[name] for name in self.takes})
+        except Exception as error:  # the user's function may raise any error
+            raise ValueError(f"{self.key} {self.path} failed: {error!r}") from error
+        shape = next(iter(offered.values())).shape
         if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
             kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{self.key} {self.path} returned {kind}; expected floating-point numbers {list(shape)}")

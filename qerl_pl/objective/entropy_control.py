@@ -92,14 +92,8 @@ class CovarianceControl:
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor, *, mean_logprob: Tensor, mean_advantage: Tensor) -> Tensor:
-    """Compute (log p - its mean) x (A - its mean) of each token, [B, S] fp64; the mean over tokens is the covariance.
-
-    Args:
-        logprobs: [B, S] nats.
-        advantages: [B].
-        mean_logprob: [] over the tokens in the loss, of all ranks.
-        mean_advantage: [] over the same tokens, so each row counts as often as it has tokens.
-    """
+    """Compute (log p - its mean) x (A - its mean) of each token, [B, S] fp64, from log p [B, S] nats and A [B]; the
+    mean over tokens is the covariance. The means [] are over the tokens in the loss, of all ranks."""
     return (logprobs.double() - mean_logprob) * (advantages.double() - mean_advantage).unsqueeze(1)
 
 

@@ -49,10 +49,8 @@ class PolicyLoss(NamedTuple):
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
     """Count what the loss is averaged over, [] int64; sum it over the whole batch (micro-batches and ranks) before use.
 
-    Args:
-        mask: [B, S] bool, True on tokens that count in the loss. A row without one was filtered out or not scored.
-        aggregation: "token": valid tokens; "sequence": rows with a valid token; "constant": such rows x max_tokens.
-        max_tokens: longest completion that could have been sampled, in tokens.
+    "token": the tokens of ``mask`` [B, S] bool; "sequence": rows with such a token, because others were filtered out or
+    not scored; "constant": these rows times ``max_tokens``, the longest completion that could have been sampled.
     """
     if aggregation == "token":
         return mask.sum()
@@ -63,11 +61,9 @@ def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) ->
 def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tensor:
     """Compute the weight of a row's tokens in the loss, [B] fp64, finite also where the divisor or a row's length is 0.
 
-    Args:
-        mask: [B, S] bool, whole rows.
-        aggregation: "token" and "constant": 1 / divisor; "sequence": 1 / (divisor x the row's valid tokens).
-        divisor: [] sum of ``count_divisor`` over the whole batch. Where gradients are averaged over W ranks rather
-            than summed, pass the sum divided by W.
+    "token" and "constant": 1 / divisor; "sequence": 1 / (divisor x the row's tokens in ``mask``). The divisor is the
+    sum of ``count_divisor`` over the batch; where gradients are averaged over W ranks and not summed, that sum divided
+    by W.
     """
     divisor = divisor.to(mask.device, torch.float64)
     divisor = torch.where(divisor > 0, divisor, 1.0)
@@ -213,14 +209,11 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
 
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the entropy [] that a ``share`` of the tokens reaches or exceeds (arXiv 2506.01939: tau for the share rho).
+    """Find the entropy [] that a ``share`` of N tokens reaches or exceeds (arXiv 2506.01939: tau for the share rho).
 
-    The number of these tokens is rounded up; with no token the threshold is +inf. The paper divides the loss by all
-    tokens, so the divisor is counted with the full mask.
-
-    Args:
-        entropy: [N] nats of the valid tokens, gathered from all ranks that share the batch.
-        share: part of the tokens to keep, in (0, 1]; ValueError otherwise.
+    ``entropy`` [N] nats is of the valid tokens of all ranks that share the batch. The number of tokens that reach the
+    threshold is rounded up; without a token it is +inf. The paper divides the loss by all tokens, so the divisor is
+    counted with the full mask. Raises ValueError if the share is not in (0, 1].
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")

@@ -29,7 +29,7 @@ from qerl_pl.objective.losses import (
 
 
 class LossInputs(NamedTuple):
-    """What the loss of one micro-batch of B rows and S tokens is computed from.
+    """Inputs of the loss of one micro-batch of B rows and S tokens.
 
     ``training.terms.BatchTerms`` shows how the masks are related; all of them are parts of ``mask``.
     """

@@ -192,13 +192,11 @@ class RolloutEngine(Protocol):
 def expected_fingerprint(
     adapter: Mapping[str, Tensor], norms: Mapping[str, Tensor], *, scaling: float, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Compute the checksums that ``RolloutEngine.fingerprint`` must return for an adapter and norm weights.
+    """Compute the checksums that ``RolloutEngine.fingerprint`` must return.
 
-    Args:
-        adapter: fp32 master weights by PEFT's names; trained norms in it are ignored.
-        norms: norm weights, including noise, by the model's names; engines hold them in fp32.
-        scaling: LoRA's alpha / r (or alpha / sqrt r), by which engines multiply B.
-        dtype: the engine's compute dtype.
+    ``adapter`` has fp32 master weights by PEFT's names, of which trained norms are ignored, and ``norms`` the norm
+    weights with noise by the model's names, which engines hold in fp32. Engines multiply B by ``scaling``, LoRA's
+    alpha / r (or alpha / sqrt r), and compute in ``dtype``.
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():

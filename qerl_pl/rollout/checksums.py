@@ -48,8 +48,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _factors(length: int, device: torch.device) -> Tensor:
-    """Compute the checksum's factors m_i, [length] int64, all odd, by SplitMix64's finaliser (Steele, Lea and Flood,
-    2014) with one round."""
+    """Compute the factors m_i, all odd, by one round of SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
     mixed = torch.arange(length, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     return (mixed ^ (mixed >> 27)) | 1

@@ -320,8 +320,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norm modules that the model uses, by the name of their weight: PEFT's trained copies if there are any
-    and ``adapter`` is True, and the base's norms otherwise."""
+    """Return the norm modules that the model uses, by the name of their weight: with the adapter, PEFT's trained
+    copies."""
     modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
         for name in modules:

@@ -52,7 +52,7 @@ class Batch:
         """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 for prompts and padding, and
         until they are computed."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, the policy's entropies, likewise."""
+        """[B, S] fp32 nats, the policy's entropies before the first update, 0 where ``old`` is 0."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
 

@@ -120,12 +120,11 @@ def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
-    """Assign a mini-batch to each group (the completions of a prompt) of this rank, [groups] int64. Every rank must
-    call this.
+    """Assign a mini-batch to each group (the completions of a prompt) of this rank, [groups] int64; every rank must
+    call it.
 
-    Mini-batches consist of whole groups in the order of the global batch. Rank r of W has the global batch's groups r,
-    r + W, r + 2W and so on, so which groups are in a mini-batch does not depend on W. Dynamic sampling may leave fewer
-    groups and smaller mini-batches.
+    Mini-batches consist of whole groups in the order of the global batch, of which rank r of W has the groups r, r + W,
+    r + 2W and so on, so they do not depend on W. Dynamic sampling may leave fewer groups and smaller mini-batches.
     """
     if num_mini_batches == 1:
         return torch.zeros(num_groups, dtype=torch.int64)

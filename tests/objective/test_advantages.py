@@ -62,13 +62,6 @@ def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_the_rewards(bas
         assert torch.equal(group.argsort(stable=True), values.argsort(stable=True))
 
 
-@given(case=rewards_and_scored(), shift=st.sampled_from([-2.0, 3.0]), scale=st.sampled_from([0.5, 8.0]))
-def test_normalized_advantages_ignore_offset_and_scale(case, shift, scale):
-    rewards, scored = case
-    found = group_advantages(rewards * scale + shift, scored, "normalized", eps=0.0)
-    torch.testing.assert_close(found, group_advantages(rewards, scored, "normalized", eps=0.0))
-
-
 def test_known_answers():
     rewards, scored = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4) > 0
     assert group_advantages(rewards, scored, "centered").tolist() == [[0.75, -0.25, -0.25, -0.25]]
@@ -134,9 +127,3 @@ def test_a_penalty_counts_the_same_whatever_the_spread_of_the_rewards(spread):
     penalty = torch.tensor([[0.0050, 0.0048, 0.0049, 0.0064]]).double()
     moved = less_penalty(plain, penalty, scored, "normalized") - plain
     torch.testing.assert_close(moved, penalty.mean() - penalty)
-
-
-def test_equal_penalties_move_nothing():
-    rewards, scored = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.7, 0.7, 0.7, 0.7]]), torch.ones(2, 4) > 0
-    plain = group_advantages(rewards, scored)
-    assert torch.equal(less_penalty(plain, torch.full((2, 4), 0.7), scored), plain)

@@ -84,21 +84,6 @@ def test_equal_policies_need_no_correction(mode, level, case):
     assert effective_share(found.num_units, found.weight_sum, found.square_sum) == float(mask.any())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=30)
-@given(case=log_ratios(), split=st.integers(1, 4))
-def test_rows_are_corrected_independently_and_sums_add_up(level, case, split):
-    values, mask = case
-    whole = importance_weights(values, mask, mode="truncate", level=level)
-    parts = [
-        importance_weights(v, m, mode="truncate", level=level)
-        for v, m in zip(values.split(split), mask.split(split), strict=True)
-    ]
-    assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
-    for index in range(1, len(whole)):
-        torch.testing.assert_close(torch.stack([part[index] for part in parts]).sum(), whole[index])
-
-
 def test_importance_weights_are_constants():
     log_ratio = torch.zeros(2, 3, requires_grad=True)
     assert not importance_weights(log_ratio, torch.ones(2, 3) > 0, mode="truncate").weights.requires_grad

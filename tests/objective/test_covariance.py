@@ -10,10 +10,7 @@ import torch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import LossInputs, Objective
 from qerl_pl.objective.entropy_control import CovarianceControl
-from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.policy import load_policy
 from qerl_pl.settings.model import check_run_length
-from qerl_pl.tools.tiny import make_tiny
 from qerl_pl.training.passes import Batch
 from qerl_pl.training.terms import held_back
 from tests.reference import covariance as reference
@@ -21,12 +18,9 @@ from tests.reference import covariance as reference
 ROWS, WIDTH, PROMPT, GROUP = 6, 12, 3, 2
 
 
-@pytest.fixture(scope="module")
-def batch(tmp_path_factory) -> Batch:
+@pytest.fixture
+def batch(policy) -> Batch:
     """Rows of different lengths, one of them left out of the loss, under a policy with random weights."""
-    folder = tmp_path_factory.mktemp("covariance") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    policy = load_policy(str(folder), dtype=torch.float32, lora=LoraSettings(rank=2, alpha=4), seed=0)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(PROMPT + 2, WIDTH + 1, (ROWS,), generator=generator)
     position = torch.arange(WIDTH)

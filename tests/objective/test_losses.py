@@ -186,59 +186,27 @@ def one_token(loss, ratio: float, advantage: float) -> tuple[PolicyLoss, float]:
     return result, float(gradient)
 
 
-def test_of_four_updates_on_one_batch_the_first_clips_nothing_and_a_later_one_does():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.zeros(4, 6, 5, requires_grad=True)  # a policy over five tokens for each of [B, S] states
-    tokens = torch.randint(5, (4, 6, 1), generator=generator)
-    mask = torch.ones(4, 6) > 0
-    old, clipped = torch.full((4, 6), -math.log(5)), []
-    for _ in range(4):
-        logprobs = logits.log_softmax(dim=2).gather(2, tokens).squeeze(2)
-        result = clipped_policy_loss(
-            logprobs, old, torch.tensor([1.0, -1.0, 1.0, -1.0]), mask, weights_of(mask, "token")
-        )
-        clipped.append((int(result.clipped_low), int(result.clipped_high)))
-        (gradient,) = torch.autograd.grad(result.loss, logits)
-        logits = (logits - 4 * gradient).detach().requires_grad_()
-    assert clipped[0] == (0, 0)
-    assert clipped[-1] == (12, 12)  # every token of every row ends past the bound of its side
-
-
 @pytest.mark.parametrize(
-    "loss", [LOSSES["clipped"][0], partial(sequence_policy_loss, **BOUNDS)], ids=["token", "sequence"]
-)
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "low", "high"),
+    ("names", "ratio", "advantage", "weight", "clipped"),
     [
-        (1.3, 1.0, 1.28, 0, 1),  # raised enough: the upper bound stops it
-        (1.27, 1.0, 1.27, 0, 0),
-        (0.5, 1.0, 0.5, 0, 0),  # lowered although good: free to come back
-        (0.7, -1.0, 0.8, 1, 0),  # lowered enough: the lower bound stops it
-        (0.81, -1.0, 0.81, 0, 0),
-        (3.0, -1.0, 3.0, 0, 0),  # raised although bad: free to come back
-        (3.0, 0.0, 3.0, 0, 0),
+        (("clipped", "sequence"), 1.3, 1.0, 0, (0, 1)),  # raised enough: the upper bound stops it
+        (("clipped", "sequence"), 1.04, 1.0, 1.04, (0, 0)),
+        (("clipped", "sequence"), 0.5, 1.0, 0.5, (0, 0)),  # lowered although good: free to come back
+        (("clipped", "sequence"), 0.7, -1.0, 0, (1, 0)),  # lowered enough: the lower bound stops it
+        (("clipped", "sequence"), 3.0, -1.0, 3.0, (0, 0)),  # raised although bad: free to come back
+        (("clipped", "sequence"), 3.0, 0.0, 3.0, (0, 0)),
+        (("two-sided",), 1.6, -1.0, 0, (0, 1)),
+        (("two-sided",), 1.4, -1.0, 1.4, (0, 0)),
+        (("cispo",), 2.0, -1.0, 1.28, (0, 1)),  # limits the weight, and never drops the gradient
+        (("cispo",), 1.1, 1.0, 1.1, (0, 0)),
+        (("cispo",), 0.5, -1.0, 0.8, (1, 0)),
     ],
 )
-def test_each_clip_bound_acts_on_its_side_only(loss, ratio, advantage, value, low, high):
-    result, gradient = one_token(loss, ratio, advantage)
-    assert float(result.loss) == pytest.approx(-value * advantage)
-    assert gradient == (0 if low or high else pytest.approx(-ratio * advantage))
-    assert (int(result.clipped_low), int(result.clipped_high)) == (low, high)
-
-
-def test_the_two_sided_clip_bounds_the_ratio_of_bad_tokens_too():
-    result, gradient = one_token(LOSSES["two-sided"][0], 1.6, -1.0)
-    assert (float(result.loss), gradient, int(result.clipped_high)) == (pytest.approx(1.5), 0, 1)
-    result, gradient = one_token(LOSSES["two-sided"][0], 1.4, -1.0)
-    assert (gradient, int(result.clipped_high)) == (pytest.approx(1.4), 0)
-
-
-@pytest.mark.parametrize(("ratio", "weight", "low", "high"), [(2.0, 1.28, 0, 1), (1.1, 1.1, 0, 0), (0.5, 0.8, 1, 0)])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_cispo_limits_the_weight_of_a_token_and_never_drops_its_gradient(ratio, weight, low, high, advantage):
-    result, gradient = one_token(LOSSES["cispo"][0], ratio, advantage)
-    assert gradient == pytest.approx(-weight * advantage)
-    assert (int(result.clipped_low), int(result.clipped_high)) == (low, high)
+def test_each_clip_bound_acts_on_its_side_only(names, ratio, advantage, weight, clipped):
+    for name in names:
+        result, gradient = one_token(LOSSES[name][0], ratio, advantage)
+        assert gradient == pytest.approx(-weight * advantage)
+        assert (int(result.clipped_low), int(result.clipped_high)) == clipped
 
 
 def test_the_sequence_ratio_is_the_geometric_mean_of_the_token_ratios():
@@ -268,6 +236,13 @@ def test_the_statistics_are_sums_over_valid_tokens():
     assert float(result.ratio) == pytest.approx(math.exp(0.3) + math.exp(-0.2))
     assert float(result.k1) == pytest.approx(-0.1)
     assert float(result.k3) == pytest.approx(math.exp(0.3) + math.exp(-0.2) - 2 - 0.1)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_one_token_on_two_ranks_is_not_taken_for_an_empty_batch(aggregation):
+    mask = torch.tensor([[True, False]])
+    divisor = count_divisor(mask, aggregation, max_tokens=1) / 2  # gradients are averaged over two ranks
+    assert row_weights(mask, aggregation, divisor).tolist() == [2.0]
 
 
 GOOD = {

@@ -12,34 +12,22 @@ from torch import Tensor
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.module import QeRLModule
-from qerl_pl.objective import LossInputs, Objective, ResolvedObjective
+from qerl_pl.objective import LossInputs, Objective
 from qerl_pl.objective.advantages import group_advantages
 from qerl_pl.objective.correction import Rejection
 from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import entropy_threshold, kl_estimate
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.policy.policy import Policy
 from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
-from qerl_pl.tools.tiny import make_tiny
 from qerl_pl.training.optimization import average_and_clip
-from qerl_pl.update import UpdateReport, UpdateSettings, improve
+from qerl_pl.update import UpdateSettings, improve
+from tests.updates import away_from_its_base, steps_of, updated
 
 ROWS, WIDTH, PROMPT = 4, 9, 3
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("objective") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return str(folder)
-
-
-@pytest.fixture
-def policy(base) -> Policy:
-    return load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
 
 
 def sampled_elsewhere(policy: Policy) -> tuple[Experience, torch.Tensor]:
@@ -61,30 +49,6 @@ def sampled_elsewhere(policy: Policy) -> tuple[Experience, torch.Tensor]:
         advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
     )
     return experience, gap
-
-
-def updated(
-    policy: Policy, experience: Experience, objective: Objective | ResolvedObjective, entropy_coefficient: float = 0.0
-) -> tuple[UpdateReport, torch.Tensor]:
-    """One update without a step: the report, and the gradient of every B in one vector."""
-    report = improve(
-        policy,
-        experience,
-        objective.resolve() if isinstance(objective, Objective) else objective,
-        UpdateSettings(
-            group_size=2,
-            temperature=1.0,
-            max_tokens=WIDTH - PROMPT,
-            num_updates=1,
-            entropy_coefficient=entropy_coefficient,
-            micro_batch_tokens=2 * WIDTH,
-        ),
-        step=lambda: torch.zeros(()),
-        watch=Stopwatch(),
-    )
-    gradients = [p.grad.flatten() for n, p in policy.named_parameters() if "lora_B" in n and p.grad is not None]
-    policy.zero_grad()
-    return report, torch.cat([torch.zeros(0), *gradients])
 
 
 def test_the_ratio_starts_at_1_against_the_trainer_and_holds_the_difference_against_the_sampler(policy):
@@ -136,15 +100,6 @@ def test_a_batch_without_tokens_in_the_loss_changes_nothing_and_measures_nothing
     assert not [name for name, value in report.metrics.items() if torch.as_tensor(value).isnan()]
 
 
-def away_from_its_base(policy: Policy) -> Policy:
-    """The policy with an adapter that does something."""
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-    return policy
-
-
 def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coefficients_size(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
     equal = replace(experience, advantages=torch.zeros(ROWS))
@@ -187,7 +142,7 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"clip_low": -0.1}, r"clip_low is -0\.1; expected 0 or more"),
         ({"clip_high": math.nan}, "clip_high is nan; expected a number"),
@@ -217,8 +172,8 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
         ({"top_entropy_share": 0.0}, r"top_entropy_share is 0\.0; expected more than 0"),
     ],
 )
-def test_bounds_are_checked_before_anything_is_loaded_and_the_key_is_named(settings, said):
-    with pytest.raises(ValueError, match=rf"model\.objective\.{said}"):
+def test_bounds_are_checked_before_anything_is_loaded_and_the_key_is_named(settings, message):
+    with pytest.raises(ValueError, match=rf"model\.objective\.{message}"):
         Objective(**settings)
 
 
@@ -294,40 +249,12 @@ def test_a_rejected_row_weighs_nothing_and_leaves_the_divisor_if_so_said(policy)
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
 
 
-def steps_of(policy: Policy, experience: Experience, num_mini_batches: int) -> list[Tensor]:
-    """The gradient of each optimizer step of one pass, every B in one vector; no step is taken."""
-    gradients: list[Tensor] = []
-
-    def step() -> Tensor:
-        parts = [p.grad.flatten() for n, p in policy.named_parameters() if "lora_B" in n and p.grad is not None]
-        gradients.append(torch.cat(parts))
-        policy.zero_grad()
-        return torch.zeros(())
-
-    improve(
-        policy,
-        experience,
-        Objective().resolve(),
-        UpdateSettings(
-            group_size=2,
-            temperature=1.0,
-            max_tokens=WIDTH - PROMPT,
-            num_updates=1,
-            num_mini_batches=num_mini_batches,
-            micro_batch_tokens=WIDTH,
-        ),
-        step=step,
-        watch=Stopwatch(),
-    )
-    return gradients
-
-
 def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
-    found = steps_of(policy, experience, 2)
+    _, found = steps_of(policy, experience, Objective(), num_mini_batches=2)
     halves = [type(experience)(**{n: t[rows] for n, t in vars(experience).items()}) for rows in ([0, 1], [2, 3])]
     for gradient, half in zip(found, halves, strict=True):
-        torch.testing.assert_close(gradient, steps_of(policy, half, 1)[0], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradient, updated(policy, half, Objective())[1], rtol=1e-4, atol=1e-7)
 
 
 def test_a_controlled_bonus_is_the_fixed_one_of_its_coefficient(policy):
@@ -441,13 +368,13 @@ def test_what_the_settings_accept_the_update_accepts(policy, objective):
 
 
 @pytest.mark.parametrize(
-    ("cut", "said"),
+    ("cut", "message"),
     [(Sampling(4, max_tokens=8, top_p=0.95), "top_p 0.95"), (Sampling(4, max_tokens=8, top_k=20), "top_k 20")],
     ids=["top_p", "top_k"],
 )
-def test_training_on_a_cut_distribution_is_refused(base, cut, said):
+def test_training_on_a_cut_distribution_is_refused(base, cut, message):
     rewards = [WeightedReward("format", think_answer_format, 1.0)]
-    with pytest.raises(ValueError, match=f"{said}.*val_sampling"):
+    with pytest.raises(ValueError, match=f"{message}.*val_sampling"):
         QeRLModule(TransformersEngine(), rewards, base=base, sampling=cut)
     QeRLModule(TransformersEngine(), rewards, base=base, val_sampling=cut)
 
@@ -474,13 +401,7 @@ def test_an_update_without_signal_is_one_step_with_a_zero_gradient(policy, why):
         policy,
         experience,
         objective.resolve(),
-        UpdateSettings(
-            group_size=2,
-            temperature=1.0,
-            max_tokens=WIDTH - PROMPT,
-            num_updates=1,
-            micro_batch_tokens=WIDTH,
-        ),
+        UpdateSettings(group_size=2, max_tokens=WIDTH - PROMPT, micro_batch_tokens=WIDTH),
         step=step,
         watch=Stopwatch(),
     )

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import Rejection
 from qerl_pl.objective.entropy_control import CovarianceControl
-from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.update import UpdateReport, UpdateSettings, improve
+from qerl_pl.policy.policy import Policy
+from qerl_pl.update import UpdateReport
+from tests.updates import away_from_its_base, updated
 
 GROUP, PROMPTS = 2, (1, 3, 4)
 LENGTHS = (1, 5, 2, 1, 6, 6)  # of completions
@@ -33,24 +31,6 @@ OBJECTIVES = {
     "kl-cov": Objective(covariance=CovarianceControl("kl", share=0.2)),
     "kl in the reward": Objective(kl_in="reward", kl_coefficient=0.1),
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Policy:
-    folder = tmp_path_factory.mktemp("laws") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return load_policy(str(folder), dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
-
-
-@pytest.fixture
-def trained(policy) -> Policy:
-    """The policy away from its base."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return policy
 
 
 def batch(policy: Policy, *, gap: float = 0.1) -> Experience:
@@ -80,29 +60,6 @@ def batch(policy: Policy, *, gap: float = 0.1) -> Experience:
     )
 
 
-def updated(
-    policy: Policy, experience: Experience, objective: Objective, *, micro_batch_tokens: int = 40
-) -> tuple[UpdateReport, Tensor]:
-    """The report of one update without a step, and the gradient in one vector."""
-    report = improve(
-        policy,
-        experience,
-        objective.resolve(),
-        UpdateSettings(
-            group_size=GROUP,
-            temperature=1.0,
-            max_tokens=6,
-            num_updates=1,
-            micro_batch_tokens=micro_batch_tokens,
-        ),
-        step=lambda: torch.zeros(()),
-        watch=Stopwatch(),
-    )
-    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
-    policy.zero_grad()
-    return report, torch.cat([torch.zeros(0), *gradients])
-
-
 def assert_same(one: tuple[UpdateReport, Tensor], other: tuple[UpdateReport, Tensor]) -> None:
     """Equal metrics and gradients, up to rounding."""
     torch.testing.assert_close(other[1], one[1], rtol=1e-4, atol=1e-6)
@@ -114,19 +71,21 @@ def assert_same(one: tuple[UpdateReport, Tensor], other: tuple[UpdateReport, Ten
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_an_update_does_not_depend_on_the_order_of_groups_or_on_the_passes(trained, objective):
-    experience = batch(trained)
-    whole = updated(trained, experience, objective)
+def test_an_update_does_not_depend_on_the_order_of_groups_or_on_the_passes(policy, objective):
+    policy = away_from_its_base(policy)
+    experience = batch(policy)
+    whole = updated(policy, experience, objective)
     assert whole[1].norm() > 0
     order = torch.tensor([4, 5, 1, 0, 3, 2])
     shuffled = Experience(**{name: values[order] for name, values in vars(experience).items()})
-    assert_same(whole, updated(trained, shuffled, objective))
-    assert_same(whole, updated(trained, experience, objective, micro_batch_tokens=10))
+    assert_same(whole, updated(policy, shuffled, objective))
+    assert_same(whole, updated(policy, experience, objective, micro_batch_tokens=10))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_padding_may_hold_anything(trained, objective):
-    experience = batch(trained)
+def test_padding_may_hold_anything(policy, objective):
+    policy = away_from_its_base(policy)
+    experience = batch(policy)
 
     def padded(values: Tensor, fill: float) -> Tensor:
         wide = torch.nn.functional.pad(values, (0, 3))
@@ -140,23 +99,20 @@ def test_padding_may_hold_anything(trained, objective):
         mask=padded(experience.mask, 0),
         sampler_logprobs=padded(experience.sampler_logprobs, math.nan),
     )
-    assert_same(updated(trained, experience, objective), updated(trained, filled, objective))
+    assert_same(updated(policy, experience, objective), updated(policy, filled, objective))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 @pytest.mark.parametrize("nats", [60.0, 1e4])
-def test_a_sampler_that_is_far_away_leaves_loss_gradient_and_metrics_finite(trained, objective, nats):
-    report, gradient = updated(trained, batch(trained, gap=nats), objective)
+def test_a_sampler_that_is_far_away_leaves_loss_gradient_and_metrics_finite(policy, objective, nats):
+    policy = away_from_its_base(policy)
+    report, gradient = updated(policy, batch(policy, gap=nats), objective)
     assert gradient.isfinite().all()
     assert not [name for name, value in report.metrics.items() if not math.isfinite(float(value))]
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_a_policy_that_is_its_base_has_a_kl_of_exactly_zero_to_it(policy, kl_in):
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.zero_()
     experience = batch(policy, gap=0.0)
     held = Objective(kl_in=kl_in, kl_coefficient=0.5)
     report, gradient = updated(policy, experience, held)

@@ -61,20 +61,6 @@ def test_packed_rows_equal_a_loop_over_the_tokens_of_each_row(model, lengths):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
 
 
-def test_a_row_is_not_changed_by_the_rows_that_it_is_packed_with(model):
-    layer = layer_of(model)
-    use_packed_delta_nets(model)
-    row, *others = hidden_states(7, 90, 5)
-    found = []
-    for before, after in [([], []), (others, []), ([], others), (others[:1], others[1:])]:
-        rows = [*before, row, *after]
-        starts = F.pad(torch.tensor([len(each) for each in rows]).cumsum(0), (1, 0)).to(torch.int32)
-        packed = layer(torch.cat(rows).unsqueeze(0), cu_seq_lens_q=starts)
-        found.append(packed[0, starts[len(before)] :][: len(row)])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-6)
-
-
 @given(st.lists(st.integers(0, 3000), max_size=12))
 def test_a_group_has_rows_of_similar_lengths_and_few_tokens(lengths):
     groups = grouped(lengths)
@@ -115,28 +101,6 @@ def test_recomputed_blocks_give_the_same_gradients(model, how):
         loss = packed_hidden_states(model.model, packed).square().sum()
         found.append(torch.autograd.grad(loss, list(model.model.parameters())))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_padding_passes_no_gradient_to_and_from_other_rows(model):
-    layer = layer_of(model)
-    use_packed_delta_nets(model)
-    rows = [row.requires_grad_() for row in hidden_states(9, 80)]
-    starts = torch.tensor([0, 9, 9, 89], dtype=torch.int32)
-    packed = layer(torch.cat(rows).unsqueeze(0), cu_seq_lens_q=starts)
-    own, other = torch.autograd.grad(packed[0, 9:].square().sum(), [rows[1], rows[0]], allow_unused=True)
-    assert own.abs().max() > 0
-    assert other is None or other.abs().max() == 0
-
-
-def test_the_whole_model_says_of_packed_rows_what_transformers_says_of_each(model):
-    rows = [torch.randint(8, 64, (length,)) for length in (5, 71, 1, 30)]
-    with torch.no_grad():
-        expected = torch.cat([model.model(input_ids=row.unsqueeze(0)).last_hidden_state[0] for row in rows])
-        use_packed_attention(model)
-        use_packed_delta_nets(model)
-        tokens = torch.stack([F.pad(row, (0, 71 - len(row))) for row in rows])
-        found = packed_hidden_states(model.model, pack(tokens, torch.tensor([len(row) for row in rows])))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_calls_without_row_starts_are_transformers_own(model):

@@ -158,17 +158,3 @@ def test_the_weight_is_not_asked_for_where_no_gradient_goes_through_it():
     assert a.grad is not None
     with torch.no_grad():
         assert lora_product(x, Adapted(weight, bias, a, b, 1.0)).grad_fn is None
-
-
-@pytest.mark.slow
-def test_torch_compile_makes_one_graph_of_it_that_computes_the_same():
-    *inputs, bias = draw(5)
-    weight = Weight().values
-
-    def product(x, a, b):
-        return lora_product(x, Adapted(lambda _: weight, bias, a, b, 0.5))
-
-    y, expected = torch.compile(product, backend="aot_eager", fullgraph=True)(*inputs), product(*inputs)
-    assert torch.equal(y, expected)
-    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (y, expected)]
-    assert all(torch.equal(left, right) for left, right in zip(*gradients, strict=True))

@@ -47,7 +47,7 @@ def test_right_ends_pass(tokens, finished, stop):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "finished", "stop", "said"),
+    ("tokens", "finished", "stop", "message"),
     [
         ((1, 2), True, (), "last token 2 is no end token .one of 7, 9. and completes no stop string"),
         ((1, 2, 3, 4), True, (), "last token 4 is no end token"),
@@ -61,8 +61,8 @@ def test_right_ends_pass(tokens, finished, stop):
         ((12, 1, 7), True, ("w12",), "goes on after a stop string in place 1"),
     ],
 )
-def test_wrong_ends_stop_the_run_and_are_named(tokens, finished, stop, said):
-    with pytest.raises(CheckFailed, match=f"Engine returned completion 1 of prompt 0.*{said}"):
+def test_wrong_ends_stop_the_run_and_are_named(tokens, finished, stop, message):
+    with pytest.raises(CheckFailed, match=f"Engine returned completion 1 of prompt 0.*{message}"):
         check(tokens, finished=finished, stop=stop)
 
 

@@ -70,26 +70,18 @@ class TestSampling:
             likeliest = setup.logits([*prompt, *completion.tokens])[len(prompt) - 1 : -1].argmax(-1)
             assert completion.tokens == tuple(likeliest.tolist())
 
-    def test_top_k_logprobs_are_those_of_the_tokens_kept(self, setup):
-        groups = setup.engine.generate(PROMPTS, Sampling(2, max_tokens=6, temperature=1.3, top_k=4), seed=1)
+    @pytest.mark.parametrize("cut", [{"temperature": 1.3, "top_k": 4}, {"top_p": 0.6}], ids=str)
+    def test_logprobs_of_a_cut_distribution_are_those_of_the_tokens_kept(self, setup, cut):
+        groups = setup.engine.generate(PROMPTS, Sampling(2, max_tokens=6, **cut), seed=1)
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for completion in group:
-                logits = setup.logits([*prompt, *completion.tokens])[len(prompt) - 1 : -1] / 1.3
-                kept = logits >= logits.topk(4).values[:, -1:]
-                logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
-                own = logprobs.gather(1, torch.tensor([completion.tokens]).T)[:, 0]
-                torch.testing.assert_close(torch.tensor(completion.logprobs), own, **TOLERANCE)
-
-    def test_top_p_logprobs_are_those_of_the_tokens_kept(self, setup):
-        groups = setup.engine.generate(PROMPTS, Sampling(2, max_tokens=6, top_p=0.6), seed=1)
-        for prompt, group in zip(PROMPTS, groups, strict=True):
-            for completion in group:
-                logits = setup.logits([*prompt, *completion.tokens])[len(prompt) - 1 : -1]
+                logits = setup.logits([*prompt, *completion.tokens])[len(prompt) - 1 : -1] / cut.get("temperature", 1.0)
                 values, order = logits.softmax(-1).sort(descending=True)
                 more_likely = torch.zeros_like(logits).scatter(1, order, values.cumsum(-1) - values)
-                logprobs = logits.masked_fill(more_likely >= 0.6, -torch.inf).log_softmax(-1)
-                own = logprobs.gather(1, torch.tensor([completion.tokens]).T)[:, 0]
-                torch.testing.assert_close(torch.tensor(completion.logprobs), own, **TOLERANCE)
+                is_out = logits < logits.topk(4).values[:, -1:] if "top_k" in cut else more_likely >= 0.6
+                logprobs = logits.masked_fill(is_out, -torch.inf).log_softmax(-1)
+                expected = logprobs.gather(1, torch.tensor([completion.tokens]).T)[:, 0]
+                torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **TOLERANCE)
 
     def test_a_completion_ends_at_its_first_end_token_or_at_max_tokens(self, setup):
         [group] = setup.engine.generate(PROMPTS[:1], Sampling(200, max_tokens=8, temperature=1.5), seed=4)

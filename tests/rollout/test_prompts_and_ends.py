@@ -24,6 +24,7 @@ from tests.rollout.conftest import END_TOKENS, VOCAB_SIZE
 def test_a_bad_prompt_is_named(prompt, message):
     with pytest.raises(ValueError, match=message):
         check_prompts([[0, 9], prompt], vocab_size=10, max_model_len=10, max_tokens=4)
+    check_prompts([[0, 9], [1] * 6], vocab_size=10, max_model_len=10, max_tokens=4)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -36,11 +37,6 @@ def test_equal_prompts_get_different_seeds_and_the_same_whatever_ranks_share_the
     assert [shares[row % num_ranks][2 * (row // num_ranks) + copy] for row in range(6) for copy in range(2)] == whole
     assert request_seeds(batch[:2], 2, 3) == whole[:4], "a seed for all is a seed for each where no two are equal"
     assert len(set(request_seeds(batch, 2, 3))) == 12
-
-
-def test_prompts_up_to_the_limits_pass():
-    check_prompts([[0, 9], [1] * 6], vocab_size=10, max_model_len=10, max_tokens=4)
-    check_prompts([], vocab_size=10, max_model_len=10)
 
 
 def test_end_tokens_come_from_config_generation_config_and_tokenizer(checkpoints):

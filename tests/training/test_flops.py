@@ -73,10 +73,8 @@ def test_rows_add_up():
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),

@@ -1,0 +1,24 @@
+"""A small base and its policy, for tests of the update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.tools.tiny import make_tiny
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a model with random weights."""
+    folder = tmp_path_factory.mktemp("objective") / "tiny"
+    make_tiny(folder, seed=0, sft_steps=0)
+    return str(folder)
+
+
+@pytest.fixture
+def policy(base: str) -> Policy:
+    """Its policy, which equals the base."""
+    return load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)

@@ -1,0 +1,54 @@
+"""One update of a small policy, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.common.metrics import Stopwatch
+from qerl_pl.common.types import Experience
+from qerl_pl.objective import Objective, ResolvedObjective
+from qerl_pl.policy.policy import Policy
+from qerl_pl.update import UpdateReport, UpdateSettings, improve
+
+
+def away_from_its_base(policy: Policy) -> Policy:
+    """The policy with an adapter that does something."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def updated(
+    policy: Policy, experience: Experience, objective: Objective | ResolvedObjective, **settings: Any
+) -> tuple[UpdateReport, Tensor]:
+    """Report of one update on groups of two rows, without a step, and the gradient in one vector."""
+    report, [gradient] = steps_of(policy, experience, objective, **settings)
+    return report, gradient
+
+
+def steps_of(
+    policy: Policy, experience: Experience, objective: Objective | ResolvedObjective, **settings: Any
+) -> tuple[UpdateReport, list[Tensor]]:
+    """Report of one pass over the rows, and the gradient of each optimizer step; no step is taken."""
+    gradients: list[Tensor] = []
+
+    def step() -> Tensor:
+        parts = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
+        gradients.append(torch.cat([torch.zeros(0), *parts]))
+        policy.zero_grad()
+        return torch.zeros(())
+
+    report = improve(
+        policy,
+        experience,
+        objective.resolve() if isinstance(objective, Objective) else objective,
+        UpdateSettings(**{"group_size": 2, "max_tokens": 6, "micro_batch_tokens": 40, **settings}),
+        step=step,
+        watch=Stopwatch(),
+    )
+    return report, gradients
