@@ -110,6 +110,10 @@ class QeRLModule(LightningModule):
         """Number of RL iterations of the whole run."""
         return self.trainer.max_steps // self.settings.steps_per_rollout
 
+    @property
+    def _data(self) -> Any:  # a PromptDataModule, or one of the user's
+        return self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
@@ -130,9 +134,9 @@ class QeRLModule(LightningModule):
                 mini_batches=self.settings.mini_batches,
                 warmup_steps=self.settings.warmup_steps,
                 objective=self.settings.objective,
-                batch_size=self.trainer.datamodule.batch_size,  # pyright: ignore[reportAttributeAccessIssue]
+                batch_size=self._data.batch_size,
             )
-            check_answers(self.rewards, self.trainer.datamodule.some_train_prompts())  # pyright: ignore[reportAttributeAccessIssue]
+            check_answers(self.rewards, self._data.some_train_prompts())
         if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage)
         elif self.settings.gpu_memory is not None:
@@ -140,7 +144,7 @@ class QeRLModule(LightningModule):
         tokenizer = AutoTokenizer.from_pretrained(self.settings.folder, trust_remote_code=False)
         if stage == "fit":
             written = partial(as_sampled, tokenizer, stop=self.sampling.stop)
-            check_format_can_be_met(self.rewards, self.trainer.datamodule.some_train_prompts(1), written)  # pyright: ignore[reportAttributeAccessIssue]
+            check_format_can_be_met(self.rewards, self._data.some_train_prompts(1), written)
         self.loop = RolloutLoop(
             self.engine,
             self.rewards,
@@ -213,7 +217,7 @@ class QeRLModule(LightningModule):
         self.loop.progress = Progress(self.trainer.global_step, self.trainer.max_steps)
         rollout = self.loop.collect(
             batch,
-            more_prompts=self.trainer.datamodule.more_prompts(index, batch),  # pyright: ignore[reportAttributeAccessIssue]
+            more_prompts=self._data.more_prompts(index, batch),
             adapter=self.policy.adapter_state(),
             noise=self.norm_noise,
             sampling=self.sampling,
@@ -263,7 +267,8 @@ class QeRLModule(LightningModule):
         self.loop.sync(self.policy.adapter_state(), NormNoise())
         cache = None
         if self.trainer.state.fn != TrainerFn.FITTING:
-            cache = open_cache(Path(self.trainer.default_root_dir) / "evaluation", self._evaluation_identity())
+            identity = evaluation_identity(self.policy, self.settings.evaluation, run=self._identity, built=self.built)
+            cache = open_cache(Path(self.trainer.default_root_dir) / "evaluation", identity)
         seed = derive_seed(self.settings.seed, "evaluation")
         self._evaluation = Evaluation(self.loop, self.settings.evaluation, seed=seed, cache=cache, device=self.device)
 
@@ -283,9 +288,6 @@ class QeRLModule(LightningModule):
             self.log_dict({f"{stage}/{name}": value for name, value in self._evaluation.means().items()})
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
-
-    def _evaluation_identity(self) -> dict[str, Any]:
-        return evaluation_identity(self.policy, self.settings.evaluation, run=self._identity, built=self.built)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -338,8 +340,7 @@ class QeRLModule(LightningModule):
 
     def _run_memory(self, stage: str) -> RunMemory:
         """Collect the settings that decide how much GPU memory a rank takes."""
-        data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        fit = stage == "fit"
+        data, fit = self._data, stage == "fit"
         return run_memory(
             engine=self.engine,
             evaluation=self.settings.evaluation,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from qerl_pl.common.seeding import derive_seed
@@ -101,11 +102,7 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool, True for tokens of the rows."""
-    longest = max(len(row) for row in rows)
-    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-    real = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        place = slice(longest - len(row), longest) if left else slice(0, len(row))
-        tokens[index, place] = torch.tensor(row)
-        real[index, place] = True
-    return tokens.to(device), real.to(device)
+    side = "left" if left else "right"
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side=side)
+    real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    return tokens.to(device), pad_sequence(real, batch_first=True, padding_side=side).to(device)

@@ -123,7 +123,8 @@ class RolloutLoop:
             num_noisy_norms = self.sync(adapter, noise)
         # The batch and the prompts that dynamic sampling adds can have the same seed, because the engine derives each
         # completion's seed from this seed and the prompt.
-        sample = partial(self.sample_and_score, sampling=sampling, seed=derive_seed(seed, "refill"), watch=watch)
+        settings = {"sampling": sampling, "seed": derive_seed(seed, "refill"), "baseline": self.baseline}
+        sample = partial(self.sample_and_score, **settings, watch=watch)
         num_refills, in_loss = 0, True
         if self.dynamic_sampling is None:
             sampled = chosen = sample(prompts)
@@ -147,9 +148,16 @@ class RolloutLoop:
         return rollout
 
     def sample_and_score(
-        self, prompts: Sequence[Prompt], *, sampling: Sampling, seed: int, watch: Stopwatch
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling,
+        seed: int,
+        watch: Stopwatch,
+        baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
-        """Sample completions of prompts with the engine's current adapter and noise, and score them."""
+        """Sample completions of prompts with the engine's current adapter and noise, and score them; ``baseline`` is
+        the rule for advantages by which groups have a signal (an evaluation's may have one completion each)."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]
@@ -173,7 +181,7 @@ class RolloutLoop:
             table,
             size,
             filter_truncated=self.filter_truncated,
-            baseline=self.baseline,
+            baseline=baseline,
             metric=None if self.dynamic_sampling is None else self.dynamic_sampling.metric,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qerl_pl.common.types import Completion, Experience, Prompt
 from qerl_pl.objective.advantages import AdvantageFunction, Baseline, group_advantages, has_signal
@@ -190,23 +191,21 @@ def collate(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "
             f"advantages and {len(in_loss)} flags; expected equal numbers"
         )
-    lengths = [len(p.tokens) + len(c.tokens) for p, c in zip(prompts, completions, strict=True)]
-    tokens = torch.zeros((len(lengths), max(lengths)), dtype=torch.int64)  # [B, S]; padding is token 0
-    sampled = torch.zeros_like(tokens, dtype=torch.bool)
-    sampler_logprobs = torch.zeros_like(tokens, dtype=torch.float32)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+    for row, completion in enumerate(completions):
         if len(completion.tokens) != len(completion.logprobs):
             raise ValueError(f"row {row} has {len(completion.tokens)} tokens and {len(completion.logprobs)} logprobs")
-        start, end = len(prompt.tokens), lengths[row]
-        tokens[row, :end] = torch.tensor(prompt.tokens + completion.tokens)
-        sampled[row, start:end] = True
-        sampler_logprobs[row, start:end] = torch.tensor(completion.logprobs)
+    rows = [torch.tensor(p.tokens + c.tokens) for p, c in zip(prompts, completions, strict=True)]
+    tokens = pad_sequence(rows, batch_first=True)  # [B, S]; padding is token 0
+    starts, lengths = torch.tensor([len(prompt.tokens) for prompt in prompts]), torch.tensor([len(row) for row in rows])
+    column = torch.arange(tokens.shape[1])
+    sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
+    logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
     return Experience(
         tokens=tokens,
-        lengths=torch.tensor(lengths),
+        lengths=lengths,
         mask=sampled & in_loss.unsqueeze(1),
         sampled=sampled,
-        sampler_logprobs=sampler_logprobs,
+        sampler_logprobs=torch.zeros(tokens.shape).masked_scatter(sampled, logprobs),
         scored=scored,
         advantages=advantages,
     )
