@@ -58,7 +58,8 @@ from qerl_pl.training.optimization import (
     parameter_groups,
     restore_settings,
 )
-from qerl_pl.update import UpdateSettings, improve
+from qerl_pl.training.passes import UpdateSettings
+from qerl_pl.update import improve
 
 
 class QeRLModule(LightningModule):

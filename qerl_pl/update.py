@@ -16,30 +16,8 @@ from qerl_pl.objective.advantages import less_penalty
 from qerl_pl.objective.losses import kl_estimate
 from qerl_pl.policy.policy import Policy
 from qerl_pl.training.metrics import correction_metrics, gap_metrics, update_metrics
-from qerl_pl.training.passes import Batch
+from qerl_pl.training.passes import Batch, UpdateSettings
 from qerl_pl.training.terms import BatchTerms, batch_terms
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateSettings:
-    """Settings of the updates on one batch."""
-
-    group_size: int
-    """Completions per prompt."""
-    max_tokens: int
-    """Limit on the completion length during sampling."""
-    micro_batch_tokens: int
-    """Most tokens in one forward and backward pass; a longer row is a pass by itself."""
-    temperature: float = 1.0
-    """Sampling temperature; the trainer's logits are divided by it too."""
-    num_updates: int = 1
-    """Epochs over the batch."""
-    num_mini_batches: int = 1
-    """Optimizer steps per epoch, each on a different part of the prompts, as in PPO."""
-    entropy_coefficient: float = 0.0
-    """Coefficient of the entropy bonus, if the objective adapts it (``entropy_control``)."""
-    seed: int = 0
-    """Seed of random choices, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -93,22 +71,15 @@ def improve(
         step: averages gradients over ranks, clips, applies and clears them; returns their norm before clipping, [].
         watch: stopwatch for the phases logprob, wait (for slower ranks) and train.
     """
-    batch = Batch(policy, experience, temperature=settings.temperature, micro_batch_tokens=settings.micro_batch_tokens)
+    batch = Batch(policy, experience, settings)
     num_updates, num_mini_batches = settings.num_updates, settings.num_mini_batches
     # The second mini-batch sees an updated policy, so old log-probabilities are computed before the first update.
     first_pass = objective.needs_first_pass or num_mini_batches > 1
     with watch.phase("logprob"):
-        with_gradient = _score(batch, objective, settings.group_size, everything=first_pass)
+        with_gradient = _score(batch, objective, everything=first_pass)
     live = batch.rows[with_gradient]
     with watch.phase("wait"):
-        terms = batch_terms(
-            batch,
-            objective,
-            group_size=settings.group_size,
-            num_mini_batches=num_mini_batches,
-            max_tokens=settings.max_tokens,
-            seed=settings.seed,
-        )
+        terms = batch_terms(batch, objective)
     state: dict[str, Tensor | float | None] = {"policy/held_back_share": terms.held_back_share}
     next_coefficient = settings.entropy_coefficient
     if (control := objective.entropy_control) is not None and terms.mean_entropy is not None:
@@ -141,7 +112,7 @@ def improve(
     )
 
 
-def _score(batch: Batch, objective: ResolvedObjective, group_size: int, *, everything: bool) -> Tensor:
+def _score(batch: Batch, objective: ResolvedObjective, *, everything: bool) -> Tensor:
     """Run the forward passes without gradient, of all rows if the loss needs old log-probabilities before the first
     backward pass (``everything``); returns [B] bool, the rows that need a gradient."""
     if objective.kl_coefficient > 0:
@@ -149,7 +120,7 @@ def _score(batch: Batch, objective: ResolvedObjective, group_size: int, *, every
     if everything:
         batch.score(batch.rows)
         if objective.kl_in == "reward" and batch.reference is not None:
-            batch.experience = _kl_in_reward(batch, batch.reference, objective, group_size)
+            batch.experience = _kl_in_reward(batch, batch.reference, objective)
     with_gradient = batch.experience.mask.any(dim=1)
     if not objective.every_row_counts:
         with_gradient &= batch.experience.advantages != 0
@@ -172,7 +143,7 @@ def _gradient(
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):
-        stats = batch.policy.token_stats(part.tokens, part.sampled, temperature=batch.temperature)
+        stats = batch.policy.token_stats(part.tokens, part.sampled, temperature=batch.settings.temperature)
         if record:
             part.write(batch.old, stats.logprobs.detach())
             part.write(batch.entropy, stats.entropy.detach())
@@ -202,11 +173,11 @@ def _gradient(
     return sums
 
 
-def _kl_in_reward(batch: Batch, reference: Tensor, objective: ResolvedObjective, group_size: int) -> Experience:
+def _kl_in_reward(batch: Batch, reference: Tensor, objective: ResolvedObjective) -> Experience:
     experience = batch.experience
     kl = kl_estimate(batch.old, reference, experience.sampled, objective.kl).sum(dim=1)
     advantages, penalty, scored = (
-        values.view(-1, group_size)
+        values.view(-1, batch.settings.group_size)
         for values in (experience.advantages, objective.kl_coefficient * kl, experience.scored)
     )
     return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.baseline).flatten())

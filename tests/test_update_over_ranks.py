@@ -21,7 +21,8 @@ from qerl_pl.objective.losses import Aggregation, clipped_policy_loss, count_div
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.tools.tiny import make_tiny
-from qerl_pl.update import UpdateSettings, improve
+from qerl_pl.training.passes import UpdateSettings
+from qerl_pl.update import improve
 from tests.two_ranks import on_two_ranks
 
 loaded = cache(load_policy)  # each update begins with other parameters

@@ -11,7 +11,8 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective, ResolvedObjective
 from qerl_pl.policy.policy import Policy
-from qerl_pl.update import UpdateReport, UpdateSettings, improve
+from qerl_pl.training.passes import UpdateSettings
+from qerl_pl.update import UpdateReport, improve
 
 
 def away_from_its_base(policy: Policy) -> Policy:

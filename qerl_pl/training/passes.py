@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,28 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shared_prompts import WORTH, first_equal
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """Settings of the updates on one batch."""
+
+    group_size: int
+    """Completions per prompt."""
+    max_tokens: int
+    """Limit on the completion length during sampling."""
+    micro_batch_tokens: int
+    """Most tokens in one forward and backward pass; a longer row is a pass by itself."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's logits are divided by it too."""
+    num_updates: int = 1
+    """Epochs over the batch."""
+    num_mini_batches: int = 1
+    """Optimizer steps per epoch, each on a different part of the prompts, as in PPO."""
+    entropy_coefficient: float = 0.0
+    """Coefficient of the entropy bonus, if the objective adapts it (``entropy_control``)."""
+    seed: int = 0
+    """Seed of random choices, the same on all ranks."""
 
 
 class Part:
@@ -36,17 +59,14 @@ class Part:
 
 
 class Batch:
-    """Experience on the policy's device, with buffers for the trainer's log-probabilities and entropies.
+    """Experience on the policy's device, with buffers for the trainer's log-probabilities and entropies."""
 
-    The arguments are explained in ``UpdateSettings``; the policy is in training mode.
-    """
-
-    def __init__(self, policy: Policy, experience: Experience, *, temperature: float, micro_batch_tokens: int) -> None:
+    def __init__(self, policy: Policy, experience: Experience, settings: UpdateSettings) -> None:
         device = next(policy.parameters()).device
         self.policy = policy
         self.experience = experience.to(device)
-        self.temperature = temperature
-        self.budget = MicroBatchBudget(micro_batch_tokens)
+        self.settings = settings
+        self.budget = MicroBatchBudget(settings.micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
         """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 for prompts and padding, and
@@ -90,7 +110,7 @@ class Batch:
         def forward(max_tokens: int) -> None:
             for part in self.parts(rows, max_tokens):
                 with torch.no_grad():
-                    stats = self.policy.token_stats(part.tokens, part.sampled, temperature=self.temperature)
+                    stats = self.policy.token_stats(part.tokens, part.sampled, temperature=self.settings.temperature)
                 part.write(logprobs, stats.logprobs)
                 if entropies is not None:
                     part.write(entropies, stats.entropy)

@@ -50,19 +50,17 @@ class BatchTerms:
     the loss has no token."""
 
 
-def batch_terms(
-    batch: Batch, objective: ResolvedObjective, *, group_size: int, num_mini_batches: int, max_tokens: int, seed: int
-) -> BatchTerms:
+def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
     """Compute masks and divisors of a batch, which has old log-probabilities and entropies if the objective needs them
-    before the first update. Every rank must call this, with the same settings (``UpdateSettings``) and its own rows."""
-    experience = batch.experience
+    before the first update. Every rank must call this, with the same settings and its own rows."""
+    experience, settings = batch.experience, batch.settings
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
         threshold = entropy_threshold(ranks.gather(batch.entropy[kept]), objective.top_entropy_share)
         kept = kept & (batch.entropy >= threshold)
     penalized = held_back_share = None
     if objective.covariance is not None:
-        held, held_back_share = held_back(batch, objective.covariance, group_size=group_size, seed=seed)
+        held, held_back_share = held_back(batch, objective.covariance)
         if objective.covariance.kind == "kl":
             penalized = held
         else:
@@ -70,12 +68,12 @@ def batch_terms(
     if objective.correction_divisor == "kept":
         log_ratio = batch.old - experience.sampler_logprobs
         counted = counted & (objective.importance(log_ratio, counted).weights > 0)
-    mini_batch = mini_batches(len(experience.lengths) // group_size, num_mini_batches).repeat_interleave(group_size)
-    mini_batch = mini_batch.to(batch.rows.device)
+    of_groups = mini_batches(len(experience.lengths) // settings.group_size, settings.num_mini_batches)
+    mini_batch = of_groups.repeat_interleave(settings.group_size).to(batch.rows.device)
     counts = [
-        count_divisor(mask[mini_batch == index], objective.aggregation, max_tokens=max_tokens)
+        count_divisor(mask[mini_batch == index], objective.aggregation, max_tokens=settings.max_tokens)
         for mask in (experience.mask, counted)
-        for index in range(num_mini_batches)
+        for index in range(settings.num_mini_batches)
     ]
     # Divisors are averaged over ranks and not summed, because the gradients are averaged over ranks too.
     divisors, policy_divisors = ranks.mean(torch.stack(counts).double()).view(2, -1)
@@ -87,7 +85,7 @@ def batch_terms(
     return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, penalized, held_back_share, mean_entropy)
 
 
-def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed: int) -> tuple[Tensor, Tensor]:
+def held_back(batch: Batch, control: CovarianceControl) -> tuple[Tensor, Tensor]:
     """Choose the tokens that covariance control restrains, [B, S] bool; also returns their share [] of the tokens of
     all ranks. Every rank must call this."""
     mask, advantages = batch.experience.mask, batch.experience.advantages
@@ -99,21 +97,21 @@ def held_back(batch: Batch, control: CovarianceControl, *, group_size: int, seed
     num_tokens = len(ranks.gather(logprobs))
     candidates, order = mask, values
     if control.kind == "clip":
-        candidates, order = mask & (values > control.low) & (values < control.high), _draws(batch, group_size, seed)
+        candidates, order = mask & (values > control.low) & (values < control.high), _draws(batch)
     held = candidates & (order >= largest_threshold(ranks.gather(order[candidates]), control.share, num_tokens))
     counts = ranks.mean(torch.stack([held.sum(), mask.sum()]).double())
     return held, counts[0] / counts[1].clamp(min=torch.finfo(counts.dtype).tiny)  # a mean may be less than a token
 
 
-def _draws(batch: Batch, group_size: int, seed: int) -> Tensor:
+def _draws(batch: Batch) -> Tensor:
     """Draw a number in [0, 1) for each sampled token, [B, S] fp64, that depends only on the seed and the token's
     position in the global batch."""
-    sampled = batch.experience.sampled
+    sampled, group_size = batch.experience.sampled, batch.settings.group_size
     draws = torch.zeros(sampled.shape, dtype=torch.float64)
     for row, tokens in enumerate(sampled.cpu()):
         group = (row // group_size) * ranks.num_ranks() + ranks.rank()
         generator = torch.Generator().manual_seed(
-            derive_seed(seed, "covariance", group * group_size + row % group_size)
+            derive_seed(batch.settings.seed, "covariance", group * group_size + row % group_size)
         )
         draws[row, tokens] = torch.rand(int(tokens.sum()), generator=generator, dtype=torch.float64)
     return draws.to(sampled.device)

@@ -18,8 +18,8 @@ from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.objective import Objective
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.recompute import Recompute
-from qerl_pl.training.passes import Batch
-from qerl_pl.update import UpdateReport, UpdateSettings, improve
+from qerl_pl.training.passes import Batch, UpdateSettings
+from qerl_pl.update import UpdateReport, improve
 from tests.memory.conftest import policy_of, small_config
 
 LENGTHS = (40, 31, 24, 24, 20, 12, 9, 8)
@@ -172,7 +172,7 @@ def test_what_is_open_is_recomputed_before_passes_get_smaller(policy, fails):
 def test_passes_without_a_gradient_only_get_smaller(policy):
     policy.set_recompute(Recompute())
     policy.recompute_is_open = True
-    batch = Batch(policy, experience(), temperature=1.0, micro_batch_tokens=200)
+    batch = Batch(policy, experience(), UpdateSettings(group_size=2, max_tokens=64, micro_batch_tokens=200))
     with memory_for(policy, 60, fails="forward"), pytest.warns(RuntimeWarning, match="micro_batch_tokens"):
         batch.score(batch.rows)
     assert batch.budget.tokens == 50

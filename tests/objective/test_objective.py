@@ -24,7 +24,8 @@ from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.training.optimization import average_and_clip
-from qerl_pl.update import UpdateSettings, improve
+from qerl_pl.training.passes import UpdateSettings
+from qerl_pl.update import improve
 from tests.updates import away_from_its_base, steps_of, updated
 
 ROWS, WIDTH, PROMPT = 4, 9, 3
