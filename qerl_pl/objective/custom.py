@@ -1,4 +1,4 @@
-"""Surrogate losses and advantages of a user's own, which the settings name by import path (``my_module.my_loss``)."""
+"""Surrogate losses and advantages of users, which the settings name by import path (``my_module.my_loss``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qerl_pl.objective.losses import PolicyLoss, prepared, with_sums
 
 
 @dataclass(frozen=True)
-class OwnFunction:
+class UserFunction:
     """A function that the setting ``key`` names by its ``path``."""
 
     key: str
@@ -25,7 +25,7 @@ class OwnFunction:
     """Names of the offered arguments that it takes."""
 
     @classmethod
-    def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> OwnFunction:
+    def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> UserFunction:
         """Import a function, and try it on the small arguments ``offered``.
 
         The first of these must be one of its parameters, and no other parameter may be required.
@@ -63,6 +63,8 @@ class OwnFunction:
         value is no finite tensor of the first argument's shape. Where ``scored`` is False, it becomes 0."""
         try:
             value = self.function(**{name: offered[name] for name in self.takes})
+        except torch.OutOfMemoryError:  # the pass is repeated with fewer tokens
+            raise
         except Exception as error:  # the user's function may raise any error
             raise ValueError(f"{self.key} {self.path} failed: {error!r}") from error
         shape = next(iter(offered.values())).shape
@@ -76,7 +78,7 @@ class OwnFunction:
 
 
 @dataclass(frozen=True)
-class OwnSurrogate:
+class UserSurrogate:
     """A user's surrogate as a policy loss.
 
     The user's function returns the loss of each token, [B, S]. It gets ``logprobs`` and ``old_logprobs`` [B, S] in
@@ -85,11 +87,11 @@ class OwnSurrogate:
     the caller.
     """
 
-    own: OwnFunction
+    function: UserFunction
 
     @classmethod
-    def load(cls, path: str, **bounds: float) -> OwnSurrogate:
-        """Import the function and try it; raises ValueError as ``OwnFunction.load`` does."""
+    def load(cls, path: str, **bounds: float) -> UserSurrogate:
+        """Import the function and try it; raises ValueError as ``UserFunction.load`` does."""
         old = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
         small = {
             "logprobs": (old + torch.tensor([0.2, -0.1, 0.0])).requires_grad_(),
@@ -97,7 +99,7 @@ class OwnSurrogate:
             "advantages": torch.tensor([[1.0], [-1.0]]),
             "mask": old < 0,
         }
-        loaded = OwnFunction.load("model.objective.surrogate", path, small | bounds)
+        loaded = UserFunction.load("model.objective.surrogate", path, small | bounds)
         if unused := bounds.keys() - loaded.takes:
             raise ValueError(
                 f"model.objective.{min(unused)} is {bounds[min(unused)]}, which the surrogate {path} does not take: it "
@@ -127,28 +129,28 @@ class OwnSurrogate:
             "advantages": advantages.unsqueeze(1),
             "mask": whole,
         }
-        values = torch.where(mask, self.own.call(offered | bounds), 0.0)
+        values = torch.where(mask, self.function.call(offered | bounds), 0.0)
         nowhere = torch.zeros_like(mask)
         return with_sums((values * factor).sum(), log_ratio.exp(), nowhere, nowhere, log_ratio, mask)
 
 
 @dataclass(frozen=True)
-class OwnAdvantages:
+class UserAdvantages:
     """A user's rule for advantages: a function of ``rewards`` [P, G] fp32, 0 where ``scored`` [P, G] bool is False.
 
     It returns advantages [P, G]. Those of a group should depend on this group alone, because dynamic sampling replaces
     groups, and ranks have different ones.
     """
 
-    own: OwnFunction
+    function: UserFunction
 
     @classmethod
-    def load(cls, path: str) -> OwnAdvantages:
-        """Import the function and try it; raises ValueError as ``OwnFunction.load`` does."""
+    def load(cls, path: str) -> UserAdvantages:
+        """Import the function and try it; raises ValueError as ``UserFunction.load`` does."""
         rewards = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 0.0]])
         small = {"rewards": rewards, "scored": torch.tensor([[True, True, True], [True, True, False]])}
-        return cls(OwnFunction.load("model.objective.baseline", path, small))
+        return cls(UserFunction.load("model.objective.baseline", path, small))
 
     def __call__(self, rewards: Tensor, scored: Tensor) -> Tensor:
         """Return advantages [P, G], 0 on unscored rows."""
-        return self.own.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored}).to(rewards.dtype)
+        return self.function.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored}).to(rewards.dtype)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from qerl_pl.objective.advantages import Baseline
 from qerl_pl.objective.correction import Level, Mode, Rejection
-from qerl_pl.objective.custom import OwnAdvantages, OwnSurrogate
+from qerl_pl.objective.custom import UserAdvantages, UserSurrogate
 from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
 from qerl_pl.objective.losses import SURROGATES, Aggregation, KLKind
 from qerl_pl.objective.resolved import ResolvedObjective
@@ -140,13 +140,13 @@ class Objective:
         del values["preset"]
         bounds = {name: values[name] for name in ("clip_low", "clip_high", "max_ratio") if values[name] is not None}
         if (surrogate := SURROGATES.get(values["surrogate"])) is None:
-            surrogate = OwnSurrogate.load(values["surrogate"], **bounds)
+            surrogate = UserSurrogate.load(values["surrogate"], **bounds)
         if (baseline := values["baseline"]) not in get_args(Baseline):
-            baseline = OwnAdvantages.load(baseline)
+            baseline = UserAdvantages.load(baseline)
         return ResolvedObjective(**values | {"surrogate": surrogate, "baseline": baseline})
 
 
-def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the settings of an objective, all of them by name, that are null and follow from others.
 
     The "constant" aggregation goes with "centered" rewards, as in Dr. GRPO, which weighs every token and every prompt
@@ -157,7 +157,7 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a setting contradicts the preset, or is no known word.
     """
-    settings = dict(given)
+    settings = dict(values)
     preset: Preset | None = settings["preset"]
     for name, value in PUBLISHED[preset].items() if preset is not None else ():
         if settings[name] is None:

@@ -46,6 +46,11 @@ def infinite(logprobs):
 def finite_at_first(logprobs):
     return logprobs / (len(logprobs) == 2)
 
+def large_later(logprobs):
+    if len(logprobs) > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return logprobs
+
 def whole_numbers(rewards):
     return rewards.long()
 
@@ -139,6 +144,12 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(settings, message
 def test_a_value_that_is_not_finite_ends_the_update():
     objective = Objective(surrogate="own_functions.finite_at_first").resolve()
     with pytest.raises(ValueError, match="finite_at_first returned a nan or infinite number"):
+        objective.loss(inputs())
+
+
+def test_a_function_that_runs_out_of_memory_lets_the_pass_be_repeated():
+    objective = Objective(surrogate="own_functions.large_later").resolve()
+    with pytest.raises(torch.OutOfMemoryError):
         objective.loss(inputs())
 
 
