@@ -93,7 +93,8 @@ def improve(
             record = update == 0 and not first_pass
             for index in range(num_mini_batches):
                 rows = live[terms.mini_batch[live] == index]
-                sums = batch.run(partial(_gradient, batch, objective, terms, rows, index, record))
+                which = {"rows": rows, "mini_batch": index, "record": record}
+                sums = batch.run(partial(_gradient, batch, objective, terms, **which))
                 for name, value in {**sums, "grad_norm": step()}.items():
                     totals[name] = totals.get(name, 0) + value
     metrics = update_metrics(
@@ -133,10 +134,11 @@ def _gradient(
     batch: Batch,
     objective: ResolvedObjective,
     terms: BatchTerms,
+    max_tokens: int,
+    *,
     rows: Tensor,
     mini_batch: int,
     record: bool,
-    max_tokens: int,
 ) -> dict[str, Tensor]:
     """Accumulate the gradient of one optimizer step, of the mini-batch's rows that need one; returns sums of metrics by
     name. With ``record``, the pass gives the log-probabilities and entropies before the first update."""
