@@ -48,14 +48,10 @@ def test_big_math_keeps_problems_by_solve_rate_and_validates_on_all(tmp_path):
     rows = [{"prompt": f"q{rate}", "solution": 1, "llama8b_solve_rate": rate} for rate in rates]
     whole = math_sets.big_math(path=write(tmp_path / "t.jsonl", *rows), validation_share=0.3)
     band = math_sets.big_math(path=write(tmp_path / "t.jsonl", *rows), validation_share=0.3, solve_rate=(0.1, 0.9))
+    assert (math_sets.big_math().subset, math_sets.big_math(levels="4-5").subset) == ("level_3_4_5", "level_4_5")
     assert len(whole.train()) + len(whole.validation()) == 101
     assert band.validation() == whole.validation()
     assert band.train() == [problem for problem in whole.train() if 0.1 <= float(problem.question[1:]) <= 0.9]
-
-
-def test_levels_choose_the_subset_of_the_hub():
-    assert math_sets.big_math().subset == "level_3_4_5"
-    assert math_sets.big_math(levels="4-5").subset == "level_4_5"
 
 
 def test_math_answers_come_out_of_the_box_and_levels_filter_training_alone(tmp_path):
@@ -67,20 +63,9 @@ def test_math_answers_come_out_of_the_box_and_levels_filter_training_alone(tmp_p
     found = math_sets.math(levels=[4, 5], train_path=path, validation_path=path)
     assert [problem[:2] for problem in found.train()] == [("q4", r"\frac{4}{2}"), ("q5", r"\frac{5}{2}")]
     assert len(found.validation()) == 5
-
-
-def test_a_solution_without_a_box_is_named(tmp_path):
     path = write(tmp_path / "t.jsonl", {"problem": "q", "level": "Level 1", "solution": "so it is 4"})
     with pytest.raises(ValueError, match=r"t\.jsonl:1: no answer is marked \(boxed\) in column 'solution'"):
         math_sets.math(train_path=path, validation_path=path).train()
-
-
-def test_a_filter_on_a_missing_or_odd_column_is_named(tmp_path):
-    path = write(tmp_path / "t.jsonl", {"question": "q", "answer": 1, "rate": "high"})
-    with pytest.raises(ValueError, match=r"t\.jsonl:1: no column 'level'"):
-        Table(path, path, only={"level": ["1"]}).train()
-    with pytest.raises(ValueError, match=r"t\.jsonl:1: column 'rate' is 'high'; expected a number"):
-        Table(path, path, between={"rate": (0, 1)}).train()
 
 
 def test_miromind_takes_the_clean_answer(tmp_path):

@@ -25,6 +25,8 @@ from datamodules.table import Table
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.tools.tiny import make_tokenizer
 
+HELD = [Problem("v", "1")]
+
 
 class Fixed:
     """A source of given problems."""
@@ -67,12 +69,15 @@ def test_a_question_gives_the_same_tokens_in_training_and_in_evaluation(tokenize
 
 def test_prompts_are_what_the_chat_template_says(tokenizer_path):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    problem = Problem("1+1=?", "2")
-    text = chat_text(tokenizer, chat_of(problem, system_prompt="Be brief.", question_template="Q: {question}"))
+    text = chat_text(
+        tokenizer, chat_of(Problem("1+1=?", "2"), system_prompt="Brief.", question_template="Q: {question}")
+    )
     row = tokenizer(text, add_special_tokens=False).input_ids
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 1+1=?"}]
+    chat = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Q: 1+1=?"}]
     assert row == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(row).endswith("<|im_start|>assistant\n")
+    asked = chat_of(Problem(r"\frac{1}{2} {question} {0}", ""), question_template=r"\boxed{} {x}: {question}")
+    assert r"\boxed{} {x}: \frac{1}{2} {question} {0}<|im_end|>" in chat_text(tokenizer, asked)
 
 
 THINKING = "{%- if add_generation_prompt %}{{- '<think>\\n' if enable_thinking is not false else '' }}{%- endif %}"
@@ -102,19 +107,14 @@ def test_an_argument_that_the_template_does_not_read_is_refused(tokenizer_path, 
         module(tokenizer_path, problems(1), problems(1, start=50), template_arguments={argument: False})
 
 
-def test_prompts_are_shown_as_the_policy_gets_them(tokenizer_path, caplog):
+def test_prompts_and_stop_strings_are_shown_as_the_policy_gets_them(tokenizer_path, caplog):
     asked = [Problem("1+1=?\x1b[2J", "2"), *problems(3, start=60)]
+    settings = {"show_prompt": 1, "system_prompt": "Be brief.", "stop": ("</answer>", "\n\n")}
     with caplog.at_level(logging.INFO):
-        module(tokenizer_path, asked, problems(1, start=50), show_prompt=1, system_prompt="Be brief.")
+        module(tokenizer_path, asked, problems(1, start=50), **settings)
     assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1=??[2J<|im_end|>" in caplog.text
-    assert caplog.text.count("data: a train prompt of") == 1
-    assert caplog.text.count("data: a validation prompt of") == 1
-
-
-def test_stop_strings_are_shown_with_the_prompts(tokenizer_path, caplog):
-    with caplog.at_level(logging.INFO):
-        module(tokenizer_path, problems(1), problems(1, start=50), show_prompt=1, stop=("</answer>", "\n\n"))
-    assert caplog.text.count("data: completions also end at '</answer>', '\\n\\n'") == 1
+    for line in ("a train prompt of", "a validation prompt of", r"completions also end at '</answer>', '\n\n'"):
+        assert caplog.text.count(f"data: {line}") == 1
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,6 @@ def test_stop_strings_are_shown_with_the_prompts(tokenizer_path, caplog):
 def test_a_stop_string_that_cannot_act_is_refused(tokenizer_path, stop, said):
     with pytest.raises(ValueError, match=r"data\.stop has " + re.escape(said)):
         module(tokenizer_path, problems(1), problems(1, start=50), stop=stop)
-
-
-def test_braces_in_questions_and_templates_are_left_alone(tokenizer_path):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    problem = Problem(r"\frac{1}{2} {question} {0}", "")
-    text = chat_text(tokenizer, chat_of(problem, question_template=r"\boxed{} {x}: {question}"))
-    assert r"\boxed{} {x}: \frac{1}{2} {question} {0}<|im_end|>" in text
 
 
 @pytest.mark.parametrize(
@@ -165,18 +158,13 @@ def test_a_problem_cannot_write_special_tokens(tokenizer_path):
         assert data.num_with_special_tokens == {"train": 1, "validation": 0}
         (batch,) = data.train_dataloader()
         assert all(prompt.text.count("<|im_end|>") == 1 for prompt in batch)
+    settings = {"batch_size": 4, "question_template": "{question}" + END}  # settings may have special tokens
+    (batch,) = module(tokenizer_path, problems(4), problems(1, start=50), **settings).train_dataloader()
+    assert all(prompt.text.count("<|im_end|>") == 2 for prompt in batch)
     with pytest.raises(
         ValueError, match=r"3 of 9 validation problems .* special tokens, e\.g\. '<\|im_end\|>' in '1\+1"
     ):
         module(tokenizer_path, problems(9), [*problems(6, start=500), *attacks])
-
-
-def test_the_template_and_the_system_prompt_of_the_settings_may_have_special_tokens(tokenizer_path):
-    data = module(
-        tokenizer_path, problems(4), problems(1, start=50), batch_size=4, question_template="{question}" + END
-    )
-    (batch,) = data.train_dataloader()
-    assert all(prompt.text.count("<|im_end|>") == 2 for prompt in batch)
 
 
 def test_a_problem_may_ask_for_marks_of_thoughts_and_answers_that_are_special_tokens():
@@ -188,26 +176,17 @@ def test_a_problem_may_ask_for_marks_of_thoughts_and_answers_that_are_special_to
     }
 
 
-@pytest.mark.parametrize("answer", [2, 2.5, None])
-def test_a_known_answer_of_a_source_that_is_no_text_is_refused(tokenizer_path, answer):
-    with pytest.raises(ValueError, match=rf"Fixed: the answer of problem 1 is '{answer}' of type .*; expected text"):
-        module(tokenizer_path, [*problems(1), Problem("q", answer)], problems(1, start=50))
-
-
-def test_long_prompts_are_dropped_whole_and_counted(tokenizer_path):
-    short, long = problems(99), [Problem("1+" * 200, "?")]
-    data = module(tokenizer_path, short + long, problems(8, start=500), batch_size=99, max_prompt_tokens=64)
+def test_long_prompts_are_dropped_whole_and_counted_and_too_many_are_refused(tokenizer_path):
+    long = [Problem("1+" * 200, "?")] * 2
+    settings = {"batch_size": 99, "max_prompt_tokens": 64}
+    data = module(tokenizer_path, problems(99) + long[:1], problems(8, start=500), **settings)
     assert data.num_dropped == {"train": 1, "validation": 0}
     (batch,) = data.train_dataloader()
-    assert sorted(prompt.answer for prompt in batch) == sorted(problem.answer for problem in short)
-
-
-def test_the_run_refuses_to_start_where_too_much_would_be_dropped(tokenizer_path):
-    long = [Problem("1+" * 200, "?")] * 2
+    assert sorted(prompt.answer for prompt in batch) == sorted(problem.answer for problem in problems(99))
     with pytest.raises(ValueError, match=r"2 of 100 train prompts \(2.0%\) have more than data.max_prompt_tokens=64"):
-        module(tokenizer_path, problems(98) + long, problems(8, start=500), max_prompt_tokens=64)
+        module(tokenizer_path, problems(98) + long, problems(8, start=500), **settings)
     with pytest.raises(ValueError, match=r"2 of 10 validation prompts"):
-        module(tokenizer_path, problems(98), problems(8, start=500) + long, max_prompt_tokens=64)
+        module(tokenizer_path, problems(98), problems(8, start=500) + long, **settings)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
@@ -221,32 +200,38 @@ def test_the_limit_that_is_advised_is_the_lowest_that_works(share):
         check_lengths(lengths, "train", limit=advised - 1, max_dropped_share=share)
 
 
-def test_validation_questions_leave_training(tokenizer_path):
-    data = module(tokenizer_path, problems(10), problems(3) + [Problem(" 4+1=?\n", "5")], batch_size=6)
+def test_validation_questions_leave_training_also_those_beyond_the_limit(tokenizer_path):
+    shared = problems(3) + [Problem(" 4+1=?\n", "5")]
+    data = module(tokenizer_path, problems(10), shared, batch_size=6, val_limit=1)
     assert data.num_shared == 4
     (batch,) = data.train_dataloader()
     assert sorted(prompt.answer for prompt in batch) == ["10", "4", "6", "7", "8", "9"]
-
-
-def test_shared_questions_are_found_beyond_the_validation_limit(tokenizer_path):
-    data = module(tokenizer_path, problems(10), problems(3), batch_size=7, val_limit=1)
-    assert data.num_shared == 3
     assert [len(batch) for batch in data.val_dataloader()] == [1]
-
-
-def test_problems_that_share_nothing_are_all_kept():
     assert without_shared(problems(5), problems(5, start=5)) == (problems(5), 0)
 
 
-@pytest.mark.parametrize(("train", "validation", "side"), [([], problems(1), "train"), (problems(1), [], "validation")])
-def test_empty_data_is_refused(tokenizer_path, train, validation, side):
-    with pytest.raises(ValueError, match=f"Fixed gives no {side} problems"):
-        module(tokenizer_path, train, validation)
+@pytest.mark.parametrize(
+    ("train", "validation", "message"),
+    [
+        ([], problems(1), "Fixed gives no train problems"),
+        (problems(1), [], "Fixed gives no validation problems"),
+        (problems(4), problems(6), "all 4 training problems are also in validation"),
+        ([*problems(1), Problem("q", 2)], HELD, r"Fixed: the answer of problem 1 is '2' of type .*; expected text"),  # pyright: ignore
+        ([*problems(1), Problem("q", None)], HELD, "Fixed: the answer of problem 1 is 'None'"),  # pyright: ignore
+        ([("q", "1")], HELD, r"Fixed: problem 0 is .* of type tuple; expected .*Problem\(question, answer\)"),
+        ([{"question": "q", "answer": "1"}], HELD, "of type dict"),
+        (None, HELD, "Fixed gives 'None'; expected a list"),
+    ],
+)
+def test_a_source_of_no_problems_is_refused(tokenizer_path, train, validation, message):
+    with pytest.raises(ValueError, match=message):
+        module(tokenizer_path, train, validation, batch_size=1)
 
 
-def test_training_problems_that_are_all_in_validation_are_refused(tokenizer_path):
-    with pytest.raises(ValueError, match="all 4 training problems are also in validation"):
-        module(tokenizer_path, problems(4), problems(6))
+def test_a_source_may_give_its_problems_one_by_one(tokenizer_path):
+    train: Any = iter(problems(4))
+    validation: Any = iter(HELD)
+    assert len(module(tokenizer_path, train, validation, batch_size=2).some_train_prompts()) == 4
 
 
 def test_a_batch_larger_than_the_data_is_refused(tokenizer_path):
@@ -297,7 +282,7 @@ def test_a_column_of_system_prompts_goes_before_the_question(tokenizer_path, tmp
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ([], "is an empty list; expected text, or a list of messages"),
         (["hello"], r"message 0 is 'hello'; expected role"),
@@ -311,11 +296,10 @@ def test_a_column_of_system_prompts_goes_before_the_question(tokenizer_path, tmp
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "the last message is of role"),
     ],
 )
-def test_a_list_that_is_no_chat_is_refused_with_its_line(tmp_path, value, said):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": value, "answer": "1"}) + "\n")
-    with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*{said}"):
-        Table(str(path), str(path)).train()
+def test_a_list_that_is_no_chat_is_refused_with_its_line(tmp_path, value, message):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": value, "answer": "1"}) + "\n")
+    with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*{message}"):
+        Table(str(tmp_path / "rows.jsonl"), validation_share=0.5).train()
 
 
 @pytest.mark.parametrize(
@@ -349,22 +333,17 @@ def test_validation_alone_reads_no_training_data(tokenizer_path, tmp_path):
         data.setup("fit")
 
 
-def parse(**init) -> PromptDataModule:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    config = {"data": {"class_path": "datamodules.prompts.PromptDataModule", "init_args": init}}
-    return parser.instantiate(parser.parse_object(config))["data"]
+def test_a_source_is_chosen_by_its_class_path_and_mistakes_are_refused(tokenizer_path):
+    def parse(**init) -> PromptDataModule:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(LightningDataModule, "data")
+        config = {"data": {"class_path": "datamodules.prompts.PromptDataModule", "init_args": init}}
+        return parser.instantiate(parser.parse_object(config))["data"]
 
-
-def test_a_source_is_chosen_by_its_class_path(tokenizer_path):
-    source = {"class_path": "datamodules.arithmetic.Arithmetic", "init_args": {"num_train": 40}}
-    data = parse(source=source, tokenizer=tokenizer_path)
+    arithmetic = {"class_path": "datamodules.arithmetic.Arithmetic"}
+    data = parse(source=arithmetic | {"init_args": {"num_train": 40}}, tokenizer=tokenizer_path)
     data.setup("fit")
     assert len(data.train_dataloader().prompts) == 40
-
-
-def test_a_misspelt_setting_or_a_class_that_is_no_source_is_refused():
-    arithmetic = {"class_path": "datamodules.arithmetic.Arithmetic"}
     with pytest.raises(ArgumentError, match="max_promt_tokens"):
         parse(source=arithmetic, tokenizer="t", max_promt_tokens=3)
     with pytest.raises(ArgumentError, match="num_trian"):
@@ -392,9 +371,6 @@ class Recorder(LightningModule):
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
         self.validated.extend(prompt.answer for prompt in batch)
-
-    def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[str]:
-        return [prompt.answer for prompt in batch]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -428,16 +404,6 @@ def test_a_run_stopped_after_any_step_resumes_with_the_prompts_that_come_next(to
         first = fit(tmp_path / str(cut), tokenizer_path, max_steps=cut)
         second = fit(tmp_path / str(cut), tokenizer_path, max_steps=8)
         assert first.seen + second.seen == straight.seen
-
-
-def test_prediction_serves_the_validation_prompts_in_order(tokenizer_path, tmp_path):
-    data = PromptDataModule(Arithmetic(num_validation=5), tokenizer_path, val_batch_size=2)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
-    predicted = trainer.predict(Recorder(), data)
-    assert predicted is not None
-    assert [answer for batch in predicted for answer in batch] == [
-        problem.answer for problem in Arithmetic(num_validation=5).validation()
-    ]
 
 
 def test_further_prompts_are_none_of_the_batch_and_equal_ones_are_numbered(tokenizer_path, tmp_path):
@@ -497,87 +463,33 @@ def test_training_problems_that_resemble_a_held_out_one_are_in_neither_part():
         assert all(problem in kept or problem in held for problem in others)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"question": "a", "answer": "\\ud800"}', r"t.jsonl:1: column 'answer' is no valid Unicode text"),
-        ('{"question": "\\ud800", "answer": "1"}', r"t.jsonl:1: column 'question' is no valid Unicode text"),
-        ("[" * 200_000, r"t.jsonl:1: (brackets are nested too deeply|not JSON)"),
-        ('{"question": ' + '{"a":' * 200_000, r"t.jsonl:1: (brackets are nested too deeply|not JSON)"),
-        (json.dumps({"question": "x" * 2_000_000, "answer": "1"}), r"t.jsonl:1: column 'question' has 2000000 char"),
-    ],
-    ids=["surrogate answer", "surrogate question", "brackets", "nested objects", "long"],
-)
-def test_a_row_that_no_run_can_use_is_named(tmp_path, line, message):
-    (tmp_path / "t.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=message):
-        Table(str(tmp_path / "t.jsonl"), validation_share=0.5).train()
-
-
-HELD = [Problem("v", "1")]
+def retouched(tokenizer: Path) -> str:
+    file = tokenizer / "chat_template.jinja"
+    file.write_text(file.read_text().replace("<|im_start|>", "<|im_start|> "))
+    return str(tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (lambda path, problems: {"source": Fixed(problems[::-1], HELD)}, "only the order of the training problems"),
-        (
-            lambda path, problems: {"source": Fixed([*problems[:-1], Problem("other", "1")], HELD)},
-            r"the training problems \(a",
-        ),
-        (
-            lambda path, problems: {"source": Fixed(problems[:-1], HELD)},
-            r"num_prompts 4.*the training problems \(a data file",
-        ),
-        (lambda path, problems: {"system_prompt": "Be brief."}, r"data\.system_prompt, question_template or"),
-        (
-            lambda path, problems: {
-                "tokenizer": retouched(path, "chat_template.jinja", "<|im_start|>", "<|im_start|> ")
-            },
-            "the chat template",
-        ),
+        (lambda path, four: {"source": Fixed(four[::-1], HELD)}, "only the order of the training problems"),
+        (lambda path, four: {"source": Fixed([*four[:-1], Problem("x", "1")], HELD)}, r"the training problems \(a"),
+        (lambda path, four: {"source": Fixed(four[:-1], HELD)}, r"num_prompts 4.*the training problems \(a data file"),
+        (lambda path, four: {"system_prompt": "Be brief."}, r"data\.system_prompt, question_template or"),
+        (lambda path, four: {"tokenizer": retouched(path)}, "the chat template"),
     ],
 )
-def test_a_resumed_run_with_other_prompts_is_told_what_changed(tokenizer_path, tmp_path, change, said):
-    problems = [Problem(f"q{number}", str(number)) for number in range(4)]
-
-    def data(**settings):
-        module = PromptDataModule(
-            **{"source": Fixed(problems, HELD), "tokenizer": tokenizer_path, "batch_size": 2, **settings}
-        )
-        module.setup("fit")
-        return module
+def test_a_resumed_run_with_other_prompts_is_told_what_changed(tokenizer_path, tmp_path, change, message):
+    def data(**settings) -> PromptDataModule:
+        settings = {"source": Fixed(problems(4), HELD), "tokenizer": tokenizer_path, "batch_size": 2, **settings}
+        data = PromptDataModule(**settings)
+        data.setup("fit")
+        return data
 
     first = data()
-    path = shutil.copytree(tokenizer_path, tmp_path / "copy")
-    again = data(**change(path, problems))
+    again = data(**change(shutil.copytree(tokenizer_path, tmp_path / "copy"), problems(4)))
     again.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=f"cannot resume: .*{said}.*changed; set it back, or start in another"):
+    with pytest.raises(ValueError, match=f"cannot resume: .*{message}.*changed; set it back, or start in another"):
         again.train_dataloader().load_state_dict(first.train_dataloader().state_dict())
     same = data(tokenizer=str(shutil.copytree(tokenizer_path, tmp_path / "same")))
     assert same.state_dict() == first.state_dict()
-
-
-def retouched(folder: Path, name: str, old: str, new: str) -> str:
-    file = folder / name
-    file.write_text(file.read_text().replace(old, new))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("problems", "said"),
-    [
-        ([("q", "1")], r"Fixed: problem 0 is .* of type tuple; expected .*Problem\(question, answer\)"),
-        ([{"question": "q", "answer": "1"}], "of type dict"),
-        (None, "Fixed gives 'None'; expected a list"),
-    ],
-)
-def test_a_source_that_gives_no_problems_is_told_their_type(tokenizer_path, problems, said):
-    with pytest.raises(ValueError, match=said):
-        PromptDataModule(Fixed([Problem("q", "1")] * 4, problems), tokenizer_path, batch_size=1).setup("fit")
-
-
-def test_a_source_may_give_its_problems_one_by_one(tokenizer_path):
-    train: Any = iter(problems(4))
-    validation: Any = iter(HELD)
-    assert len(module(tokenizer_path, train, validation, batch_size=2).some_train_prompts()) == 4

@@ -21,9 +21,8 @@ from pyarrow import parquet
 from datamodules import math_sets
 from datamodules.arrow import table_rows
 from datamodules.benchmarks import Benchmark
-from datamodules.filters import Filters
 from datamodules.gsm8k import GSM8K
-from datamodules.rows import Row, read_rows
+from datamodules.rows import read_rows
 from datamodules.sources import PromptSource
 from datamodules.table import Table
 from qerl_pl.common.json_lines import stored_text
@@ -121,7 +120,6 @@ def test_times_that_python_cannot_represent_do_not_end_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (lambda path: path.write_bytes(b""), "cannot be read as Parquet"),
         (lambda path: path.write_bytes(b"PAR1 and no more"), "cannot be read as Parquet"),
         (
             lambda path: parquet.write_table(pyarrow.table({"question": pyarrow.array([], "string")}), path),
@@ -239,15 +237,17 @@ def test_filters_that_keep_nothing_are_refused_before_reading(settings, said):
         table(Path("nowhere.jsonl"), **settings)
 
 
-@pytest.mark.parametrize("setting", [{"only": {"lvl": ["x"]}}, {"between": {"lvl": [0, 1]}}, {"system": "lvl"}])
-def test_a_column_that_no_row_has_is_refused(tmp_path, setting):
-    with pytest.raises(ValueError, match="no column 'lvl'; the row has 'question'"):
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({name: {"lvl": [0, 1]}}, "no column 'lvl'; the row has 'question'") for name in ("only", "between")]
+    + [
+        ({"system": "lvl"}, "no column 'lvl'"),
+        ({"between": {"source": [0, 1]}}, ":1: column 'source' is 'x'; expected a"),
+    ],
+)
+def test_a_column_that_no_row_has_or_that_has_no_numbers_is_refused(tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message):
         table(lines(tmp_path / "t.jsonl", *ROWS), **setting).train()
-
-
-def test_text_in_a_column_of_numbers_is_refused():
-    with pytest.raises(ValueError, match=r"t:1: column 'x' is 'high'; expected a number"):
-        Filters(None, {"x": (0, 1)}).keeps(Row("t:1", {"x": "high"}))
 
 
 def test_a_null_system_prompt_is_none(tmp_path):
@@ -294,6 +294,9 @@ def test_a_chat_is_the_same_in_every_form(tmp_path, stored):
     for column in ("question", "prompt"):
         [problem] = table(lines(tmp_path / "t.jsonl", {column: stored, "answer": ["2"]})).train()
         assert (problem.question, problem.answer, problem.messages) == ("1+1=?", "2", tuple(CHAT))
+    for one in (CHAT[1], json.dumps(CHAT[1]), [{"role": "system", "content": None}, CHAT[1]]):
+        [problem] = table(lines(tmp_path / "t.jsonl", {"prompt": one, "answer": "2"})).train()
+        assert problem.messages == (CHAT[1],)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +305,6 @@ def test_a_chat_is_the_same_in_every_form(tmp_path, stored):
 def test_other_text_with_brackets_is_a_question(tmp_path, question):
     [problem] = table(lines(tmp_path / "t.jsonl", {"question": question, "answer": "2"})).train()
     assert (problem.question, problem.messages) == (question, ())
-
-
-@pytest.mark.parametrize("stored", [CHAT[1], json.dumps(CHAT[1]), [{"role": "system", "content": None}, CHAT[1]]])
-def test_one_message_is_a_chat_and_a_null_system_message_is_none(tmp_path, stored):
-    [problem] = table(lines(tmp_path / "t.jsonl", {"prompt": stored, "answer": "2"})).train()
-    assert problem.messages == (CHAT[1],)
 
 
 @pytest.mark.parametrize(
@@ -421,12 +418,6 @@ def test_bad_rows_are_refused_or_dropped_and_counted(tmp_path, caplog, bad):
     assert f"dropped 2 of 4 rows of {path} that cannot be used; the first: {first}" in caplog.text
     with pytest.raises(ValueError, match=r"bad_rows drops all 1 rows of .*; the first: .*t\.jsonl:1"):
         table(lines(tmp_path / "t.jsonl", bad), bad_rows="drop").train()
-
-
-def test_a_line_that_is_not_utf8_is_a_bad_row(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_bytes(b'{"question": "\xe9", "answer": "1"}\n{"question": "q", "answer": "2"}\n')
-    assert [problem.answer for problem in table(path, bad_rows="drop").train()] == ["2"]
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6), st.integers())
