@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qerl_pl.common.types import Completion, Prompt
@@ -199,8 +199,7 @@ def _signature(name: str, reward: Callable[..., Any]) -> inspect.Signature:
 
 
 def _finished(scores: Any) -> Any:
-    return asyncio.run(_awaited(scores)) if inspect.isawaitable(scores) else scores
+    async def awaited() -> Any:
+        return await scores
 
-
-async def _awaited(scores: Any) -> Coroutine[Any, Any, Any]:
-    return await scores
+    return asyncio.run(awaited()) if inspect.isawaitable(scores) else scores

@@ -51,7 +51,11 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
         RewardError: the reward raised an exception, asked the process to exit, or took too long.
     """
     with _settings_kept(), preserved_rng(), _exit_refused(), _clock(time_limit) as restart:
-        _seed_streams(seed)
+        random.seed(seed)
+        if (numpy := loaded("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+        if (torch := loaded("torch")) is not None:
+            torch.random.default_generator.manual_seed(seed)
         try:
             yield restart
         except (RewardError, KeyboardInterrupt, Stopped):
@@ -63,8 +67,12 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
             ) from None
         except (Exception, SystemExit) as error:
             what = "asked the program to exit" if isinstance(error, SystemExit) else "failed"
+            frames = traceback.extract_tb(error.__traceback__)
+            last = (
+                f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+            )
             raise RewardError(
-                f"reward {name!r} {what} on a batch of {num_rows} rows: {type(error).__name__}: {error}{_place(error)}"
+                f"reward {name!r} {what} on a batch of {num_rows} rows: {type(error).__name__}: {error}{last}"
             ) from error
 
 
@@ -167,19 +175,6 @@ def _settings_kept() -> Iterator[None]:
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)
-
-
-def _seed_streams(seed: int) -> None:
-    random.seed(seed)
-    if (numpy := loaded("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-    if (torch := loaded("torch")) is not None:
-        torch.random.default_generator.manual_seed(seed)
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 def _short(value: Any) -> str:

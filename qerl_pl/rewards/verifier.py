@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-from qerl_pl.rewards.verdict import Cause, Verdict
+from qerl_pl.rewards.verdict import Verdict
 
 START_LIMIT = 120.0  # seconds that a worker process may take to start, i.e. to import math-verify, on a busy machine
 MAX_FAILED_STARTS = 3
@@ -73,7 +72,9 @@ class Verifier:
                 progress(len(rows) - len(distinct))
                 return [verdicts[row] for row in rows]
             finally:
-                if any(worker.row for worker in self._workers):  # interrupted: nobody will read their answers
+                if any(
+                    worker.row is not None for worker in self._workers
+                ):  # interrupted: nobody will read their answers
                     _stop_all(self._workers, self._owner)
 
     def pids(self) -> list[int]:
@@ -101,7 +102,7 @@ class Verifier:
 
     def _run(self, rows: Sequence[tuple[str, str | None]], progress: Callable[[int], object]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
-        waiting = deque(_Row(index, retried=False) for index in range(len(rows)))
+        waiting, retried = deque(range(len(rows))), set[int]()
         failed_starts = 0
         while len(verdicts) < len(rows):
             while len(self._workers) < min(self.num_workers, len(rows) - len(verdicts)):
@@ -109,21 +110,22 @@ class Verifier:
             for worker in self._workers:
                 if worker.ready and worker.row is None and waiting:
                     row = waiting.popleft()
-                    worker.send(row, *rows[row.index], self.time_limit)
+                    worker.send(row, *rows[row], self.time_limit)
             num_before = len(verdicts)
             for worker in _due(self._workers):
                 row, verdict = worker.row, worker.receive()
                 if verdict is not None and row is not None:
-                    verdicts[row.index], worker.row = verdict, None
+                    verdicts[row], worker.row = verdict, None
                 if worker.failure is None:
                     continue
                 self._workers.remove(worker)
                 if row is None:
                     failed_starts += not worker.ready
-                elif row.retried or worker.failure.cause == "hang":
-                    verdicts[row.index] = Verdict(None, *worker.failure)
-                else:
-                    waiting.appendleft(_Row(row.index, retried=True))
+                elif row in retried or worker.failure.cause == "hang":
+                    verdicts[row] = worker.failure
+                else:  # after a crash, since the machine may have been the cause
+                    retried.add(row)
+                    waiting.appendleft(row)
             if failed_starts > MAX_FAILED_STARTS:
                 raise RuntimeError(
                     f"{failed_starts} verifier processes died at their start; "
@@ -131,16 +133,6 @@ class Verifier:
                 )
             progress(len(verdicts) - num_before)
         return [verdicts[index] for index in range(len(rows))]
-
-
-class _Row(NamedTuple):
-    index: int
-    retried: bool
-
-
-class _Failure(NamedTuple):
-    reason: str
-    cause: Cause  # after a crash the comparison is tried once more, since the machine may have been the cause
 
 
 class _Worker:
@@ -160,13 +152,13 @@ class _Worker:
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.ready = False
-        self.row: _Row | None = None
-        self.failure: _Failure | None = None
+        self.row: int | None = None
+        self.failure: Verdict | None = None
         self.limit = START_LIMIT
         self.deadline = time.monotonic() + START_LIMIT
         self._received = b""
 
-    def send(self, row: _Row, gold: str, answer: str | None, limit: float) -> None:
+    def send(self, row: int, gold: str, answer: str | None, limit: float) -> None:
         self.row, self.limit = row, limit
         self.deadline = time.monotonic() + WALL_FACTOR * limit
         with suppress(BrokenPipeError):  # if the process has died, the next ``receive`` reports this
@@ -175,7 +167,7 @@ class _Worker:
 
     def receive(self) -> Verdict | None:
         """Return the verdict; None if the process still works, or hung or died (then ``failure`` is set)."""
-        late = _Failure(f"took more than {self.limit:g} s", "hang")
+        late = Verdict(None, f"took more than {self.limit:g} s", "hang")
         if not _readable([self], wait=0):
             self.stop()
             self.failure = late
@@ -183,7 +175,7 @@ class _Worker:
         chunk = os.read(self.stdout.fileno(), 65536)
         if not chunk:
             status = self.stop(patience=1.0)  # its output is closed, so the process is ending
-            died = _Failure(f"its process died twice (exit status {status})", "crash")
+            died = Verdict(None, f"its process died twice (exit status {status})", "crash")
             self.failure = late if status == -signal.SIGPROF else died
             return None
         line, newline, self._received = (self._received + chunk).partition(b"\n")
