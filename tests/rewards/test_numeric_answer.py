@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.rewards.answers import last_boxed, last_hash, last_tagged, marked_answer
+from qerl_pl.rewards.answers import last_boxed, last_hash, last_tagged
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rewards.number_words import in_digits
-from qerl_pl.rewards.numbers import last_number, parse_number
+from qerl_pl.rewards.numbers import parse_number
 
 DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
@@ -24,66 +24,6 @@ def score(text: str, answer: str, **settings) -> float | None:
 
 def judged(reward: NumericAnswer, text: str, answer: str) -> float | None:
     return reward.judge([text], [answer])[0].score
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<answer>17</answer> no: <answer>18</answer>", 1.0),
-        ("<answer>18</answer> no: <answer>17</answer>", 0.0),
-        ("<answer>18</answer> and \\boxed{17} and\n#### 17", 1.0),
-        ("<answer>17</answer> and \\boxed{18} and\n#### 18", 0.0),
-        ("<answer><answer>18</answer></answer>", 1.0),
-        ("<answer>17</answer><answer>18", 0.0),  # cut off: the answer before it counts
-        ("<answer>18", 0.0),
-        ("18</answer>", 0.0),
-        ("<answer>18</answer", 0.0),
-        ("<answer>\n\\boxed{18}\n</answer>", 1.0),
-        ("<ANSWER>18</ANSWER>", 1.0),
-        ("The answer is 18.", 0.0),
-        ("", 0.0),
-        ("<answer>18</answer>" + "x" * 100_000, 1.0),
-        ("<answer>" * 50_000 + "18</answer>", 1.0),
-        ("<answer>" + "1 " * 50_000 + "</answer>", 0.0),
-    ],
-)
-def test_only_the_last_closed_tag_counts(text, expected):
-    assert score(text, "18") == expected
-
-
-@pytest.mark.parametrize(
-    ("marker", "text", "expected"),
-    [
-        ("boxed", "\\boxed{17} then \\boxed{18}", 1.0),
-        ("boxed", "\\boxed{18} then \\boxed{17}", 0.0),
-        ("boxed", "<answer>18</answer>", 0.0),
-        ("boxed", "\\boxed{18} then \\boxed{17", 1.0),
-        ("hash", "#### 17\n#### $18.00\n", 1.0),
-        ("hash", "\\boxed{18}", 0.0),
-        ("any", "\\boxed{18}\n#### 17", 1.0),
-        ("any", "#### Step 17\nso 18\n#### 18", 1.0),
-        ("any", "#### 18\n#### Step 2: check", 1.0),
-        ("any", "#### 3. Total\nIt is 18.", 0.0),
-    ],
-)
-def test_the_marker_decides_which_span_counts(marker, text, expected):
-    assert score(text, "18", marker=marker) == expected
-
-
-def test_unmarked_answers_count_only_when_asked_for_and_only_without_a_mark():
-    text = "She buys 3 bags of 6.\nSo she has $18 left.\n\nThat is all."
-    assert score(text, "18") == 0.0
-    assert score(text, "18", fallback="last_number") == 1.0
-    assert score("The answer is 18 for 2 days.", "18", fallback="last_number") == 1.0
-    assert score("He makes **18** in 2 days.", "18", fallback="last_number") == 1.0
-    assert score("<answer>17</answer> 18", "18", fallback="last_number") == 0.0
-    assert score("<answer>17 or 18</answer> 18", "18", fallback="last_number") == 0.0
-    assert last_number("none at all") is None
-
-
-@pytest.mark.parametrize("gold", ["", "unknown", "3 or 4", "#### ", "72 #### x"])
-def test_an_unreadable_known_answer_is_unscored(gold):
-    assert score("<answer>18</answer>", gold) is None
 
 
 def test_unknown_settings_are_refused():
@@ -114,14 +54,6 @@ def test_extraction_never_fails_and_returns_a_part_of_the_text(text):
     for find in (last_tagged, last_boxed, last_hash):
         span = find(text)
         assert span is None or span in text
-
-
-def test_of_nested_boxes_the_outermost_counts_and_escaped_braces_do_not_close_it():
-    assert last_boxed("\\boxed{\\boxed{5}}") == "\\boxed{5}"
-    assert last_boxed("\\boxed{\\{1, 2\\}} }") == "\\{1, 2\\}"
-    assert last_boxed("{ \\fbox{\\frac{1}{2}}") == "\\frac{1}{2}"
-    assert last_boxed("\\boxed{" * 30_000) is None
-    assert marked_answer("\\boxed{1} <answer>2</answer>", "any") == "2"
 
 
 # ---- numbers in words ---------------------------------------------------------------------------------------------

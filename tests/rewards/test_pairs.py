@@ -1,20 +1,49 @@
-"""Ways of writing an answer that mean the same, and near ones that do not: pairs.jsonl and laws about units."""
+"""Which text of a completion is its answer (readings.jsonl), and which answers are the same (pairs.jsonl)."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.rewards.answers import last_boxed
 from qerl_pl.rewards.equivalence import judge
+from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rewards.quantities import quantity
 from qerl_pl.rewards.units import unit_of
+from qerl_pl.rewards.unmarked import answer_alone, last_math, stated_answer
 
-PAIRS = list(map(json.loads, Path(__file__).with_name("pairs.jsonl").read_text().splitlines()))
+PAIRS, READINGS = (
+    list(map(json.loads, Path(__file__).with_name(f"{name}.jsonl").read_text().splitlines()))
+    for name in ("pairs", "readings")
+)
+FIND = {"last_boxed": last_boxed, "last_math": last_math, "stated_answer": stated_answer, "answer_alone": answer_alone}
 NAMES = (
     "cm,mm,km,inches,feet,kg,mg,pounds,minutes,hours,days,m/s,km/h,mph,cm^2,square feet,acres,mL,cubic inches,gallons"
 )
 NAMES += ",cents,dollars,N,kJ,kWh,kPa"
+
+
+@pytest.mark.parametrize("row", READINGS, ids=lambda row: row["text"])
+def test_the_answer_of_a_text_is_the_one_that_a_reader_sees(row):
+    if "find" in row:
+        assert FIND[row["find"]](row["text"]) == row["answer"]
+    else:
+        reward = think_answer_format if row["reward"] == "think_answer_format" else NumericAnswer(**row["settings"])
+        completion = Completion((1,), (0.0,), True, row["text"])
+        assert reward([Prompt((1,), row.get("known", ""))], [completion]) == [row["score"]]
+
+
+def test_long_texts_and_unclosed_boxes_are_read():
+    for text, score in (
+        ("<answer>18</answer>" + "x" * 100_000, 1.0),
+        ("<answer>" * 50_000 + "18</answer>", 1.0),
+        ("<answer>" + "1 " * 50_000 + "</answer>", 0.0),
+    ):
+        assert NumericAnswer().judge([text], ["18"])[0].score == score
+    assert last_boxed("\\boxed{" * 30_000) is None
+    assert think_answer_format([Prompt((1,), "")], [Completion((1,), (0.0,), True, "<think>" * 20_000)]) == [0.0]
 
 
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: f"{row['by']} {row['known']}")

@@ -156,32 +156,6 @@ def test_yaml_takes_classes_with_settings_and_plain_functions(tmp_path):
     torch.testing.assert_close(table.total, torch.tensor([1.0 + 0.2 - 0.5]))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a</think><answer>5</answer>", 1.0),
-        ("\n<think>\na\n</think>\n\n<answer>\n5\n</answer>\n", 1.0),
-        ("<think>a < b</think><answer>5</answer>", 1.0),
-        ("", 0.0),
-        ("<answer>5</answer>", 0.0),
-        ("<think>a</think>", 0.0),
-        ("<think></think><answer></answer>", 0.0),
-        ("<think>a</think><answer> \n</answer>", 0.0),
-        ("<think>a</think> so <answer>5</answer>", 0.0),
-        ("<think>a</think><answer>5</answer> done", 0.0),
-        ("well <think>a</think><answer>5</answer>", 0.0),
-        ("<answer>5</answer><think>a</think>", 0.0),
-        ("<think>a</think><answer>5</answer><answer>6</answer>", 0.0),
-        ("<think>a</think><think>b</think><answer>5</answer>", 0.0),
-        ("<think>a<answer>5</answer></think>", 0.0),
-        ("<think>a</think><answer>5", 0.0),
-        ("<think>" * 20_000, 0.0),
-    ],
-)
-def test_the_format_is_the_whole_completion_once(text, expected):
-    assert think_answer_format(PROMPTS[:1], [completion(text)]) == [expected]
-
-
 def test_soft_overlong_is_zero_then_linear_then_minus_one():
     lengths = [0, 80, 81, 90, 99, 100, 101, 1000]
     scores = SoftOverlong(max_tokens=100, buffer=20)([PROMPTS[0]] * 8, [completion(num_tokens=n) for n in lengths])
