@@ -38,20 +38,12 @@ def raises(prompts, completions):
     return {}["no such key"]
 
 
-def leaves(prompts, completions):
-    sys.exit(0)
-
-
-def leaves_at_once(prompts, completions):
-    os._exit(7)
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
         (raises, r"failed on a batch of 3 rows: KeyError: 'no such key' \(test_guard.py, line \d+, in raises\)"),
-        (leaves, r"asked the program to exit on a batch of 3 rows: SystemExit: 0"),
-        (leaves_at_once, r"asked the program to exit .* os._exit\(7\)"),
+        (lambda prompts, completions: sys.exit(0), r"asked the program to exit on a batch of 3 rows: SystemExit: 0"),
+        (lambda prompts, completions: os._exit(7), r"asked the program to exit .* os._exit\(7\)"),
     ],
 )
 def test_an_exception_or_an_exit_names_the_reward(reward, message):
@@ -98,15 +90,29 @@ def test_numbers_of_other_kinds_are_scores(found):
     assert scored(lambda prompts, completions: found) == [0.0, 1.0, 0.0]
 
 
+class Judging:
+    """A reward with a method ``judge``, which takes a while for each row."""
+
+    def __init__(self, *verdicts: Any) -> None:
+        self.verdicts = verdicts
+
+    def __call__(self, prompts, completions): ...
+
+    def judge(self, texts, answers, progress):
+        for _ in self.verdicts:
+            time.sleep(0.3)
+            progress(1)
+        return list(self.verdicts)
+
+
 def test_a_judge_that_returns_no_verdicts_is_named():
-    class Half:
-        def __call__(self, prompts, completions): ...
-
-        def judge(self, texts, answers, progress=None):
-            return [1.0] * len(texts)
-
     with pytest.raises(RewardError, match=r"reward 'mine': judge\(\) returned no list of Verdict"):
-        scored(Half())
+        scored(Judging(1.0))
+
+
+def test_the_clock_starts_again_when_rows_get_done_and_not_at_all_without_a_limit():
+    assert scored(Judging(*[Verdict(1.0, "")] * 3), time_limit=0.6) == [1.0] * 3  # 0.9 seconds in all
+    assert scored(Judging(*[Verdict(1.0, "")] * 3), time_limit=None) == [1.0] * 3
 
 
 def sleeps(prompts, completions):
@@ -136,20 +142,6 @@ def test_a_reward_that_takes_too_long_is_stopped(reward):
     with pytest.raises(RewardError, match=r"reward 'mine' took more than 0.2 seconds on a batch of 3 rows"):
         scored(reward, time_limit=0.2)
     assert time.monotonic() - begin < 5
-
-
-def test_the_clock_starts_again_when_rows_get_done_and_not_at_all_without_a_limit():
-    class Slow:
-        def __call__(self, prompts, completions): ...
-
-        def judge(self, texts, answers, progress):
-            for _ in texts:
-                time.sleep(0.3)
-                progress(1)
-            return [Verdict(1.0, "")] * len(texts)
-
-    assert scored(Slow(), time_limit=0.6) == [1.0] * 3  # 0.9 seconds in all
-    assert scored(Slow(), time_limit=None) == [1.0] * 3
 
 
 def _double(value: int, results: Any) -> None:
@@ -224,8 +216,3 @@ def test_what_a_reward_draws_is_a_function_of_the_seed():
 def test_a_time_limit_that_is_none_is_refused(time_limit):
     with pytest.raises(ValueError, match=re.escape(f"the time_limit of reward 'mine' is {time_limit}")):
         WeightedReward("mine", sleeps, time_limit=time_limit)
-
-
-def test_what_does_not_take_two_lists_is_refused_when_it_is_named():
-    with pytest.raises(ValueError, match=r"reward 'mine' takes \(completion\); expected two parameters"):
-        WeightedReward("mine", lambda completion: 1.0)

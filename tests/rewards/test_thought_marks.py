@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -111,45 +113,20 @@ def test_marks_of_another_kind_within_thoughts_do_not_end_them():
     assert score("<think><think>a</think>\\boxed{4}") == 1, "the template and the model opened them"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x < think > y",
-        "a[think",
-        "<reason",
-        "2 < 3 > 1",
-        "<thinker>",
-        "[reason]",
-        "<|im_start|>",
-        "</no_think>",
-        "<|im_start|>assistant\n",
-    ],
-)
+UNMARKED = "x < think > y;a[think;<reason;2 < 3 > 1;<thinker>;[reason];<|im_start|>;</no_think>;<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("text", UNMARKED.split(";"))
 def test_text_without_marks_is_left_alone(text):
     assert in_one_form(text) == text
     if text != "x < think > y":
         assert thoughts_of(text) == (0, False)
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "<",
-        "< ",
-        "[",
-        "<|",
-        "<|channel|>",
-        "<|channel>",
-        "\u25c1 ",
-        "<a:",
-        "<|end|>",
-        "<think>",
-        "<unused1>",
-        "< \n",
-        "<a_",
-        "<|im_start|> ",
-    ],
-)
+UNITS = "<;< ;[;<|;<|channel|>;<|channel>;\u25c1 ;<a:;<|end|>;<think>;<unused1>;< \n;<a_;<|im_start|> "
+
+
+@pytest.mark.parametrize("unit", UNITS.split(";"))
 def test_marks_are_found_in_linear_time(unit):
     text = unit * (200_000 // len(unit))
     begin = time.process_time()
@@ -158,28 +135,16 @@ def test_marks_are_found_in_linear_time(unit):
     assert time.process_time() - begin < 3
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        *(
-            "<turn|>",
-            "<|turn>user\n",
-            "<|end_of_role|>",
-            "<|im_start|>user\n",
-            "<start_of_turn>user\n",
-            "[INST]",
-            "[/INST]",
-        ),
-        *(
-            "<|user|>",
-            "<|start_header_id|>user<|end_header_id|>",
-            "<\uff5cUser\uff5c>",
-            "<\uff5chy_User\uff5c>",
-            "<|hy_eos|>",
-        ),
-        *("<|END_OF_TURN_TOKEN|>", "<|eot|>", "<|eos|>", "<eot>", "[EOS]", "<end_of_utterance>", "<|call|>"),
-    ],
+ENDS = (
+    "<turn|>;<|turn>user\n;<|end_of_role|>;<|im_start|>user\n;<start_of_turn>user\n;[INST];[/INST];<|user|>;<|hy_eos|>"
 )
+ENDS += (
+    ";<|start_header_id|>user<|end_header_id|>;<\uff5cUser\uff5c>;<\uff5chy_User\uff5c>;<|END_OF_TURN_TOKEN|>;<|eot|>"
+)
+ENDS += ";<|eos|>;<eot>;[EOS];<end_of_utterance>;<|call|>"
+
+
+@pytest.mark.parametrize("token", ENDS.split(";"))
 def test_a_token_that_ends_a_turn_or_begins_another_ends_the_answer(token):
     assert own_turn(f"\\boxed{{5}}{token}\n\\boxed{{4}}", "boxed", stated=False) == "\\boxed{5}"
 
@@ -231,16 +196,11 @@ def test_what_ended_a_completion_is_left_out_unless_it_is_a_stop_string():
     assert seen("") == ""
 
 
-@pytest.mark.parametrize(
-    ("stop", "fine"), [((), True), (("</answer>",), True), (("</think>",), False), (("<answer>",), False)]
-)
-def test_a_format_that_no_completion_can_have_is_refused_at_the_start(stop, fine):
-    tokenizer = special_tokenizer()
-    opened = PROMPT._replace(text="<|im_start|>assistant\n<think>\n")
-    for prompt in (PROMPT, opened):
-        terms = [WeightedReward("format", think_answer_format, 0.5)]
-        if fine:
-            check_format_can_be_met(terms, [prompt], lambda text: as_sampled(tokenizer, text, stop=stop))
-            continue
-        with pytest.raises(ValueError, match=r"reward 'format' can only give 0: .*data\.stop"):
-            check_format_can_be_met(terms, [prompt], lambda text: as_sampled(tokenizer, text, stop=stop))
+@pytest.mark.parametrize("stop", [(), ("</answer>",), ("</think>",), ("<answer>",)])
+@pytest.mark.parametrize("text", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
+def test_a_format_that_no_completion_can_have_is_refused_at_the_start(stop, text):
+    terms = [WeightedReward("format", think_answer_format, 0.5)]
+    written = partial(as_sampled, special_tokenizer(), stop=stop)
+    refused = pytest.raises(ValueError, match=r"reward 'format' can only give 0: .*data\.stop")
+    with nullcontext() if stop in ((), ("</answer>",)) else refused:
+        check_format_can_be_met(terms, [PROMPT._replace(text=text)], written)
