@@ -40,17 +40,14 @@ class Filters:
                 raise ValueError(f"between has [{low}, {high}] for {column!r}; expected the lower number first")
         self.only = {column: {_comparable(value) for value in values} for column, values in (only or {}).items()}
         self.between = dict(between or {})
-        self._missing: dict[str, NoColumnError] = {}  # error of the first row without a restricted column
-        self._present: set[str] = set()
+        # Error of the first row without a restricted column; None once a row has it.
+        self._missing: dict[str, NoColumnError | None] = {}
         self._num_null: Counter[str] = Counter()
         self._num_rows = self._num_kept = 0
 
     def keeps(self, row: Row) -> bool:
-        """Tell whether a row passes all restrictions. A row without one of the columns counts as one with null.
-
-        Raises:
-            ValueError: a value is neither text, number nor bool, or no number where a range is given.
-        """
+        """Tell whether a row passes all restrictions, where a missing column counts as null; ValueError if a value is
+        neither text, number nor bool, or no number where a range is given."""
         passes = []
         for column in dict.fromkeys((*self.only, *self.between)):
             value = self._value(row, column)
@@ -71,9 +68,8 @@ class Filters:
 
     def report(self, path: str | Sequence[str]) -> None:
         """Log how many rows were left out, and how many had null; NoColumnError if no row has a restricted column."""
-        for column, error in self._missing.items():
-            if column not in self._present:
-                raise error
+        for error in filter(None, self._missing.values()):
+            raise error
         if self._num_kept < self._num_rows:
             nulls = "".join(f"; {num} rows have null in {column!r}" for column, num in self._num_null.items())
             rank_zero_info(f"data: only and between keep {self._num_kept} of {self._num_rows} rows of {path}{nulls}")
@@ -84,7 +80,7 @@ class Filters:
         except NoColumnError as error:
             self._missing.setdefault(column, error)
             return None
-        self._present.add(column)
+        self._missing[column] = None
         return None if is_null(value) else value
 
 

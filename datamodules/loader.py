@@ -40,16 +40,9 @@ class TrainLoader:
     of the epoch. The position does not depend on the number of ranks, so a run may be resumed on another number.
     Prompts that do not fill a batch at the end of an epoch are skipped in that epoch.
 
-    Args:
-        prompts: all training prompts.
-        batch_size: prompts per batch, over all ranks.
-        seed: seed of the order.
-        rank: rank whose share of each batch is served.
-        num_ranks: number of ranks that share a batch.
-        hint: sentence for the message that the prompts differ from a checkpoint's, which says a likely reason.
-
-    Raises:
-        ValueError: there are fewer prompts than a batch needs, or ranks cannot share a batch equally.
+    ``prompts`` and ``batch_size`` are those of all ranks, of which ``rank`` serves its share; ``hint`` is a sentence
+    for the message that the prompts differ from a checkpoint's. ValueError if ranks cannot fill or share a batch
+    equally.
     """
 
     def __init__(
@@ -124,14 +117,8 @@ class TrainLoader:
 
 
 class EvaluationLoader:
-    """Yields the prompts of a rank once, in order; the last batch may be smaller.
-
-    Args:
-        prompts: prompts of all ranks.
-        batch_size: prompts per batch on each rank.
-        rank: rank whose share of the prompts is served.
-        num_ranks: number of ranks that share the prompts; ValueError if one of them would have none.
-    """
+    """Yields the share of a rank in ``prompts`` once, in order, ``batch_size`` at a time; the last batch may be
+    smaller. ValueError if a rank would have none."""
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         if len(prompts) < num_ranks:

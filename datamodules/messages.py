@@ -31,16 +31,10 @@ _KEYS = ({"role", "content"}, {"from", "value"})
 def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
     """Read a stored list of messages, ``[{"role": "user", "content": "..."}]``.
 
-    The role ``developer`` is the system's, under its newer name. A content may be a list of parts of text,
-    ``[{"type": "text", "text": "..."}]``, which are joined by line breaks. A system message that is null or blank means
-    none, as tables have it whose rows have equally many messages.
-
-    Args:
-        value: the list.
-        where: file, line and column, for error messages.
-
-    Raises:
-        ValueError: an entry is no message of text, or the last message is not the user's.
+    The role ``developer`` is the system's, under its newer name. A content may be a list of parts of text, ``[{"type":
+    "text", "text": "..."}]``, which are joined by line breaks. A system message that is null or blank means none, as
+    tables have it whose rows have equally many messages. ValueError, with ``where`` (file, line and column), if an
+    entry is no message of text, or the last message is not the user's.
     """
     if not value:
         raise ValueError(f"{where} is an empty list; expected text, or a list of messages with role and content")
@@ -106,13 +100,8 @@ def question_of(messages: Sequence[Message]) -> str:
 def chat_of(
     problem: Problem, *, system_prompt: str | None = None, question_template: str = "{question}"
 ) -> list[Message]:
-    """Build the messages that the policy gets for a problem.
-
-    Args:
-        problem: a problem with a question, or with messages of its own.
-        system_prompt: text of a system turn for problems whose messages have none; None adds no such turn.
-        question_template: text of the last user turn; ``{question}`` is replaced by the problem's last user message.
-    """
+    """Build the messages that the policy gets for a problem: its own messages or its question, with the system prompt
+    if they have none, and with the last user message in the place of ``{question}`` in the template."""
     messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
     asked = question_template.replace("{question}", messages[-1]["content"])  # not format, because of other braces
     messages[-1] = {"role": "user", "content": asked}
@@ -128,14 +117,9 @@ def chat_text(
     *,
     date: str | None = None,
 ) -> str:
-    """Render messages with the chat template, including special tokens and the start of the assistant's turn.
-
-    Args:
-        tokenizer: tokenizer with the chat template; ValueError if this refuses the messages.
-        messages: messages of the chat.
-        arguments: further variables of the template.
-        date: date that the template writes if it reads the clock, in ISO form; None is the clock's.
-    """
+    """Render messages with the chat template, including special tokens and the start of the assistant's turn;
+    ValueError if the template refuses them. ``arguments`` are further variables of the template; ``date``, in ISO form,
+    is what it writes if it reads the clock, None the clock's."""
     try:
         return render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)
     except Exception as error:  # a chat template is a program that may raise any error of Jinja or Python

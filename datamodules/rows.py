@@ -41,12 +41,9 @@ def read_rows(
 
     Args:
         path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
-            data set on the hub (or of a local copy of one), or a list of these. ``~`` is the home folder.
+            data set on the hub (or of a local copy of one), or a list of these; ValueError if they cannot be read.
         split, subset: of a hub data set; not used for a file.
         bad: is called with the error of a row of a JSON Lines file that cannot be read; raises it by default.
-
-    Raises:
-        ValueError: there is no such file or data set, it cannot be read, has no rows, or is named twice.
     """
     paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name)]
     if not paths:
