@@ -49,8 +49,7 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        """Return one score per row. None means unscored: the row is left out of the loss, which differs from a score of
-        0.
+        """Return one score per row, or None: such a row is left out of the loss, which differs from a score of 0.
 
         Args:
             prompts: [B] the prompt of each row, repeated for the rows of a group, with ``text``, ``messages``,
@@ -134,13 +133,8 @@ class RewardTable(NamedTuple):
 def ready_rewards(
     rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None
 ) -> list[WeightedReward]:
-    """Check the rewards of a run together, and set the longest completion in rewards that depend on it.
-
-    Args:
-        rewards: the rewards from YAML.
-        max_tokens: longest completion that is sampled in training, in tokens; ValueError if a reward has another limit.
-        metric: name of the reward that dynamic sampling filters by; None if there is none.
-    """
+    """Check the rewards of a run together, and give ``max_tokens``, the longest completion that is sampled in training,
+    to rewards that depend on it. ``metric`` names the reward that dynamic sampling filters by, if any."""
     _check_names(rewards)
     if all(term.weight == 0 for term in rewards):
         raise ValueError("every reward of model.rewards has weight 0, which only logs; give one a weight")
@@ -163,14 +157,8 @@ def score_rewards(
     seed: int = 0,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
-    """Score a batch with every reward.
-
-    Args:
-        rewards: terms of the weighted sum.
-        prompts: [B] the prompt of each row.
-        completions: [B] the completions, with their text.
-        seed: seed of the global random streams while a reward runs.
-        progress: progress of the run, for rewards in TRL's form.
+    """Score a batch with every reward. The completions [B] have their text; ``seed`` is that of the global random
+    streams while a reward runs.
 
     Raises:
         RewardError: a reward failed, took too long, or did not return one score per row, or the sum is infinite.
@@ -243,13 +231,8 @@ def judge_rows(
     metrics: dict[str, list[float]] | None = None,
 ) -> list[Verdict]:
     """Call a reward of any kind; returns one verdict per row, with the reward's reasons if it has a ``judge`` method.
-
-    Args:
-        reward, prompts, completions, name, messages: as in ``calling.call``.
-        progress: is called with the number of rows finished since its last call.
-        run: progress of the run.
-        metrics: gets the numbers that the reward logs by ``log_metric``.
-    """
+    ``progress`` is called with the number of rows finished since its last call, ``run`` is the progress of the run, and
+    ``metrics`` gets the numbers that the reward logs by ``log_metric``; the others are as in ``calling.call``."""
     if isinstance(reward, Judge):
         texts = list(map(assistant_turn, prompts, completions))
         verdicts = reward.judge(texts, [prompt.answer for prompt in prompts], progress)

@@ -30,8 +30,7 @@ class Progress(NamedTuple):
 
 
 class _State:
-    """``transformers.TrainerState`` of the run; it is made when an attribute is first read, because its import takes
-    seconds and few rewards read it."""
+    """``transformers.TrainerState`` of the run, made when an attribute is first read: its import takes seconds."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -81,13 +80,12 @@ def call(
     messages: bool | None = None,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> Called:
-    """Call a reward with a batch. A coroutine, which TRL also accepts as a reward, is run to its end.
+    """Call a reward without a ``judge`` method with a batch; ValueError if a parameter names no column and has no
+    default. A coroutine, which TRL also accepts as a reward, is run to its end.
 
     Args:
         name: name of the reward, for errors.
-        reward: a reward without a ``judge`` method; ValueError if a parameter names no column and has no default.
-        prompts: [B] the prompt of each row.
-        completions: [B] the completions, with their text.
+        reward, prompts, completions: the reward and its batch.
         messages: whether a reward in TRL's form gets lists of messages (True) or texts (False); None: messages if the
             data set's question is a list of messages, as in TRL.
         progress: given to rewards in TRL's form as ``trainer_state``.

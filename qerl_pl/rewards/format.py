@@ -30,13 +30,8 @@ EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))  # thoughts and a
 def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
-    """Raise ValueError, before training, if no completion in the right format scores 1 once it was sampled and decoded.
-
-    Args:
-        rewards: terms of the weighted sum.
-        prompts: some prompts of the data set.
-        as_sampled: returns the text that rewards see if the policy writes a given text.
-    """
+    """Raise ValueError, before training, if no completion in the right format scores 1 once it was sampled and decoded;
+    ``as_sampled`` returns the text that rewards see if the policy writes a given text."""
     for term in rewards:
         if term.reward is not think_answer_format or term.weight == 0:
             continue

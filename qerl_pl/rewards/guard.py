@@ -42,8 +42,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
     holds if they are imported before the call; `score` runs without them.
 
     Args:
-        name: name of the reward, for messages.
-        num_rows: rows of the batch, for messages.
+        name, num_rows: name of the reward and rows of the batch, for messages.
         time_limit: most seconds until the call ends or reports progress; None sets no limit.
         seed: of the random streams during the call.
 

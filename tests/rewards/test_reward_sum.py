@@ -76,14 +76,14 @@ def test_the_rewards_of_a_run_are_checked_together_and_told_the_limit():
     assert ready[0] is answer
     assert ready[1].reward(PROMPTS[:2], [completion(num_tokens=n) for n in (4, 8)]) == [0, -1]
     assert ready_rewards([WeightedReward("long", SoftOverlong(4, max_tokens=8))], max_tokens=8)
-    with pytest.raises(ValueError, match=r"SoftOverlong.max_tokens is 9 and model.sampling.max_tokens is 8"):
-        ready_rewards([WeightedReward("long", SoftOverlong(4, max_tokens=9))], max_tokens=8)
-    with pytest.raises(ValueError, match=r"buffer is 9; expected 1 to max_tokens \(8\)"):
-        ready_rewards([WeightedReward("long", SoftOverlong(9))], max_tokens=8)
-    with pytest.raises(ValueError, match=r"every reward of model.rewards has weight 0"):
-        ready_rewards([WeightedReward("a", constant(1.0), weight=0.0)], max_tokens=8)
-    with pytest.raises(ValueError, match=r"metric is 'right'; expected the name of a reward: a, long"):
-        ready_rewards([answer, overlong], max_tokens=8, metric="right")
+    for terms, metric, message in (
+        ([WeightedReward("long", SoftOverlong(4, 9))], None, "SoftOverlong.max_tokens is 9 and .*max_tokens is 8"),
+        ([WeightedReward("long", SoftOverlong(9))], None, r"buffer is 9; expected 1 to max_tokens \(8\)"),
+        ([WeightedReward("a", constant(1.0), 0.0)], None, "every reward of model.rewards has weight 0"),
+        ([answer, overlong], "right", "metric is 'right'; expected the name of a reward: a, long"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ready_rewards(terms, max_tokens=8, metric=metric)
     with pytest.raises(ValueError, match="has no max_tokens"):
         SoftOverlong(4)(PROMPTS, [completion()] * 3)
 
@@ -115,11 +115,26 @@ def test_what_cannot_be_summed_is_refused(terms, rows, message):
         score_rewards(terms, PROMPTS, [completion()] * rows)
 
 
-def test_a_term_without_name_or_with_an_infinite_weight_is_refused():
-    with pytest.raises(ValueError, match="name is '';"):
-        WeightedReward("", constant())
-    with pytest.raises(ValueError, match="weight of reward 'a' is inf"):
-        WeightedReward("a", constant(), weight=math.inf)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": ""}, "name is ''; expected the name to log it under"),
+        ({"name": "a\n"}, r"name is 'a\\n'"),
+        ({"weight": math.inf}, "the weight of reward 'a' is inf; expected a finite number"),
+        *[
+            ({"time_limit": limit}, f"the time_limit of reward 'a' is {limit}")
+            for limit in (0, -1.0, math.nan, math.inf)
+        ],
+        ({"messages": True}, "messages is True for reward 'a', which gets Prompt and Completion"),
+        *[
+            ({"reward": reward}, "reward 'a' ")  # parameters of which none is known
+            for reward in (lambda completion, prompt: [], lambda question: [], list, lambda *rows: [], max, print)
+        ],
+    ],
+)
+def test_a_term_that_means_nothing_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        WeightedReward(**{"name": "a", "reward": constant(), **settings})
 
 
 def without_annotations(prompts, completions):
@@ -160,12 +175,9 @@ def test_soft_overlong_is_zero_then_linear_then_minus_one():
     lengths = [0, 80, 81, 90, 99, 100, 101, 1000]
     scores = SoftOverlong(max_tokens=100, buffer=20)([PROMPTS[0]] * 8, [completion(num_tokens=n) for n in lengths])
     assert scores == pytest.approx([0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
-
-
-@pytest.mark.parametrize("buffer", [0, -1, 101])
-def test_soft_overlong_refuses_a_buffer_outside_the_limit(buffer):
-    with pytest.raises(ValueError, match=f"buffer is {buffer}"):
-        SoftOverlong(max_tokens=100, buffer=buffer)
+    for buffer in (0, -1, 101):
+        with pytest.raises(ValueError, match=f"buffer is {buffer}"):
+            SoftOverlong(max_tokens=100, buffer=buffer)
 
 
 def test_thoughts_that_the_chat_template_opened_count_as_the_completions():

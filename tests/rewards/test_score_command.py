@@ -63,13 +63,9 @@ def test_each_row_comes_back_in_order_with_its_score(files, arguments, scores, c
         ('{"answer": "a"}', "there is no 'completion'"),
         ('{"completion": null, "answer": "1"}', "'completion' is None"),
         ('{"completion": "a", "answer": [1, 2]}', "'answer' is [1, 2]"),
-        ('{"completion": "a", "answer": NaN}', "'answer' is NaN"),
         ('{"completion": "a", "answer": "1", "answer": "2"}', "the key 'answer' is given twice"),
-        ('{"completion": "a", "answer": ' + "1" * 5000 + "}", "a number has too many digits"),
-        ("[" * 100_000, "brackets are nested too deeply"),
         ('{"completion": "a", "answer": "1", "x": ' + "[" * 900 + "]" * 900 + "}", "brackets are nested too deeply"),
         ('{"completion": "a", "answer": true}', "'answer' is True"),
-        ("[1]", "is not a JSON object"),
         ('{"completion": "a"', "not JSON"),
         ('"\udcff"', "is not UTF-8"),
     ],
@@ -112,9 +108,13 @@ def test_missing_files_and_unknown_rewards_are_errors(files, tmp_path, capsys):
         with pytest.raises(SystemExit):
             score((files[0], output), "--reward", "gsm8k")
         assert "is a folder" in (said := capsys.readouterr().err) or "is no regular file" in said
-    with pytest.raises(SystemExit):
-        score(files, "--reward", "gsm9k")
-    assert "gsm9k" in capsys.readouterr().err
+    for arguments, message in (
+        (["--reward", "gsm9k"], "gsm9k"),
+        (["--reward", "math", "--reward.fallback", "non"], "expected 'none', 'last_math'; did you mean none?"),
+    ):
+        with pytest.raises(SystemExit):
+            score(files, *arguments)
+        assert message in capsys.readouterr().err
     assert not files[1].exists()
 
 
@@ -138,11 +138,3 @@ def test_an_own_function_scores_and_its_mistakes_are_words(files, tmp_path, monk
             assert score(files, "--reward", name) == 1
         [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert said in line, line
-
-
-def test_a_missing_file_and_a_word_that_is_none_are_named(files, capsys):
-    assert main(["score", "--reward", "gsm8k", "--input", "gone.jsonl", "--output", str(files[1])]) == 1
-    assert "gone.jsonl" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        score(files, "--reward", "math", "--reward.fallback", "non")
-    assert "fallback is 'non'; expected 'none', 'last_math'; did you mean none?" in capsys.readouterr().err
