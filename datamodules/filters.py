@@ -40,7 +40,7 @@ class Filters:
                 raise ValueError(f"between has [{low}, {high}] for {column!r}; expected the lower number first")
         self.only = {column: {_comparable(value) for value in values} for column, values in (only or {}).items()}
         self.between = dict(between or {})
-        # Error of the first row without a restricted column; None once a row has it.
+        # Error of the first row without a restricted column; None if another row has it.
         self._missing: dict[str, NoColumnError | None] = {}
         self._num_null: Counter[str] = Counter()
         self._num_rows = self._num_kept = 0
