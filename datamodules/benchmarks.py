@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from datamodules.rows import BadRows, OnBadRows, Row, read_problems, text
+from datamodules.rows import BadRows, OnBadRows, Row, read_problems
 from qerl_pl.common.types import Problem
 
 _HUB = {  # data set on the hub, its split, and its column of questions
@@ -43,6 +43,6 @@ class Benchmark:
         path, split, question = _HUB[self.name]
 
         def problem(row: Row) -> Problem:
-            return Problem(text(row, question), text(row, "answer").removesuffix(".0"), row=row.columns)
+            return Problem(row.text(question), row.text("answer").removesuffix(".0"), row=row.columns)
 
         return read_problems(self.path or path, problem, bad_rows=self.bad_rows, split=split)

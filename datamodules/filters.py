@@ -9,7 +9,7 @@ from decimal import Decimal, InvalidOperation
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from datamodules.rows import NoColumnError, Row, value_of
+from datamodules.rows import NoColumnError, Row
 from qerl_pl.common.json_lines import is_null, stored_text
 
 Value = bool | int | float | str
@@ -76,7 +76,7 @@ class Filters:
 
     def _value(self, row: Row, column: str) -> object:
         try:
-            value = value_of(row, column)
+            value = row.value(column)
         except NoColumnError as error:
             self._missing.setdefault(column, error)
             return None

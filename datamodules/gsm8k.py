@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datamodules.rows import BadRows, OnBadRows, Row, read_problems, text
+from datamodules.rows import BadRows, OnBadRows, Row, read_problems
 from qerl_pl.common.types import Problem
 
 
@@ -34,8 +34,8 @@ class GSM8K:
 
 
 def _problem(row: Row) -> Problem:
-    _, mark, answer = text(row, "answer").rpartition("####")
+    _, mark, answer = row.text("answer").rpartition("####")
     answer = answer.strip().replace(",", "")
     if not mark or not answer:
         raise ValueError(f"{row.where}: the solution has no final answer after '####'")
-    return Problem(text(row, "question"), answer, row=row.columns)
+    return Problem(row.text("question"), answer, row=row.columns)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.rows import Row, text
+from datamodules.rows import Row
 from qerl_pl.common.json_lines import is_null
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.model.tokenizer import render
@@ -81,14 +81,14 @@ def chat_of_value(value: object, where: str) -> list[object] | None:
 def _content(entry: Mapping[str, object], where: str) -> str:
     parts = entry.get("content")
     if not isinstance(parts, list) or not parts:
-        return text(Row(where, dict(entry)), "content")
+        return Row(where, dict(entry)).text("content")
     texts = []
     for number, part in enumerate(parts):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise ValueError(
                 f'{where}, part {number} is {str(part)[:80]!r}; expected text, {{"type": "text", "text": "..."}}'
             )
-        texts.append(text(Row(f"{where}, part {number}", dict(part)), "text"))
+        texts.append(Row(f"{where}, part {number}", dict(part)).text("text"))
     return "\n".join(texts)
 
 
@@ -157,9 +157,9 @@ def find_special_tokens(tokenizer: PreTrainedTokenizerBase, problems: Sequence[P
     """
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
-    names = {index: str(tokenizer.convert_ids_to_tokens(index)) for index in special}
     if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
-        names.pop(tokenizer.unk_token_id, None)  # stands for a character that the vocabulary lacks
+        special.discard(tokenizer.unk_token_id)  # stands for a character that the vocabulary lacks
+    names = {index: str(tokenizer.convert_ids_to_tokens(index)) for index in special}
     names = {index: name for index, name in names.items() if not is_mark(name) and not re.fullmatch("</?answer>", name)}
     contents = [[message["content"] for message in problem.messages] or [problem.question] for problem in problems]
     unique = list(dict.fromkeys(content for texts in contents for content in texts))

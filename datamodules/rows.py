@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -22,16 +22,76 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files with a JSON obje
 OnBadRows = Literal["refuse", "drop"]
 
 
-class Row(NamedTuple):
-    """One row as it is stored."""
-
-    where: str
-    """Location of a row for error messages: file and line, or data set and row number."""
-    columns: dict[str, object]
-
-
 class NoColumnError(ValueError):
     """A row has no column of a given name."""
+
+
+class Row(NamedTuple):
+    """One row as it is stored, with its location for error messages: file and line, or data set and row number."""
+
+    where: str
+    columns: dict[str, object]
+
+    def value(self, column: str) -> object:
+        """Return the value in a column, or in a field of it, e.g. ``reward_model.ground_truth``. The column may hold
+        the JSON text of its fields; the field of a column that is null is null.
+
+        Raises:
+            NoColumnError: the row has no such column or field.
+        """
+        if column in self.columns:
+            return self.columns[column]
+        value: object = self.columns
+        for name in column.split("."):
+            if value is None:
+                return None
+            value = object_in_text(value) if isinstance(value, str) else value
+            if not isinstance(value, Mapping) or name not in value:
+                raise NoColumnError(
+                    f"{self.where}: no column {column!r}; the row has {', '.join(map(repr, self._names()))}. The "
+                    "settings question, answer and system of datamodules.table.Table name other columns"
+                )
+            value = value[name]
+        return value
+
+    def has(self, column: str) -> bool:
+        """Tell whether the row has a column or field."""
+        try:
+            self.value(column)
+        except NoColumnError:
+            return False
+        return True
+
+    def text(self, column: str) -> str:
+        """Return the text or number in a column as text; ValueError if it is missing, empty or of another type."""
+        return self._filled(self.value(column), column)
+
+    def answer(self, column: str) -> str:
+        """Return a known answer as text; it may be the only entry of a list."""
+        return self._filled(only_entry(self.value(column)), column)
+
+    def optional_text(self, column: str) -> str | None:
+        """Return the text in a column; None if the row lacks the column, or it is null or blank."""
+        value = self.value(column) if self.has(column) else None
+        if is_null(value) or (isinstance(value, str) and not value.strip()):
+            return None
+        return self._filled(value, column)
+
+    def _filled(self, value: object, column: str) -> str:
+        where = f"{self.where}: column {column!r}"
+        content = stored_text(value, where)
+        if not any(letter.isprintable() and not letter.isspace() for letter in content):  # U+200B, say, shows nothing
+            raise ValueError(f"{where} is empty")
+        if len(content) > MAX_TEXT:
+            raise ValueError(f"{where} has {len(content)} characters; expected at most {MAX_TEXT}")
+        return content
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of columns, and those of fields in columns with dots."""
+        for name, value in self.columns.items():
+            yield name
+            if isinstance(value, Mapping):
+                yield from (f"{name}.{inner}" for inner in value)
 
 
 def read_rows(
@@ -99,72 +159,10 @@ def read_problems(
     return problems
 
 
-def value_of(row: Row, column: str) -> object:
-    """Return the value in a row's column, or in a field of it, e.g. ``reward_model.ground_truth``. The column may hold
-    the JSON text of its fields; the field of a column that is null is null.
-
-    Raises:
-        NoColumnError: the row has no such column or field.
-    """
-    if column in row.columns:
-        return row.columns[column]
-    value: object = row.columns
-    for name in column.split("."):
-        if value is None:
-            return None
-        value = object_in_text(value) if isinstance(value, str) else value
-        if not isinstance(value, Mapping) or name not in value:
-            raise NoColumnError(
-                f"{row.where}: no column {column!r}; the row has {', '.join(map(repr, _names(row.columns)))}. The "
-                "settings question, answer and system of datamodules.table.Table name other columns"
-            )
-        value = value[name]
-    return value
-
-
-def text(row: Row, column: str) -> str:
-    """Return the text or number in a row's column as text; ValueError if it is missing, empty or of another type."""
-    return _filled(value_of(row, column), row, column)
-
-
-def answer_text(row: Row, column: str) -> str:
-    """Return a known answer as text; it may be the only entry of a list."""
-    return _filled(only_entry(value_of(row, column)), row, column)
-
-
-def optional_text(row: Row, column: str) -> str | None:
-    """Return the text in a row's column as ``text`` does; None if the row lacks the column, or it is null or blank."""
-    try:
-        value = value_of(row, column)
-    except NoColumnError:
-        return None
-    if is_null(value) or (isinstance(value, str) and not value.strip()):
-        return None
-    return _filled(value, row, column)
-
-
 def in_share(question: str, share: float) -> bool:
     """Tell by a hash of its text whether a question belongs to a ``share`` of all questions, such as those held out."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "little") < share * 2**64
-
-
-def _filled(value: object, row: Row, column: str) -> str:
-    where = f"{row.where}: column {column!r}"
-    content = stored_text(value, where)
-    if not any(letter.isprintable() and not letter.isspace() for letter in content):  # U+200B, say, shows nothing
-        raise ValueError(f"{where} is empty")
-    if len(content) > MAX_TEXT:
-        raise ValueError(f"{where} has {len(content)} characters; expected at most {MAX_TEXT}")
-    return content
-
-
-def _names(columns: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of columns, and those of fields in columns with dots."""
-    for name, value in columns.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{inner}" for inner in value)
 
 
 def _named(path: str) -> list[str]:

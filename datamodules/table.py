@@ -6,18 +6,7 @@ from typing import Literal
 
 from datamodules.filters import Filters, Value
 from datamodules.messages import chat_of_value, question_of, read_messages
-from datamodules.rows import (
-    BadRows,
-    NoColumnError,
-    OnBadRows,
-    Row,
-    answer_text,
-    in_share,
-    optional_text,
-    read_rows,
-    text,
-    value_of,
-)
+from datamodules.rows import BadRows, OnBadRows, Row, in_share, read_rows
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
 
@@ -118,7 +107,7 @@ class Table:
         problems, num_read, row = [], 0, None
         has_system = self.system is None
         for row in read_rows(path, subset=self.subset, split=split, bad=bad):
-            has_system = has_system or _has(row, self.system)
+            has_system = has_system or row.has(str(self.system))
             try:
                 if filters.keeps(row):
                     problems.append(self._problem(row))
@@ -126,19 +115,19 @@ class Table:
             except ValueError as error:
                 bad(error)
         if not has_system and row is not None:
-            value_of(row, str(self.system))  # raises the error of a column that no row has
+            row.value(str(self.system))  # raises the error of a column that no row has
         bad.report(path, num_good=num_read)
         filters.report(path)
         return problems
 
     def _problem(self, row: Row) -> Problem:
-        answer = "" if self.answer is None else answer_text(row, self.answer)
+        answer = "" if self.answer is None else row.answer(self.answer)
         if self.marker is not None:
             answer = marked_answer(answer, self.marker)
             if not answer:
                 raise ValueError(f"{row.where}: no answer is marked ({self.marker}) in column {self.answer!r}")
         question, messages = self._asked(row)
-        system = None if self.system is None else optional_text(row, self.system)
+        system = None if self.system is None else row.optional_text(self.system)
         if system is not None:
             asked = messages or ({"role": "user", "content": question},)
             if asked[0]["role"] == "system":
@@ -151,18 +140,10 @@ class Table:
         if column is None:
             column = "prompt" if "prompt" in row.columns and "question" not in row.columns else "question"
         if not isinstance(column, str):
-            return "\n".join(text(row, name) for name in column), ()
-        value = value_of(row, column)
+            return "\n".join(row.text(name) for name in column), ()
+        value = row.value(column)
         chat = chat_of_value(value, f"{row.where}: column {column!r}")
         if chat is None:
-            return text(row, column), ()
+            return row.text(column), ()
         messages = read_messages(chat, f"{row.where}: column {column!r}")
         return question_of(messages), messages
-
-
-def _has(row: Row, column: str | None) -> bool:
-    try:
-        value_of(row, str(column))
-    except NoColumnError:
-        return False
-    return True

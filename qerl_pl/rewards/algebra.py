@@ -225,7 +225,7 @@ def _parse(text: str) -> Any:
     """Parse the whole of a text as one expression with math-verify's parser; None if that fails."""
     text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # it takes E for Euler's number
     try:
-        parsed = latex2sympy(
+        parsed: Any = latex2sympy(
             text,
             is_real=not should_treat_as_complex(text),
             normalization_config=_NORMALIZATION,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from qerl_pl.rewards.verdict import Verdict
@@ -168,7 +168,7 @@ class _Worker:
     def receive(self) -> Verdict | None:
         """Return the verdict; None if the process still works, or hung or died (then ``failure`` is set)."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
-        if not _readable([self], wait=0):
+        if not wait([self.stdout], 0):
             self.stop()
             self.failure = late
             return None
@@ -203,17 +203,9 @@ class _Worker:
 def _due(workers: list[_Worker]) -> list[_Worker]:
     """Wait until some workers have a verdict, have died, or have exceeded their time; returns these."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
-    readable = _readable(workers, wait=min(patience, START_LIMIT))
+    readable = wait([worker.stdout for worker in workers], min(patience, START_LIMIT))
     now = time.monotonic()
-    return [worker for worker in workers if worker in readable or worker.deadline <= now]
-
-
-def _readable(workers: list[_Worker], *, wait: float) -> list[_Worker]:
-    poll = select.poll()
-    by_descriptor = {worker.stdout.fileno(): worker for worker in workers}
-    for descriptor in by_descriptor:
-        poll.register(descriptor, select.POLLIN)
-    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(1000 * wait)]
+    return [worker for worker in workers if worker.stdout in readable or worker.deadline <= now]
 
 
 def _stop_all(workers: list[_Worker], owner: int) -> None:

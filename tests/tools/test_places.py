@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.rows import Row, text
+from datamodules.rows import Row
 from qerl_pl.base.folder import base_folder
 from qerl_pl.common.run_folder import check_places, run_files, run_folder
 from qerl_pl.tools.options import output_folder
@@ -92,4 +92,4 @@ def test_a_variable_of_the_environment_that_a_package_cannot_read_is_named(comma
 
 def test_a_question_that_shows_nothing_is_empty():
     with pytest.raises(ValueError, match="column 'question' is empty"):
-        text(Row("rows:1", {"question": "\u200b \ufeff\n"}), "question")
+        Row("rows:1", {"question": "\u200b \ufeff\n"}).text("question")
