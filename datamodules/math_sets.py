@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from datamodules.filters import Value
 from datamodules.rows import OnBadRows
 from datamodules.table import Table
 
@@ -92,7 +93,7 @@ def math(
         validation_path: the same for the test split, of which all levels are used.
         bad_rows: what happens to a row that cannot be used.
     """
-    only = None if levels is None else {"level": [f"Level {level}" for level in levels]}
+    only: dict[str, list[Value]] | None = None if levels is None else {"level": [f"Level {level}" for level in levels]}
     return Table(
         train_path, validation_path, question="problem", answer="solution", marker="boxed", only=only, bad_rows=bad_rows
     )
