@@ -168,7 +168,7 @@ class _Worker:
     def receive(self) -> Verdict | None:
         """Return the verdict; None if the process still works, or hung or died (then ``failure`` is set)."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
-        if not wait([self.stdout], 0):
+        if not wait([self.stdout.fileno()], 0):
             self.stop()
             self.failure = late
             return None
@@ -203,9 +203,9 @@ class _Worker:
 def _due(workers: list[_Worker]) -> list[_Worker]:
     """Wait until some workers have a verdict, have died, or have exceeded their time; returns these."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
-    readable = wait([worker.stdout for worker in workers], min(patience, START_LIMIT))
+    readable = wait([worker.stdout.fileno() for worker in workers], min(patience, START_LIMIT))
     now = time.monotonic()
-    return [worker for worker in workers if worker.stdout in readable or worker.deadline <= now]
+    return [worker for worker in workers if worker.stdout.fileno() in readable or worker.deadline <= now]
 
 
 def _stop_all(workers: list[_Worker], owner: int) -> None:
