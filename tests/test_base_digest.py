@@ -46,10 +46,9 @@ def test_a_copy_is_the_same_base_and_another_config_is_not(base, tmp_path):
 
 def test_files_that_swap_their_names_are_another_base(base):
     before = base_digest(base)
-    one, two = base / "part-1.safetensors", base / "part-2.safetensors"
-    one.rename(base / "x")
-    two.rename(one)
-    (base / "x").rename(two)
+    for old, new in (("part-1.safetensors", "x"), ("part-2.safetensors", "part-1.safetensors")):
+        (base / old).rename(base / new)
+    (base / "x").rename(base / "part-2.safetensors")
     assert base_digest(base) != before
 
 

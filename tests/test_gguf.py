@@ -36,15 +36,8 @@ def write_gguf(
     architecture: str = "qwen2",
     metadata: Mapping[str, str | int] = {},
 ) -> Path:
-    """Write a Qwen2 checkpoint as a GGUF file: its matrices in Q8_0, the rest in fp32.
-
-    Args:
-        model: folder of the checkpoint.
-        path: file to write.
-        head: matrix of the head; None writes none, as files of tied models do.
-        architecture: value of ``general.architecture``.
-        metadata: further entries of the file.
-    """
+    """Write a Qwen2 checkpoint as a GGUF file: its matrices in Q8_0, the rest in fp32; without a head, as files of tied
+    models are, unless its matrix is given."""
     config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
@@ -111,9 +104,7 @@ def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(mo
     assert tokenizer.decode(tokenizer("What is 17 in?").input_ids) == "What is 17 in?"
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert ends == sorted(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
-    text = described(folder)
-    assert text is not None
-    assert text == "weights of 8.66 bits on average (99% Q8_0, 1% F32), dequantised to bfloat16"
+    assert described(folder) == "weights of 8.66 bits on average (99% Q8_0, 1% F32), dequantised to bfloat16"
     written = folder.stat().st_mtime_ns
     moved = file.rename(tmp_path / "sha256-0")  # Ollama's files have no suffix
     assert gguf_folder(moved).name.rpartition("-")[2] == folder.name.rpartition("-")[2], "found by its content"
@@ -136,9 +127,7 @@ def test_a_gguf_file_is_quantised_and_planned_like_a_folder(model, tmp_path):
     file = write_gguf(model, tmp_path / "small.gguf")
     output = tmp_path / "small-nvfp4"
     assert command(["quantize", "--model", str(file), "--output", str(output)]) == 0
-    text = described(output)
-    assert text is not None
-    assert "8.66 bits" in text, "the copy knows what it was made from"
+    assert "8.66 bits" in str(described(output)), "the copy knows what it was made from"
     folder = prepared_base(str(file), None, Quantization(format="nvfp4"))
     shape = planned_shape(str(file), None, Quantization(format="nvfp4"), torch.bfloat16)
     assert shape == planned_shape(folder, None, None, torch.bfloat16)

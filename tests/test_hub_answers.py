@@ -35,9 +35,9 @@ def test_a_hub_without_an_answer_is_asked_once_and_said_to_be_silent(deaf, load,
     with pytest.raises(ValueError, match="the hub cannot be reached"):
         load("Someone/Other")
     assert time.monotonic() - begin < 5
-    said = capsys.readouterr().err
-    assert said.startswith(f"asking {deaf}, for at most 0 s ...\n")
-    assert said.count("does not answer; only models in the cache here can be used") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"asking {deaf}, for at most 0 s ...\n")
+    assert printed.count("does not answer; only models in the cache here can be used") == 1
 
 
 def test_any_answer_is_one(monkeypatch):

@@ -83,25 +83,25 @@ def test_an_export_names_the_quantised_base_that_the_adapter_belongs_to(make_che
 def test_method_and_calibration_are_settings_and_part_of_the_key(make_checkpoint, tmp_path):
     base, text = str(make_checkpoint("qwen3")), tmp_path / "text.txt"
     text.write_text("a few words of calibration text " * 50)
-    given = {"format": "nvfp4", "method": "awq", "calibration": str(text), "samples": 4, "length": 16}
-    first = prepared_base(base, None, quantization_of(given))
+    settings = {"format": "nvfp4", "method": "awq", "calibration": str(text), "samples": 4, "length": 16}
+    first = prepared_base(base, None, quantization_of(settings))
     text.write_text("other words of calibration text " * 50)
-    assert prepared_base(base, None, quantization_of(given)) != first, "the text counts, not its path"
+    assert prepared_base(base, None, quantization_of(settings)) != first, "the text counts, not its path"
     assert prepared_base(base, None, NVFP4_RTN) != first
     report = json.loads((Path(first) / "quantization_report.json").read_text())
     assert (report["method"], report["calibration"]["shape"]) == ("awq", [4, 16])
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"format": "int4"}, "model.quantize.format is 'int4'; expected one of nvfp4, mxfp4, nf4"),
         ({"method": "gptq"}, "needs calibration data: set model.quantize.calibration"),
         ({"samples": 0}, "samples 0 and length 2048; expected at least 1"),
     ],
 )
-def test_settings_of_the_quantiser_are_checked(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_of_the_quantiser_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
         quantization_of(settings)
 
 

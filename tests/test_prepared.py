@@ -57,9 +57,7 @@ def test_a_changed_chat_template_is_not_taken_from_the_cache(make_checkpoint):
 def test_damage_is_told_in_one_line_and_leaves_nothing(make_checkpoint, cache):
     path = make_checkpoint("qwen3")
     compressed(path)
-    tensors = read_all(path)
-    del tensors["model.norm.weight"]
-    rewrite(path, tensors)
+    rewrite(path, {name: tensor for name, tensor in read_all(path).items() if name != "model.norm.weight"})
     with pytest.raises(ValueError, match=r"half a checkpoint: model\.norm\.weight") as refused:
         prepared_base(str(path))
     assert "\n" not in str(refused.value)
@@ -75,20 +73,20 @@ def test_many_at_once_make_it_once(make_checkpoint):
         folder.mkdir()
 
     with ThreadPoolExecutor(4) as threads:
-        found = set(threads.map(lambda _: made_once(path, "copy", {"of": 1}, make), range(4)))
-    assert len(made) == len(found) == 1
-    assert made_once(path, "copy", {"of": 2}, make) not in found
+        folders = set(threads.map(lambda _: made_once(path, "copy", {"of": 1}, make), range(4)))
+    assert len(made) == len(folders) == 1
+    assert made_once(path, "copy", {"of": 2}, make) not in folders
     assert len(made) == 2
 
 
 @pytest.mark.parametrize("weights", [True, False], ids=["weights", "config.json alone"])
 def test_plan_counts_a_published_checkpoint_as_it_is_held(make_checkpoint, tmp_path, weights):
-    path, own = make_checkpoint("qwen3"), tmp_path / "own"
-    quantize_checkpoint(path, own)
+    path, packed = make_checkpoint("qwen3"), tmp_path / "packed"
+    quantize_checkpoint(path, packed)
     modelopt(path)
     if not weights:
         (path / "model.safetensors").unlink()
-    assert checkpoint_shape(path, torch.bfloat16) == checkpoint_shape(own, torch.bfloat16)
+    assert checkpoint_shape(path, torch.bfloat16) == checkpoint_shape(packed, torch.bfloat16)
 
 
 def test_plan_counts_fp8_linears_in_16_bits(make_checkpoint):

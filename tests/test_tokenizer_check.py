@@ -21,6 +21,7 @@ from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.common import end_tokens
 from qerl_pl.tools.tiny import CHAT_TEMPLATE, VOCAB_SIZE, make_tiny, make_tokenizer
+from tests.quant.published import edit_config
 
 CONFIG = {"vocab_size": VOCAB_SIZE}
 
@@ -36,7 +37,7 @@ def test_a_whole_base_is_taken(base):
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
+    ("file", "text", "message"),
     [
         ("tokenizer.json", None, "has no tokenizer"),
         ("tokenizer.json", "{", "the tokenizer cannot be read"),
@@ -45,12 +46,12 @@ def test_a_whole_base_is_taken(base):
         ("tokenizer_config.json", "[]", "the tokenizer cannot be read"),
     ],
 )
-def test_a_base_without_a_usable_tokenizer_is_refused(base, file, text, said):
+def test_a_base_without_a_usable_tokenizer_is_refused(base, file, text, message):
     if text is None:
         (base / file).unlink()
     else:
         (base / file).write_text(text)
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         check_base(base)
     assert "\n" not in str(refused.value)
 
@@ -60,17 +61,16 @@ def test_a_base_in_the_home_folder_may_be_written_with_a_tilde(base, monkeypatch
     assert base_folder("~/base", None) == prepared_base("~/base") == str(base)
 
 
-def test_a_config_that_transformers_refuses_is_no_fault_of_the_tokenizer(base):
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "initializer_range": "x"}))
-    with pytest.raises(ValueError, match=r"config\.json describes no model .*initializer_range"):
-        check_base(base)
-
-
-def test_an_embedding_smaller_than_the_tokenizer_is_refused(base):
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "vocab_size": 260}))
-    with pytest.raises(ValueError, match=r"token 26\d and config\.json says vocab_size 260"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"initializer_range": "x"}, r"config\.json describes no model .*initializer_range"),
+        ({"vocab_size": 260}, r"token 26\d and config\.json says vocab_size 260"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_tokenizer_or_transformers_is_named(base, change, message):
+    edit_config(base, **change)
+    with pytest.raises(ValueError, match=message):
         check_base(base)
 
 
@@ -83,7 +83,7 @@ def test_text_that_does_not_come_back_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         (None, "has no chat template"),
         ("hello", "leaves out the question"),
@@ -94,10 +94,10 @@ def test_text_that_does_not_come_back_is_refused(tmp_path):
         ("{% for message in messages %}{{ message['content'] }}{% endfor %}", "has no generation prompt"),
     ],
 )
-def test_a_chat_template_that_does_not_ask_the_question_is_refused(template, said):
+def test_a_chat_template_that_does_not_ask_the_question_is_refused(template, message):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         check_chat_template(tokenizer)
     assert "\n" not in str(refused.value)
 
@@ -177,65 +177,57 @@ def test_a_prompt_with_a_token_without_embedding_is_refused_before_the_model_is_
 # ---- where chat templates are stored ---------------------------------------------------------------------------------
 
 
-def as_json(base: Path) -> None:
-    (base / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-
-
-def as_processor(base: Path) -> None:
-    (base / "processor_config.json").write_text(json.dumps({"processor_class": "P", "chat_template": CHAT_TEMPLATE}))
-
-
-def as_list_in_json(base: Path) -> None:
-    several = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "x"}]
-    (base / "chat_template.json").write_text(json.dumps({"chat_template": several}))
-
-
-def as_list(base: Path) -> None:
-    several = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "{{ own }}"}]
-    config = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": several}))
+SEVERAL = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "{{ own }}"}]
 
 
 def as_folder(base: Path, name: str = "chat_templates") -> None:
     (base / name).mkdir()
-    (base / name / "default.jinja").write_text(CHAT_TEMPLATE)
-    (base / name / "tool_use.jinja").write_text("{{ own }}")
+    for entry in SEVERAL:
+        (base / name / f"{entry['name']}.jinja").write_text(entry["template"])
 
 
-def as_transformers_folder(base: Path) -> None:
-    as_folder(base, CHAT_TEMPLATE_DIR)
+def as_setting(base: Path, file: str, template: object) -> None:
+    settings = json.loads((base / file).read_text()) if (base / file).exists() else {}
+    (base / file).write_text(json.dumps({**settings, "chat_template": template}))
 
 
-@pytest.mark.parametrize("store", [as_json, as_processor, as_list_in_json, as_list, as_folder, as_transformers_folder])
-def test_a_chat_template_is_found_wherever_loaders_look_for_it_also_in_a_quantised_copy(base, tmp_path, store):
-    expected = render(read_tokenizer(base), [{"role": "user", "content": "hi"}], date=None)
+PLACES = {
+    "chat_template.json": lambda base: as_setting(base, "chat_template.json", CHAT_TEMPLATE),
+    "several in chat_template.json": lambda base: as_setting(base, "chat_template.json", SEVERAL),
+    "processor_config.json": lambda base: as_setting(base, "processor_config.json", CHAT_TEMPLATE),
+    "several in tokenizer_config.json": lambda base: as_setting(base, "tokenizer_config.json", SEVERAL),
+    "chat_templates": as_folder,
+    "the folder of transformers": lambda base: as_folder(base, CHAT_TEMPLATE_DIR),
+}
+
+
+def question(folder: Path) -> str:
+    return render(read_tokenizer(folder), [{"role": "user", "content": "hi"}], date=None)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_chat_template_is_found_wherever_loaders_look_for_it_also_in_a_quantised_copy(base, tmp_path, place):
+    expected = question(base)
     (base / "chat_template.jinja").unlink()
-    store(base)
+    PLACES[place](base)
     quantize_checkpoint(base, tmp_path / "packed", format="nf4")
     for folder in (base, tmp_path / "packed"):
-        tokenizer = read_tokenizer(folder)
-        assert render(tokenizer, [{"role": "user", "content": "hi"}], date=None) == expected
-        check_chat_template(tokenizer)
+        assert question(folder) == expected
+        check_chat_template(read_tokenizer(folder))
         with pytest.raises(ValueError, match=r"\['own'\], which the chat template"):
-            check_chat_template(tokenizer, arguments={"own": 1})  # only another template reads it
+            check_chat_template(read_tokenizer(folder), arguments={"own": 1})  # only another template reads it
 
 
-def test_templates_of_which_none_is_the_default_are_named(base):
-    as_folder(base)
+def test_templates_of_which_none_is_the_default_are_named_and_a_single_one_is_taken_whatever_its_name(base):
+    expected = question(base)
     (base / "chat_template.jinja").unlink()
+    as_folder(base)
     (base / "chat_templates" / "default.jinja").rename(base / "chat_templates" / "rag.jinja")
     with pytest.raises(ValueError, match=r"chat templates rag, tool_use, and none .*chat_template\.jinja"):
         check_chat_template(read_tokenizer(base))
-
-
-def test_a_single_template_is_taken_whatever_its_name(base):
-    expected = render(read_tokenizer(base), [{"role": "user", "content": "hi"}], date=None)
-    as_folder(base)
-    (base / "chat_template.jinja").unlink()
     (base / "chat_templates" / "tool_use.jinja").unlink()
-    (base / "chat_templates" / "default.jinja").rename(base / "chat_templates" / "chat.jinja")
     check_chat_template(read_tokenizer(base))
-    assert render(read_tokenizer(base), [{"role": "user", "content": "hi"}], date=None) == expected
+    assert question(base) == expected
 
 
 def test_a_damaged_chat_template_json_is_named(base):

@@ -15,8 +15,7 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import Phase, phase
 
 KEPT = ".qerl-pl-digests.json"
-"""File in the base's folder that stores, by the name of a weight file, the file's size, its modification and change
-times and its SHA-256 digest."""
+"""File in the base's folder with size, modification and change times and SHA-256 digest by weight file."""
 
 
 def base_digest(base: str | Path) -> str:
@@ -36,8 +35,7 @@ def base_digest(base: str | Path) -> str:
 
 
 def stored_digests(folder: Path, files: Sequence[Path]) -> dict[str, str]:
-    """Return the SHA-256 digests in hex of files of a folder by name; compute and store those that are missing or
-    old."""
+    """Return hex SHA-256 digests of a folder's files by name; compute and store those that are missing or old."""
     kept = _read(folder / KEPT)
     stats = {path.name: path.stat() for path in files}
     stamps = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}

@@ -57,8 +57,7 @@ def check_kinds_of_files(base: Path) -> None:
 
 
 def check_base(path: str | Path) -> Mapping:
-    """Check that a run can use a checkpoint folder, without reading weights; return its config.json, or raise
-    ValueError with the file and the value in one line."""
+    """Return config.json of a folder, or raise ValueError, in one line, if a run cannot use it; reads no weights."""
     if Path(path).is_file():
         raise ValueError(
             f"model.base: {path} is a file; give the folder of the checkpoint, with config.json in it, or a GGUF file"

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 RECORD = "gguf.json"
-"""File of the dequantised folder, and of its quantised copies, with the GGUF file's name, the bits per weight and the
-number of weights by type."""
+"""File of the dequantised folder and its copies: the GGUF file's name, bits per weight and weights by type."""
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 BYTES_PER_WEIGHT = 6  # of host memory at the peak: bfloat16, and one tensor in fp32, which may be the embeddings
 SAME_MATRIX = 0.2

@@ -10,8 +10,7 @@ from typing import Literal
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of a block's linears in most families."""
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Maps a linear that some families store as one merged matrix to the separate linears that other families have in its
-place."""
+"""Maps a linear that some families store as one merged matrix to the separate linears of other families."""
 INSTEAD = {"in_proj_qkv": MERGED["qkv_proj"], "in_proj_z": MERGED["qkv_proj"], "out_proj": ("o_proj",)}
 """Maps a linear of gated delta nets, which some layers have in place of attention, to linears of attention. The linear
 gets a LoRA adapter if LoRA's targets name all of these linears of attention."""
@@ -46,11 +45,9 @@ class Family:
     logit_divisor: str | None = None
     """Name in config.json of the number by which the model divides its logits; None: it does not."""
     logit_cap: str | None = None
-    """Name in config.json of the number c of the logits' soft cap c tanh(logits / c); None, or null in config.json: no
-    soft cap."""
+    """Name in config.json of c in the logits' soft cap c tanh(logits / c); None, or null there: no soft cap."""
     keys_as_values: bool = False
-    """Whether blocks without v_proj use the output of k_proj, the LoRA adapter's part included, as attention values as
-    well as keys. Keys and values are then normalised separately."""
+    """Whether blocks without v_proj use k_proj's output, LoRA's part included, as values, with a norm of their own."""
     dense: tuple[str, ...] = ()
     """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter, because they are small and the model takes
     an exponential of their output, which amplifies quantisation errors."""
@@ -157,8 +154,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: object, *, path: object) -> Family:
-    """Look up a family by config.json's ``model_type``; raise ValueError, with the checkpoint's folder ``path``, if it
-    is not supported."""
+    """Look up a family by config.json's ``model_type``; raise ValueError, naming ``path``, if there is none."""
     if model_type not in FAMILIES:
         raise ValueError(f"{path} is a {model_type!r} model; expected one of {', '.join(FAMILIES)}")
     return FAMILIES[str(model_type)]

@@ -29,8 +29,7 @@ PREFIXES = {
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-"""Maps prefixes of the text model's tensors in a checkpoint with a vision part to their prefixes in a checkpoint of the
-text model alone."""
+"""Maps prefixes of the text model's tensors to those that they have in a checkpoint of this model alone."""
 NOT_USED = "its vision part is not used"
 _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
@@ -92,8 +91,7 @@ class Checkpoint:
         return self._slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor to the CPU. The result may be a view of the memory-mapped file, so copy it if it is to be used
-        longer than this object."""
+        """Read a tensor to the CPU; it may be a view of the memory-mapped file, valid as long as this object."""
         file, stored = self._stored[name]
         return self._files[file].get_tensor(stored)
 
@@ -124,8 +122,7 @@ def has_vision(config: Mapping) -> bool:
 
 
 def text_name(name: str) -> str | None:
-    """Return the name that a tensor of a checkpoint with a vision part has in the text model alone; None for tensors of
-    the vision part."""
+    """Return a tensor's name in the text model alone; None for tensors of the vision part."""
     for stored, plain in PREFIXES.items():
         if name.startswith(stored):
             return plain + name.removeprefix(stored)

@@ -20,8 +20,7 @@ def head_dims(config: PretrainedConfig) -> list[int]:
 
 
 def attention_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return, for each layer, the number of last tokens that a token attends to, itself included: None for all
-    tokens, 0 for a layer with a recurrent state instead of attention."""
+    """Return each layer's attention window, itself included: None for all tokens, 0 for a recurrent state."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

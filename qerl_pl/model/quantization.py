@@ -65,8 +65,7 @@ Quantize = FormatName | Quantization
 
 
 def quantization_of(value: Quantize | Mapping[str, Any] | None) -> Quantization | None:
-    """Convert the value of ``model.quantize``, a format's name or a mapping, to ``Quantization``, which checks it; None
-    stays None."""
+    """Convert and check the value of ``model.quantize``, a format's name or a mapping; None stays None."""
     if value is None or isinstance(value, Quantization):
         return value
     if isinstance(value, str):

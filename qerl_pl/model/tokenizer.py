@@ -53,8 +53,8 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
     except Exception as error:  # the tokenizers library raises plain Exception for malformed files
         raise ValueError(f"{path}: the tokenizer cannot be read: {_first_line(error)}") from error
     tokens = set(tokenizer.get_vocab().values())
-    checkpoint = Checkpoint(folder) if any(folder.glob("*.safetensors")) else ()
-    if EMBEDDING not in checkpoint or checkpoint.shape(EMBEDDING)[0] == config["vocab_size"]:
+    stored = Checkpoint(folder) if any(folder.glob("*.safetensors")) else None
+    if stored is None or EMBEDDING not in stored or stored.shape(EMBEDDING)[0] == config["vocab_size"]:
         tokens -= set(tokenizer.added_tokens_decoder)
     highest = max(tokens, default=-1)
     if highest >= config["vocab_size"]:
@@ -95,8 +95,7 @@ def _template_in(path: str | Path, name: str, local: bool) -> Any:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the chat template with which prompts are made: the only one, or the one named default; raise ValueError if
-    there is no such template."""
+    """Return the only chat template, or the one named default, for prompts; raise ValueError without one."""
     name, template = tokenizer.name_or_path, tokenizer.chat_template
     if not template:
         raise ValueError(
@@ -121,8 +120,7 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> dict[int, str]:
-    """Return the added tokens, text by id, without an embedding in the model of a checkpoint folder; none if that has
-    no config.json."""
+    """Return the added tokens, text by id, for which the model of a folder with config.json has no embedding."""
     file = Path(path, "config.json")
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))

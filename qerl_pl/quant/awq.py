@@ -25,16 +25,14 @@ _NUM_EXPONENTS = 10
 
 @dataclass(frozen=True)
 class Fold:
-    """Record of the scales by which input channels of linears were multiplied and output channels of the preceding
-    module were divided."""
+    """Scales that multiplied input channels of linears and divided output channels of the module before."""
 
     into: str
     """Module whose output channels were divided by the scales."""
     linears: list[str]
     """Linears whose input channels were multiplied by the scales."""
     exponent: float
-    """Exponent e of the scales rms(x_k)^e of input channels k, before they are normalised and rounded to powers of two;
-    with 0 nothing changes."""
+    """e of the scales rms(x_k)^e of input channels k, before normalising and rounding; with 0 nothing changes."""
     smallest: float
     largest: float
 
@@ -75,39 +73,16 @@ def fold_block(
         weights = [tensors[f"{linear}.weight"] for linear in linears]
         repeats = weights[0].shape[1] // len(tensors[f"{into}.weight"])  # query heads per value head
         exponent, scales = best_scales(weights, moment, fmt, repeats=repeats, head_dim=head_dim)
-        apply_scales(tensors, scales, into=into, linears=linears, repeats=repeats, head_dim=head_dim)
+        for name, weight in zip(linears, weights, strict=True):
+            tensors[f"{name}.weight"] = weight * scales.to(weight.dtype)
+        divisor = scales.view(-1, repeats, head_dim)[:, 0].flatten() if repeats > 1 else scales
+        for name in (f"{into}.weight", f"{into}.bias"):
+            if name in tensors:
+                divided = tensors[name]
+                tensors[name] = divided / divisor.to(divided.dtype).view(-1, *[1] * (divided.ndim - 1))
         second_moments[linears[0]] = moment / torch.outer(scales, scales)
         folds.append(Fold(into, linears, exponent, scales.min().item(), scales.max().item()))
     return folds
-
-
-def apply_scales(
-    tensors: MutableMapping[str, Tensor],
-    scales: Tensor,
-    *,
-    into: str,
-    linears: Sequence[str],
-    repeats: int = 1,
-    head_dim: int = 1,
-) -> None:
-    """Multiply the input channels of linears by scales, and divide the output channels of the module ``into``, which
-    computes their input, by the same scales.
-
-    Args:
-        tensors: weights by full name; changed weights are replaced in this mapping.
-        scales: [K] fp32 powers of two.
-        repeats: query heads per value head if ``into`` is v_proj; the scales of query heads with the same value head
-            must be equal.
-        head_dim: channels per head.
-    """
-    for linear in linears:
-        weight = tensors[f"{linear}.weight"]
-        tensors[f"{linear}.weight"] = weight * scales.to(weight.dtype)
-    divisor = scales.view(-1, repeats, head_dim)[:, 0].flatten() if repeats > 1 else scales
-    for name in (f"{into}.weight", f"{into}.bias"):
-        if name in tensors:
-            tensor = tensors[name]
-            tensors[name] = tensor / divisor.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1))
 
 
 def best_scales(

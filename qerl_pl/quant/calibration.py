@@ -52,8 +52,7 @@ def read_calibration(source: str, model: Path, *, samples: int = 256, length: in
 
 
 def row_text(row: object) -> str:
-    """Return the text of a data set's row: its column "text" or, without one, all strings in the row, nested ones
-    included, one per line."""
+    """Return a row's column "text" or, without one, all its strings, nested ones included, one per line."""
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return row["text"]
     return "\n".join(_strings(row))

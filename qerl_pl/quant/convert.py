@@ -20,7 +20,7 @@ from qerl_pl.quant.families import check_family
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import check_complete, meta_model
-from qerl_pl.quant.nvfp4 import E4M3_MAX, dequantize, scale_divisor
+from qerl_pl.quant.nvfp4 import E4M3_MAX, dequantize
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.published import COMPRESSED, Stored, conversion_reasons, fused_packed, read_stored
 from qerl_pl.quant.selection import output_files
@@ -28,8 +28,7 @@ from qerl_pl.quant.selection import output_files
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 NAN_BITS = 0x7F  # bits of NaN in E4M3, without the sign
 ROUNDING = 2.0**-23
-"""Relative tolerance for equal scales; a tensor scale that is stored as its fp32 reciprocal has at most half of this
-relative error."""
+"""Relative tolerance for equal scales; an fp32 reciprocal has at most half of this relative error."""
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
@@ -62,7 +61,8 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
             written = _dense(tensors, stored, modules - packed, skeleton.dtype)
             for group in groups:
                 if group[0] in modules:
-                    written |= _packed(path, {name: _weight(tensors, stored, name) for name in group})
+                    weights = {name: _weight(tensors, stored, name) for name in group}
+                    written |= _packed(path, weights, skeleton.dtype)
             quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
             rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
             folder.add(file.name, rest | written, {"layers": [], "folds": []})
@@ -88,7 +88,7 @@ def _dense(
     return written
 
 
-def _packed(path: Path, weights: Mapping[str, PackedWeight]) -> dict[str, Tensor]:
+def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of the linears of a fused group, with a common tensor scale."""
     shared = share_scale(list(weights.values()))
     if shared is None:
@@ -98,13 +98,8 @@ def _packed(path: Path, weights: Mapping[str, PackedWeight]) -> dict[str, Tensor
             "have one scale, and no block scales in E4M3 make up for the difference without changing weights: quantise "
             "the bf16 model by `qerl quantize`"
         )
-    divisor, block_scales = shared
-    written = {}
-    for (name, weight), bits in zip(weights.items(), block_scales, strict=True):
-        written[f"{name}.weight_packed"] = weight.codes
-        written[f"{name}.weight_scale"] = bits.view(torch.float8_e4m3fn)
-        written[f"{name}.weight_global_scale"] = divisor.view(1).clone()
-    return written
+    written = ((name, WRITERS["nvfp4"].tensors(weight, dtype)) for name, weight in zip(weights, shared, strict=True))
+    return {name + suffix: tensor for name, tensors in written for suffix, tensor in tensors.items()}
 
 
 def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedWeight:
@@ -122,28 +117,28 @@ def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedW
     return PackedWeight(codes, block_scale, multiplier)
 
 
-def share_scale(weights: Sequence[PackedWeight]) -> tuple[Tensor, list[Tensor]] | None:
-    """Find one tensor scale for NVFP4 weights with fp64 tensor scales, and new block scales, such that all dequantised
-    weights stay the same; return its reciprocal, [] fp32, and the bits of each weight's block scales, [N, K/16].
+def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
+    """Give NVFP4 weights, whose tensor scales are fp64, one tensor scale, such that all dequantised weights stay the
+    same; return None if that is not possible.
 
-    Unless all tensor scales are equal already, block scales are multiplied by the ratio of the old and new tensor
-    scale. E4M3 has to represent all products exactly, as it mostly does if the ratios are powers of two; else the
-    result is None.
+    Block scales are multiplied by the ratio of the old and new tensor scale. E4M3 has to represent all products
+    exactly, as it mostly does if the ratios are powers of two.
     """
-    multipliers = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
-    if len(multipliers) == 1:
-        return scale_divisor(weights[0].global_scale), [weight.block_scale for weight in weights]
-    for multiplier in multipliers:
-        absorbed = [bits for weight in weights if (bits := _absorbed(weight, multiplier)) is not None]
-        if len(absorbed) == len(weights):
-            return scale_divisor(torch.tensor(multiplier, dtype=torch.float64)), absorbed
+    scales = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
+    if len(scales) == 1:
+        return list(weights)
+    for scale in torch.tensor(scales, dtype=torch.float64):
+        blocks = [(weight.codes, _absorbed(weight, scale)) for weight in weights]
+        shared = [PackedWeight(codes, bits, scale) for codes, bits in blocks if bits is not None]
+        if len(shared) == len(weights):
+            return shared
     return None
 
 
-def _absorbed(weight: PackedWeight, multiplier: float) -> Tensor | None:
+def _absorbed(weight: PackedWeight, scale: Tensor) -> Tensor | None:
     """Return the bits of a weight's block scales under another tensor scale; None if E4M3 does not have one of them."""
     used = weight.block_scale.unique()
-    wanted = used.view(torch.float8_e4m3fn).double() * (weight.global_scale / multiplier)
+    wanted = used.view(torch.float8_e4m3fn).double() * (weight.global_scale / scale)
     bits = wanted.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)
     if ((bits.double() - wanted).abs() > ROUNDING * wanted.abs()).any():
         return None

@@ -11,8 +11,11 @@ from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG, read_json
 from qerl_pl.quant.layouts import BITSANDBYTES_NF4, COMPRESSED_MXFP4, COMPRESSED_NVFP4, MODELOPT_NVFP4, Layout
 from qerl_pl.quant.nvfp4 import BLOCK
 
-NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
-FP8_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN")
+MODELOPT_FORMATS = {
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), "NVFP4"),
+    **dict.fromkeys(("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"), "FP8"),
+}
+"""Format of a linear by ModelOpt's name of the algorithm."""
 _VARIANT_KEYS = {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant_type"}
 _LAYOUTS: Mapping[tuple[object, object], Layout] = {
     ("compressed-tensors", "nvfp4-pack-quantized"): COMPRESSED_NVFP4,
@@ -64,8 +67,7 @@ def quantises_cache(config: Mapping) -> bool:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """Return the layout of a checkpoint folder that can be used as a base as it is; None if it is not quantised. Raise
-    ValueError if the quantisation is not supported."""
+    """Return the layout of a base that needs no conversion, None if it is not quantised; refuse other layouts."""
     config = quantization_config(path)
     if config is None:
         return None
@@ -93,8 +95,7 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Return the layout in which a checkpoint that can be used as a base, directly or after conversion, stores packed
-    linears; else as ``read_layout``."""
+    """Return the layout of packed linears in a checkpoint that may need conversion; else as ``read_layout``."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)
@@ -102,14 +103,13 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Return which of the formats "NVFP4" and "FP8" the quantisation config of the folder ``path`` gives for linears;
-    raise ValueError if it combines NVFP4 with an unsupported format, or is not valid."""
+    """Return which of "NVFP4" and "FP8" a quantisation config gives; refuse NVFP4 with other formats."""
     method = str(config.get("quant_method"))
     if method.startswith("modelopt"):
         algorithm = str(config.get("quant_algo"))
         layers = config.get("quantized_layers") or {}
         names = [str(layer.get("quant_algo")) for layer in layers.values()] if "MIXED" in algorithm else [algorithm]
-        formats = {"NVFP4" if name in NVFP4_ALGORITHMS else "FP8" if name in FP8_ALGORITHMS else name for name in names}
+        formats = {MODELOPT_FORMATS.get(name, name) for name in names}
     elif method == "compressed-tensors":
         try:
             groups = QuantizationConfig.model_validate(config).config_groups.values()

@@ -49,8 +49,7 @@ class Format:
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps fp32 weights and the factors of their blocks, of shapes that broadcast, to uint8 codes of the nearest
-    values."""
+    """Maps fp32 weights and their blocks' factors, of shapes that broadcast, to uint8 codes of nearest values."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the largest magnitude of each block and the tensor scale to the bits of the block's min-max scale."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
@@ -125,8 +124,7 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def dequantize_reference(weight: PackedWeight, fmt: Format) -> Tensor:
-    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition that tests compare faster functions
-    with."""
+    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition for tests of faster functions."""
     value = torch.tensor(fmt.values, device=weight.codes.device)[unpack(weight.codes).long()]
     return value * fmt.effective_scale(weight.block_scale, weight.global_scale).repeat_interleave(fmt.block, dim=1)
 

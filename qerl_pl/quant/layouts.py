@@ -26,13 +26,12 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 @dataclass(frozen=True)
 class Part:
-    """One of the tensors in which a checkpoint stores a packed weight: the buffer of ``FrozenLinear`` that it fills,
-    and how it is converted."""
+    """Use of a stored tensor: the buffer, of ``FrozenLinear`` if the weight is packed, that it fills, and a
+    conversion."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
-    """Converts the stored tensor, given the shape of the buffer. It need not check sizes: the caller checks the
-    result's shape."""
+    """Converts the stored tensor, given the buffer's shape, which the caller checks in the result."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,7 @@ class Writer:
     layout: Layout
     """Layout by which the written tensors are read."""
     tensors: Callable[[PackedWeight, torch.dtype], dict[str, Tensor]]
-    """Maps a packed weight and the model's dtype to the tensors to write, by the suffix that follows the linear's
-    name."""
+    """Maps a packed weight and the model's dtype to tensors, by the suffix that follows the linear's name."""
     config: Callable[[Sequence[str], torch.dtype], dict[str, object]]
     """Maps the names of the linears that stay dense and the model's dtype to ``quantization_config`` of config.json."""
 

@@ -7,8 +7,7 @@ so the ``ignore`` list of the quantisation config need not be read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -20,20 +19,10 @@ from qerl_pl.model.family import family_of
 from qerl_pl.model.files import CONFIG, Checkpoint, has_vision, model_config, read_json
 from qerl_pl.quant.declared import read_layout
 from qerl_pl.quant.formats import Format
-from qerl_pl.quant.layouts import Layout, check_table
+from qerl_pl.quant.layouts import Layout, Part, check_table
 from qerl_pl.quant.linear import FrozenLinear
 
 OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers computes it now
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Attribute of a module to which a tensor of the checkpoint is assigned."""
-
-    module: str
-    leaf: str
-    convert: Callable[[Tensor, Sequence[int]], Tensor] | None = None
-    """Converts the stored tensor, given the shape of the attribute; None: the tensor is assigned as it is."""
 
 
 def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
@@ -52,13 +41,13 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
     model = meta_model(checkpoint.path, dtype)
     if layout is not None:
         _swap_packed_linears(model, checkpoint, layout, device)
-    slots, family = _match(model, checkpoint, layout), family_of(model.config.model_type, path=path)
+    places, family = _match(model, checkpoint, layout), family_of(model.config.model_type, path=path)
     if layout is not None:
         for name in checkpoint.names():
             check_table(layout, checkpoint, name)
-    for name, slot in slots.items():
-        kept = torch.float32 if slot.leaf in family.fp32 else dtype
-        _fill(model, slot, checkpoint.read(name), name=name, dtype=kept, device=device)
+    for name, (module, part) in places.items():
+        kept = torch.float32 if part.buffer in family.fp32 else dtype
+        _fill(model.get_submodule(module), part, checkpoint.read(name), name=name, dtype=kept, device=device)
     _tie(model, checkpoint.path)
     fill_computed_buffers(model, device)
     if (checkpoint.path / "generation_config.json").is_file():
@@ -101,36 +90,35 @@ def _swap_packed_linears(
         model.set_submodule(name, packed)
 
 
-def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, Slot]:
-    """Map every tensor of the checkpoint to the attribute of the model that it fills, and check that every attribute
-    gets a tensor."""
+def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[str, Part]]:
+    """Map every tensor of the checkpoint to the attribute of the model that it fills; every attribute gets one."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
-    places = {}
+    places: dict[str, tuple[str, Part]] = {}
     for name in wanted:
         module, _, leaf = name.rpartition(".")
-        places[name] = Slot(module, leaf)
+        places[name] = module, Part(leaf)
     for module in packed:
-        places |= {module + suffix: Slot(module, part.buffer, part.convert) for suffix, part in parts.items()}
+        places |= {module + suffix: (module, part) for suffix, part in parts.items()}
     redundant = {module + suffix for module in packed for suffix in (layout.redundant if layout else ())}
     tied = tied_weights(model)
     ignored = {OBSOLETE, *(model._keys_to_ignore_on_load_unexpected or ())}
-    slots: dict[str, Slot] = {}
+    filled: dict[str, tuple[str, Part]] = {}
     unexpected = []
     for name in checkpoint.names():
         stored = tied[name] if name in tied and tied[name] not in checkpoint else name
         if stored in places:
-            slots[name] = places[stored]
+            filled[name] = places[stored]
         elif name not in redundant and not any(re.search(pattern, name) for pattern in ignored):
             unexpected.append(name)
-    filled = {f"{slot.module}.{slot.leaf}" for slot in slots.values()}
-    filled |= {copy for copy, source in tied.items() if source in filled}
-    missing = sorted(wanted - filled)
+    assigned = {f"{module}.{part.buffer}" for module, part in filled.values()}
+    assigned |= {copy for copy, source in tied.items() if source in assigned}
+    missing = sorted(wanted - assigned)
     if missing or unexpected:
         faults = f"missing {_few(missing)}; unexpected {_few(unexpected)}"
         raise ValueError(f"{checkpoint.path} does not fit {type(model).__name__}: {faults}")
-    return slots
+    return filled
 
 
 def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
@@ -163,15 +151,15 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
 
 
 def _fill(
-    model: nn.Module, slot: Slot, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
+    module: nn.Module, part: Part, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    module = model.get_submodule(slot.module)
-    meta = getattr(module, slot.leaf)
+    """Convert and check a stored tensor, and assign it to a module in place of a tensor without data."""
+    meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
-    value = slot.convert(tensor, meta.shape) if slot.convert else tensor
-    if slot.leaf == "block_scale" and value.dtype == meta.dtype:
+    value = part.convert(tensor, meta.shape)
+    if part.buffer == "block_scale" and value.dtype == meta.dtype:
         _check_block_scales(value, cast(FrozenLinear, module).fmt, name)
-    if slot.leaf == "global_scale_bits":
+    if part.buffer == "global_scale_bits":
         _check_tensor_scale(value, tensor, name)
     same_kind = value.is_floating_point() if meta.is_floating_point() else value.dtype == meta.dtype
     if value.shape != meta.shape or not same_kind:
@@ -182,7 +170,7 @@ def _fill(
         _check_finite(value.to(dtype), f"{name}, in {str(dtype).removeprefix('torch.')},")
     value = value.to(device=device, dtype=dtype if meta.is_floating_point() else meta.dtype, copy=True)
     is_parameter = isinstance(meta, nn.Parameter)
-    setattr(module, slot.leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+    setattr(module, part.buffer, nn.Parameter(value, requires_grad=False) if is_parameter else value)
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:

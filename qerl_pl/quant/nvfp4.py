@@ -48,8 +48,7 @@ def scale_divisor(global_scale: Tensor) -> Tensor:
 
 
 def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
-    """Return the block scales that map each block's largest magnitude, [...] fp32, to 6, E2M1's largest value, as E4M3
-    bits [...] uint8."""
+    """Return bits of E4M3 scales that map each block's largest magnitude, [...] fp32, to 6, E2M1's maximum."""
     scale = scale_divisor(global_scale) * (block_amax / E2M1_MAX)
     bits = scale.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(bits == 0, _ZERO_SCALE, bits)

@@ -19,7 +19,6 @@ from qerl_pl.common.files import allow_reading, replacing, write_whole
 from qerl_pl.model.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
-REPORTED = ("layers", "folds")
 RECORDS = ("tiny.json", "drift.json")
 """Files in which commands record how one policy was made and measured; copies and exports do not carry them."""
 _MANIFEST = "manifest.json"
@@ -80,7 +79,9 @@ class OutputFolder:
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
         _write_json(self.partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        _write_json(self.partial / REPORT, {**self.settings, **{kind: self.reports(kind) for kind in REPORTED}})
+        _write_json(
+            self.partial / REPORT, {**self.settings, **{kind: self.reports(kind) for kind in ("layers", "folds")}}
+        )
         _write_json(self.partial / CONFIG, config)
         (self.partial / _MANIFEST).unlink()
         os.replace(self.partial, self.output)

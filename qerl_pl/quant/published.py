@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,8 +33,7 @@ class Stored:
     """Kinds of tensors in a checkpoint, seen from the headers of its files."""
 
     packed: dict[str, set[str]] = field(default_factory=dict)
-    """Maps the name of each linear in NVFP4 to the suffixes of its tensors, which are ``COMPRESSED`` or
-    ``MODELOPT``."""
+    """Suffixes of the tensors, ``COMPRESSED`` or ``MODELOPT``, by the name of each linear in NVFP4."""
     modules: set[str] = field(default_factory=set)
     """Names of all modules that have a tensor."""
     fp8: list[str] = field(default_factory=list)
@@ -44,7 +43,7 @@ class Stored:
     cache: list[str] = field(default_factory=list)
     """Names of tensors with scales of the KV cache."""
 
-    def leaves(self, linear: str) -> Set[str]:
+    def leaves(self, linear: str) -> set[str]:
         """Return the suffixes of the tensors of a linear's quantised weight; empty if it is not quantised."""
         return self.packed.get(linear, FP8 if linear in self.fp8 else set())
 

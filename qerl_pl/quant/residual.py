@@ -63,8 +63,7 @@ def residual_factors(
 def fresh_factors(
     shape: tuple[int, int], rank: int, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw what LoRA starts with: A [rank, K] uniform in +-1/sqrt(K), and B [N, rank] of zeros, for a linear of shape
-    [N, K]; fp32 on the CPU."""
+    """Draw LoRA's start for [N, K]: A [rank, K] uniform in +-1/sqrt(K), B [N, rank] zeros; fp32 on the CPU."""
     bound = shape[1] ** -0.5
     return torch.empty(rank, shape[1]).uniform_(-bound, bound, generator=generator), torch.zeros(shape[0], rank)
 

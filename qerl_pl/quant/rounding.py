@@ -74,8 +74,7 @@ def pack_weight(
 
 
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:
-    """Compute the mean of |(W' - W) x|^2 over inputs x, for a weight W and the rounded weight W'; arguments as in
-    ``row_errors``."""
+    """Compute the mean of |(W' - W) x|^2 over inputs x: the sum of ``row_errors``."""
     return row_errors(weight, rounded, second_moment).sum().item()
 
 
@@ -159,16 +158,14 @@ def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Quantisation errors of one linear. A relative error is the root mean square of the error, divided by that of the
-    exact values."""
+    """Errors of one linear; a relative error is the RMS of the error, divided by the RMS of the exact values."""
 
     name: str
     shape: tuple[int, int]
     weight_error: float
     """Relative error of the weights."""
     output_error: float | None = None
-    """Relative error of the linear's outputs for calibration data, whose hidden states come from the already packed
-    previous blocks; None: not measured."""
+    """Relative error of the outputs for calibration data after the packed previous blocks; None: not measured."""
 
 
 def report_layer(

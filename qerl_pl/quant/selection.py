@@ -15,8 +15,7 @@ from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
-"""Maps the name of a linear to the group of linears that engines fuse with it; the group is the same in all
-families."""
+"""Maps a linear's name to the group of linears that engines fuse with it, the same in all families."""
 _BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
@@ -26,8 +25,7 @@ class OutputFile:
 
     name: str
     block: str | None
-    """Decoder block whose tensors are in the file, e.g. "model.layers.3"; None for the file of all tensors outside the
-    blocks."""
+    """Decoder block of these tensors, e.g. "model.layers.3"; None for all tensors outside the blocks."""
     tensors: list[str]
     """Names of the source tensors of the file."""
 
@@ -38,8 +36,7 @@ class OutputFile:
 
 
 def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
-    """List the files that the quantiser writes: one for all tensors outside the decoder blocks, and then one per block
-    in order."""
+    """List the output's files: one for all tensors outside the decoder blocks, then one per block in order."""
     parts: dict[str, list[str]] = {"": []}
     for name in checkpoint.names():
         parts.setdefault(block_of(name) or "", []).append(name)
@@ -51,8 +48,7 @@ def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
 
 
 def block_of(name: str) -> str | None:
-    """Return the decoder block that a tensor or module belongs to, e.g. "model.layers.3", from its name; None for names
-    outside the blocks."""
+    """Return the decoder block of a tensor or module, e.g. "model.layers.3"; None for names outside the blocks."""
     block = _BLOCK_OF.match(name)
     return block and block[1]
 
@@ -94,8 +90,7 @@ def split_linears(
 
 
 def is_ignored(name: str, ignore: Sequence[str]) -> bool:
-    """Return whether one of the entries of ``ignore`` is the linear's name, or is "re:PATTERN" with a pattern that
-    matches the start of the name."""
+    """Return whether an entry of ``ignore`` is the name, or is "re:PATTERN" and matches its start."""
     return any(re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in ignore)
 
 

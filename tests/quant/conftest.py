@@ -8,36 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.families import tiny_config
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
-
-
-def tiny_config(architecture: str, *, tied: bool = False, **changes: object) -> PretrainedConfig:
-    sizes = {**SIZES, "tie_word_embeddings": tied, **changes}
-    if architecture == "qwen2":
-        return Qwen2Config(**sizes)
-    if architecture == "qwen3":
-        return Qwen3Config(**sizes, head_dim=24)
-    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    return LlamaConfig(**sizes, rope_parameters=scaled)
+OWN = {
+    "qwen3": {"head_dim": 24},
+    "llama": {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}},
+}
 
 
 @pytest.fixture
@@ -66,7 +53,8 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
         **sizes: object,
     ) -> Path:
         torch.manual_seed(0)
-        config = tiny_config(architecture, tied=tied, **sizes)
+        sizes = {**SIZES, **OWN.get(architecture, {}), "tie_word_embeddings": tied, **sizes}
+        config = tiny_config(architecture, **sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones

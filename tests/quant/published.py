@@ -58,17 +58,8 @@ def group_of(name: str) -> list[str]:
 def compressed(
     path: Path, preset: Callable[[str], str | None] = lambda name: "NVFP4", *, shards: int = 1, head: bool = False
 ) -> dict[str, Tensor]:
-    """Compress a bf16 folder in place with compressed-tensors' own classes, activations' scales included.
-
-    Args:
-        path: the folder.
-        preset: name of a linear -> name of its scheme, e.g. NVFP4 or FP8_DYNAMIC; None: left in bf16.
-        shards: files.
-        head: whether lm_head is packed too.
-
-    Returns:
-        The weights as compressed-tensors decompresses them.
-    """
+    """Compress a bf16 folder in place with compressed-tensors' classes, activations' scales included; return weights as
+    compressed-tensors decompresses them. ``preset`` maps a linear to its scheme, e.g. NVFP4, or None for bf16."""
     tensors, decompressed = read_all(path), {}
     kinds = {name: preset(name) for name in linears(tensors)} | ({"lm_head": "NVFP4"} if head else {})
     schemes: dict[str, list[str]] = {}
@@ -122,16 +113,9 @@ def _scales(weight: Tensor, kind: str, scheme: QuantizationScheme, amax: Tensor)
 def modelopt(
     path: Path, *, in_config: bool = True, fp8: Callable[[str], bool] = lambda name: False
 ) -> dict[str, Tensor]:
-    """Rewrite a bf16 folder in place as ModelOpt exports one with NVFP4 linears and an FP8 cache.
-
-    Args:
-        path: the folder.
-        in_config: config.json speaks of the quantisation, as in newer exports, and not hf_quant_config.json alone.
-        fp8: whether a linear is in FP8, in a mixed export.
-
-    Returns:
-        The weights as compressed-tensors decompresses them after its own conversion.
-    """
+    """Rewrite a bf16 folder in place as ModelOpt exports one with NVFP4 linears, or with FP8 ones, and an FP8 cache;
+    return the weights as compressed-tensors decompresses them after its own conversion. In newer exports config.json
+    has the quantisation, and not hf_quant_config.json alone."""
     tensors, expected, layers = read_all(path), {}, {}
     largest = {name: tensors[f"{name}.weight"].abs().max().float() for name in linears(tensors)}
     for name in largest:
@@ -158,15 +142,9 @@ def modelopt(
         for kind in "kv":
             if name.endswith(f"{kind}_proj"):
                 tensors[f"{name}.{kind}_scale"] = torch.tensor(1.0)
-    mixed = any(map(fp8, layers))
-    quantization: dict[str, Any] = (
-        {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-        if mixed
-        else {
-            "quant_algo": "NVFP4",
-            "group_size": 16,
-        }
-    )
+    quantization: dict[str, Any] = {"quant_algo": "NVFP4", "group_size": 16}
+    if any(map(fp8, layers)):
+        quantization = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     file = {**quantization, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "model.embed*"]}
     producer = {"producer": {"name": "modelopt", "version": "0.33.0"}}
     (path / "hf_quant_config.json").write_text(json.dumps({**producer, "quantization": file}))

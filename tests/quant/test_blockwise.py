@@ -20,11 +20,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sizes"),
-    [*((name, {}) for name in NAMES), ("qwen2", SLIDING)],
-    ids=[*NAMES, "qwen2 with a sliding window"],
+    ("architecture", "sizes", "tokens_at_once"),
+    [*((name, {}, 8192) for name in NAMES), ("qwen2", {}, 50), ("qwen2", SLIDING, 8192)],
+    ids=[*NAMES, "qwen2 by one sequence", "qwen2 with a sliding window"],
 )
-def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path, architecture, sizes):
+def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path, monkeypatch, architecture, sizes, tokens_at_once):
+    monkeypatch.setattr("qerl_pl.quant.blockwise._TOKENS", tokens_at_once)
     path = tmp_path / architecture
     save_dense(path, CONFIG_MAPPING[architecture].from_dict(tiny_config(architecture).to_dict(), **sizes))
     model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -44,8 +45,8 @@ def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path, architecture, 
     with torch.no_grad():
         model(TOKENS)
 
-    checkpoint = Checkpoint(path)
-    stream = BlockStream(meta_model(path), checkpoint, TOKENS, "cpu")
+    checkpoint, skeleton = Checkpoint(path), meta_model(path)
+    stream = BlockStream(skeleton, checkpoint, TOKENS, "cpu")
     assert torch.equal(stream.hidden, embedded[0])
     for index, expected in enumerate(hidden):
         block = f"model.layers.{index}"
@@ -60,35 +61,5 @@ def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path, architecture, 
             torch.testing.assert_close(moment, x.T @ x / len(x), rtol=1e-4, atol=1e-5)
         stream.advance(block, tensors)
         torch.testing.assert_close(stream.hidden, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_sequences_are_batched_by_tokens_without_changing_the_result(make_checkpoint, monkeypatch):
-    path = make_checkpoint(dtype=torch.float32)
-    checkpoint = Checkpoint(path)
-    tensors = {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith("model.layers.0.")}
-
-    def moment_and_hidden() -> tuple[Tensor, Tensor]:
-        stream = BlockStream(meta_model(path), checkpoint, TOKENS, "cpu")
-        name = "model.layers.0.mlp.down_proj"
-        moment = stream.second_moments("model.layers.0", tensors, [name])[name]
-        stream.advance("model.layers.0", tensors)
-        return moment, stream.hidden
-
-    whole = moment_and_hidden()
-    monkeypatch.setattr("qerl_pl.quant.blockwise._TOKENS", 50)
-    for one, other in zip(moment_and_hidden(), whole, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_blocks_leave_nothing_on_the_device(make_checkpoint):
-    path = make_checkpoint(dtype=torch.float32)
-    checkpoint = Checkpoint(path)
-    skeleton = meta_model(path)
-    stream = BlockStream(skeleton, checkpoint, TOKENS, "cpu")
-    for index in range(2):
-        block = f"model.layers.{index}"
-        stream.advance(
-            block, {name: checkpoint.read(name) for name in checkpoint.names() if name.startswith(f"{block}.")}
-        )
-    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    assert all(parameter.is_meta for parameter in skeleton.parameters()), "nothing is left on the device"
     assert all(parameter.is_meta for _, block in stream.blocks.values() for parameter in block.parameters())

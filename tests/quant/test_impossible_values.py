@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from qerl_pl.quant.layouts import (
     COMPRESSED_MXFP4,
     COMPRESSED_NVFP4,
     MODELOPT_NVFP4,
+    Part,
     check_table,
 )
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.loading import Slot, _fill
+from qerl_pl.quant.loading import _fill
 from qerl_pl.quant.nf4 import NF4_VALUES
 from tests.families import NAMES, tiny_config
 
@@ -44,16 +46,15 @@ def test_a_tensor_scale_that_makes_no_finite_factor_above_zero_is_refused(suffix
     layout = COMPRESSED_NVFP4 if suffix == ".weight_global_scale" else MODELOPT_NVFP4
     model = nn.Module()
     model.register_buffer("global_scale_bits", torch.zeros((), dtype=torch.int64))
-    slot = Slot("", "global_scale_bits", layout.parts[suffix].convert)
     with pytest.raises(ValueError, match=f"^a{suffix} "):
-        _fill(model, slot, torch.tensor([value]), name=f"a{suffix}", dtype=torch.bfloat16, device="cpu")
+        _fill(model, layout.parts[suffix], torch.tensor([value]), name=f"a{suffix}", dtype=torch.bfloat16, device="cpu")
 
 
 def test_a_weight_that_overflows_in_the_compute_dtype_is_refused():
     model = nn.Linear(1, 2, bias=False)
     stored = torch.tensor([[3.4e38], [1.0]])
     with pytest.raises(ValueError, match=r"weight, in bfloat16, holds NaN or infinity in 1 of 2 places"):
-        _fill(model, Slot("", "weight"), stored, name="weight", dtype=torch.bfloat16, device="cpu")
+        _fill(model, Part("weight"), stored, name="weight", dtype=torch.bfloat16, device="cpu")
 
 
 @pytest.mark.parametrize("value", [-1.0, torch.inf, torch.nan])
@@ -63,43 +64,25 @@ def test_an_fp8_scale_that_is_no_finite_magnitude_is_refused(value):
         dense_of_fp8(tensors, "a")
 
 
-def test_a_group_size_that_the_format_does_not_have_is_refused(tmp_path):
-    groups = {"a": {"weights": {"num_bits": 4, "group_size": 32}, "input_activations": None}}
-    quantized = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantized}))
-    with pytest.raises(ValueError, match=r"config_groups.weights.group_size 32; its format has 16"):
-        read_layout(tmp_path)
-    groups["a"]["weights"]["group_size"] = 16
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantized}))
-    assert read_layout(tmp_path) is COMPRESSED_NVFP4
+WINDOW = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"dual_chunk_attention_config": {"chunk_size": 64}}, "attention in chunks"),
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "3 of 4 blocks a sliding window"),
+        (WINDOW, "3 of 4 blocks a sliding window"),
         ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "1 of 4 blocks a sliding window"),
+        ({}, None),
+        ({**WINDOW, "use_sliding_window": False}, None),
+        ({"layer_types": ["full_attention"] * 4}, None),
     ],
 )
-def test_attention_that_vllm_refuses_is_refused_first(tmp_path, family, change, said):
+def test_attention_that_vllm_refuses_is_refused_first(tmp_path, family, change, message):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": family, **change}))
-    with pytest.raises(ValueError, match=said):
-        check_family(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
-        {"layer_types": ["full_attention"] * 4},
-    ],
-)
-def test_a_window_in_no_block_is_taken(tmp_path, change):
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
-    assert check_family(tmp_path)["model_type"] == "qwen2"
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        assert check_family(tmp_path)["model_type"] == family
 
 
 @pytest.mark.parametrize(
@@ -115,9 +98,8 @@ def test_a_window_in_no_block_is_taken(tmp_path, change):
 def test_a_block_scale_is_checked_as_it_is_computed_with_and_not_as_it_is_stored(layout, stored):
     linear = FrozenLinear(64 if layout is not COMPRESSED_MXFP4 else 32, 2, layout.fmt, device="meta")
     suffix, part = next((suffix, part) for suffix, part in layout.parts.items() if part.buffer == "block_scale")
-    slot = Slot("", "block_scale", part.convert)
     with pytest.raises(ValueError, match=f"^a{suffix} holds .*(NaN or infinity|negative)"):
-        _fill(linear, slot, stored, name=f"a{suffix}", dtype=torch.bfloat16, device="cpu")
+        _fill(linear, part, stored, name=f"a{suffix}", dtype=torch.bfloat16, device="cpu")
 
 
 def test_nf4_codes_with_other_values_are_refused(tmp_path):
@@ -132,31 +114,46 @@ def test_nf4_codes_with_other_values_are_refused(tmp_path):
             check_table(BITSANDBYTES_NF4, checkpoint, "a.weight.quant_map")
 
 
-@pytest.mark.parametrize(
-    "quantized",
-    [
-        "nf4",
-        ["nf4"],
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": [1]},
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"a": "b"}},
-        {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-            "config_groups": {"a": {"weights": 4}},
-        },
-    ],
-)
-def test_a_quantization_config_that_is_no_mapping_is_refused(tmp_path, quantized):
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+NF4 = {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}
+W4A16 = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+NOT_READ = [
+    *((wrong, r"quantization_config is .*; expected a mapping") for wrong in ("nf4", ["nf4"])),
+    *(
+        ({**COMPRESSED, "config_groups": groups}, r"quantization_config\.config_groups.* is .*; expected a mapping")
+        for groups in ([1], {"a": "b"}, {"a": {"weights": 4}})
+    ),
+    *(({"quant_method": method}, f"by {method!r} as None; we read unq") for method in ("gptq", "awq", "fp8", None, 3)),
+    ({**NF4, "bnb_4bit_quant_type": "fp4"}, "'bitsandbytes' as 'fp4'"),
+    ({**NF4, "bnb_4bit_use_double_quant": True}, "double quantisation"),
+    ({**NF4, "blocksize": 128}, "blocksize 128; its format has 64"),
+    ({**COMPRESSED, "format": "pack-quantized"}, r"'pack-quantized'; .*nvfp4-pack"),
+    ({**COMPRESSED, "config_groups": {"a": {"input_activations": {"num_bits": 4}}}}, "quantises activations too"),
+    (
+        {**COMPRESSED, "config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 32}}}},
+        "config_groups.weights.group_size 32; its format has 16",
+    ),
+    ({**W4A16, "quant_algo": "NVFP4"}, "quantises activations too"),
+    ({**W4A16, "quant_algo": "FP8"}, r"'modelopt' as 'FP8'"),
+    ({**W4A16, "group_size": 32}, "group_size 32; its format has 16"),
+    ({**W4A16, "kv_cache_quant_algo": "FP8"}, "key/value cache"),
+]
+
+
+@pytest.mark.parametrize(("quantized", "message"), NOT_READ)
+def test_a_quantisation_that_is_not_read_is_named_in_one_line(tmp_path, quantized, message):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantized}))
-    with pytest.raises(ValueError, match=r"quantization_config.* is .*; expected a mapping"):
+    with pytest.raises(ValueError, match=message) as refused:
         read_layout(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "bitsandbytes", None, 3])
-def test_another_quantisation_is_refused_in_one_line(tmp_path, method):
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": method}}))
-    with pytest.raises(ValueError, match=r"is quantised by .*; we read unquantised"):
-        read_layout(tmp_path)
+def test_a_quantisation_that_is_read_gives_its_layout(tmp_path):
+    groups = {"a": {"weights": {"num_bits": 4, "group_size": 16}, "input_activations": None}}
+    expected = [({**COMPRESSED, "config_groups": groups}, COMPRESSED_NVFP4), (NF4, BITSANDBYTES_NF4)]
+    for quantized, layout in [*expected, (W4A16, MODELOPT_NVFP4)]:
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantized}))
+        assert read_layout(tmp_path) is layout
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
@@ -176,64 +173,46 @@ def test_what_a_family_of_the_tests_has_is_taken(tmp_path, family):
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
-REFUSED = {
-    "window of zero": ({"sliding_window": 0}, None, "sliding_window is 0"),
-    "window below zero": ({"sliding_window": -4}, None, "sliding_window is -4"),
-    "window of llama": (
-        {"sliding_window": 4096},
-        ("llama", "granite", "qwen3_5_text"),
-        "sliding_window is 4096, which",
-    ),
-    "layers of llama": (
-        {"layer_types": ["sliding_attention", "full_attention"]},
-        ("llama", "granite", "mistral", "ministral3", "phi3"),
-        "layer_types is",
-    ),
-    "biases of mistral": (
-        {"attention_bias": True},
-        ("mistral", "ministral3", "phi3", "qwen2"),
-        "attention_bias is True",
-    ),
-    "biases of qwen3": ({"attention_bias": True}, ("qwen3", "qwen3_5_text"), "attention_bias is True"),
-    "biases of mlp": ({"mlp_bias": True}, ("mistral", "qwen2", "phi3"), "mlp_bias is True, which transformers ignores"),
-    "cap of llama": ({"final_logit_softcapping": 30.0}, ("llama", "qwen3"), "final_logit_softcapping is 30.0, which"),
-    "cap of zero": ({"final_logit_softcapping": 0}, ("gemma3_text", "gemma4_text"), "final_logit_softcapping is 0"),
-    "cap of attention": ({"attn_logit_softcapping": 50.0}, ("gemma3_text", "gemma4_text"), "attn_logit_softcapping is"),
-    "both ways": ({"is_causal": False}, None, "is_causal is false"),
-    "both ways of gemma": ({"use_bidirectional_attention": True}, ("gemma3_text", "gemma4_text"), "use_bidirectional"),
-    "divisor of zero": ({"logits_scaling": 0}, ("granite",), "logits_scaling is 0; expected a finite number above 0"),
-    "factor of NaN": ({"attention_multiplier": float("nan")}, ("granite",), "attention_multiplier is nan"),
-    "activation": ({"hidden_act": "gelu"}, ("llama", "qwen2", "phi3", "olmo3"), "hidden_act is 'gelu', which vLLM"),
-    "activation of gemma": ({"hidden_activation": "silu"}, ("gemma3_text",), "hidden_activation is 'silu'"),
-    "odd head": ({"head_dim": 31}, None, "a head has 31 dimensions"),
-    "few layers": ({"layer_types": ["full_attention"]}, ("qwen2", "olmo3", "gemma3_text"), "a kind for each of 2"),
-    "kind of a layer": (
-        {"layer_types": ["chunked_attention"] * 2},
-        ("qwen2", "olmo3"),
-        "'chunked_attention'; expected",
-    ),
-    "text for a word": (
-        {"tie_word_embeddings": "false"},
-        None,
-        "tie_word_embeddings is 'false'; expected true or false",
-    ),
-    "rope of a batch": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, "is of the kind 'dynamic'"),
-    "rope of vLLM": ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, None, "is of the kind 'ntk'"),
-    "rope by zero": ({"rope_parameters": {**YARN, "factor": 0}}, None, "factor is 0; expected a finite number above 0"),
-    "rope backwards": ({"rope_parameters": {**YARN, "factor": -2.0}}, None, "factor is -2.0"),
-    "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, None, "'linear' and has no factor"),
-    "half of llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, None, "has no low_freq_factor"),
-    "rope as text": ({"rope_scaling": "yarn"}, None, "rope_scaling is 'yarn'; expected a mapping"),
-    "rope as list": ({"rope_parameters": [1]}, None, "rope_parameters is [1]; expected a mapping"),
-}
+GEMMA, MISTRAL = ("gemma3_text", "gemma4_text"), ("mistral", "ministral3", "phi3")
+ROPE, NUMBER = "rope_parameters", "expected a finite number above 0"
+REFUSED = [
+    ({"sliding_window": 0}, NAMES, "sliding_window is 0"),
+    ({"sliding_window": -4}, NAMES, "sliding_window is -4"),
+    ({"sliding_window": 4096}, ("llama", "granite", "qwen3_5_text"), "sliding_window is 4096, which"),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, ("llama", "granite", *MISTRAL), "layer_types is"),
+    ({"layer_types": ["full_attention"]}, ("qwen2", "olmo3", "gemma3_text"), "a kind for each of 2"),
+    ({"layer_types": ["chunked_attention"] * 2}, ("qwen2", "olmo3"), "'chunked_attention'; expected"),
+    ({"attention_bias": True}, (*MISTRAL, "qwen2", "qwen3", "qwen3_5_text"), "attention_bias is True"),
+    ({"mlp_bias": True}, ("mistral", "qwen2", "phi3"), "mlp_bias is True, which transformers ignores"),
+    ({"final_logit_softcapping": 30.0}, ("llama", "qwen3"), "final_logit_softcapping is 30.0, which"),
+    ({"final_logit_softcapping": 0}, GEMMA, "final_logit_softcapping is 0"),
+    ({"attn_logit_softcapping": 50.0}, GEMMA, "attn_logit_softcapping is"),
+    ({"is_causal": False}, NAMES, "is_causal is false"),
+    ({"use_bidirectional_attention": True}, GEMMA, "use_bidirectional"),
+    ({"logits_scaling": 0}, ("granite",), f"logits_scaling is 0; {NUMBER}"),
+    ({"attention_multiplier": float("nan")}, ("granite",), "attention_multiplier is nan"),
+    ({"hidden_act": "gelu"}, ("llama", "qwen2", "phi3", "olmo3"), "hidden_act is 'gelu', which vLLM"),
+    ({"hidden_activation": "silu"}, ("gemma3_text",), "hidden_activation is 'silu'"),
+    ({"head_dim": 31}, NAMES, "a head has 31 dimensions"),
+    ({"tie_word_embeddings": "false"}, NAMES, "tie_word_embeddings is 'false'; expected true or false"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, NAMES, "is of the kind 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, NAMES, "is of the kind 'ntk'"),
+    ({"rope_scaling": {"rope_type": "linear"}}, NAMES, "'linear' and has no factor"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, NAMES, "has no low_freq_factor"),
+    ({"rope_scaling": "yarn"}, NAMES, "rope_scaling is 'yarn'; expected a mapping"),
+    ({ROPE: [1]}, NAMES, "rope_parameters is [1]; expected a mapping"),
+    ({ROPE: {**YARN, "factor": 0}}, NAMES, f"factor is 0; {NUMBER}"),
+    ({ROPE: {**YARN, "factor": -2.0}}, NAMES, "factor is -2.0"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_vllm_would_compute_otherwise_or_not_at_all_is_refused_of_every_family(tmp_path, case):
-    change, families, said = REFUSED[case]
-    for family in families or NAMES:
+@pytest.mark.parametrize(("change", "families", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_what_vllm_would_compute_otherwise_or_not_at_all_is_refused_of_every_family(
+    tmp_path, change, families, message
+):
+    for family in families:
         config = {**json.loads(tiny_config(family).to_json_string(use_diff=False)), **change}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        with pytest.raises(ValueError, match=re.escape(message)) as refused:
             check_family(tmp_path)
         assert "\n" not in str(refused.value)

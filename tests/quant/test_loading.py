@@ -9,7 +9,7 @@ from pathlib import Path
 import bitsandbytes.functional
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -18,6 +18,7 @@ from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import dequantize_reference
 from qerl_pl.quant.quantize import quantize_checkpoint
+from tests.quant.published import edit_config, read_all, rewrite
 
 TOKENS = torch.randint(0, 96, (2, 80), generator=torch.Generator().manual_seed(1))
 
@@ -31,36 +32,23 @@ def packed_modules(model: nn.Module) -> dict[str, FrozenLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
 
 
-def edit_config(path: Path, **changes: object) -> None:
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(config))
-
-
-def edit_weights(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(path / "model.safetensors")
+def edit_weights(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = read_all(path)
     edit(tensors)
-    save_file(tensors, path / "model.safetensors")
+    rewrite(path, tensors)
 
 
 def as_modelopt(path: Path, quantization: dict, *, in_config: bool) -> None:
     """Rewrite a compressed-tensors folder of ours under ModelOpt's names and conventions."""
-    for file in path.glob("*.safetensors"):
-        renamed = {}
-        for name, tensor in load_file(file).items():
-            if name.endswith("weight_global_scale"):
-                renamed[name.replace("weight_global_scale", "weight_scale_2")] = (1 / tensor[0]).reshape(())
-            else:
-                renamed[name.replace("weight_packed", "weight")] = tensor
-        save_file(renamed, file)
-    (path / "model.safetensors.index.json").unlink()
-    for number, file in enumerate(sorted(path.glob("*.safetensors"))):
-        file.rename(path / f"part{number}.safetensors")
-    weight_map = {name: file.name for file in path.glob("*.safetensors") for name in load_file(file)}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    if in_config:
-        edit_config(path, quantization_config={"quant_method": "modelopt", **quantization})
-    else:
-        edit_config(path, quantization_config=None)
+    renamed = {}
+    for name, tensor in read_all(path).items():
+        if name.endswith("weight_global_scale"):
+            renamed[name.replace("weight_global_scale", "weight_scale_2")] = (1 / tensor[0]).reshape(())
+        else:
+            renamed[name.replace("weight_packed", "weight")] = tensor
+    rewrite(path, renamed, shards=2)
+    edit_config(path, quantization_config={"quant_method": "modelopt", **quantization} if in_config else None)
+    if not in_config:
         (path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
 
 
@@ -195,70 +183,48 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(make_checkpoint):
     load_base(path, dtype=torch.float32, device="cpu")
 
 
+UP, NORM, SCALE = "model.layers.1.mlp.up_proj", "model.norm.weight", "model.layers.1.mlp.up_proj.weight_scale"
+
+
+def number_at(name: str, *places: int, number: float) -> Callable[[dict[str, Tensor]], object]:
+    """An edit that replaces some elements of a tensor."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        changed = tensors[name].float()
+        changed.view(-1)[list(places)] = number
+        tensors[name] = changed.to(tensors[name].dtype)
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
-            r"missing model\.layers\.1\.mlp\.up_proj\.weight; unexp",
-        ),
+        (lambda t: t.pop("model.layers.1.input_layernorm.weight"), r"missing .*\.1\.input_layernorm\.weight; unexp"),
+        (lambda t: t.pop(f"{UP}.weight_global_scale"), r"missing model\.layers\.1\.mlp\.up_proj\.global_scale_bits"),
         (lambda t: t.update(extra=torch.ones(1)), r"missing nothing; unexpected extra"),
         (
-            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+            lambda t: t.update({NORM: torch.ones(63)}),
             r"model\.norm\.weight is torch\.float32 \[63\]; the model expects torch\.float32 \[64\]",
         ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.uint8)}),
-            r"model\.norm\.weight is torch\.uint8",
-        ),
+        (lambda t: t.update({NORM: torch.ones(64).byte()}), r"model\.norm\.weight is torch\.uint8"),
+        (number_at(NORM, 1, number=float("nan")), f"{NORM} holds NaN or infinity in 1 of"),
+        (number_at(NORM, 1, number=float("inf")), f"{NORM} holds NaN or infinity in 1 of"),
+        (number_at(SCALE, 1, number=float("nan")), f"{SCALE} holds NaN or infinity in 1 of"),
+        (number_at(SCALE, 1, 3, number=-2.0), f"{SCALE} holds 2 negative block scales of"),
     ],
-    ids=["missing", "unexpected", "shape", "dtype"],
 )
-def test_tensors_that_do_not_fit_are_named(make_checkpoint, edit, message):
-    path = make_checkpoint()
-    edit_weights(path, edit)
-    with pytest.raises(ValueError, match=message):
-        load_base(path, dtype=torch.float32, device="cpu")
-
-
-def test_a_packed_weight_without_its_scale_is_named(make_checkpoint, tmp_path):
+def test_tensors_that_do_not_fit_are_named(make_checkpoint, tmp_path, edit, message):
     quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
-    file = next(iter((tmp_path / "packed").glob("model-00002*")))
-    tensors = load_file(file)
-    del tensors["model.layers.0.mlp.up_proj.weight_global_scale"]
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"missing model\.layers\.0\.mlp\.up_proj\.global_scale_bits"):
+    edit_weights(tmp_path / "packed", edit)
+    with pytest.raises(ValueError, match=message):
         load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, r"'gptq' as None; .*nvfp4-pack-quantized"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"'bitsandbytes' as None"),
-        (
-            {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-            "double quantisation",
-        ),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"'pack-quantized'; .*nvfp4-pack"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "nvfp4-pack-quantized",
-                "config_groups": {"group_0": {"input_activations": {"num_bits": 4}}},
-            },
-            "quantises activations too",
-        ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantises activations too"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"'modelopt' as 'FP8'"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8"}, "key/value cache"),
-    ],
-)
-def test_a_quantisation_that_we_do_not_read_is_named(make_checkpoint, config, message):
-    path = make_checkpoint()
-    edit_config(path, quantization_config=config)
-    with pytest.raises(ValueError, match=message):
-        load_base(path, dtype=torch.float32, device="cpu")
+def test_a_negative_zero_is_no_negative_block_scale(make_checkpoint, tmp_path):
+    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
+    edit_weights(tmp_path / "packed", number_at(SCALE, 0, number=-0.0))
+    load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
 
 
 def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint, tmp_path):
@@ -292,40 +258,3 @@ def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint, tmp_path):
     next(iter(sharded.glob("*.safetensors"))).unlink()
     with pytest.raises(ValueError, match=r"is missing, though model\.safetensors\.index\.json names it"):
         load(sharded)
-
-
-def with_numbers(folder: Path, name: str, numbers: dict[int, float]) -> Path:
-    """Replace elements of one tensor of a checkpoint, in place."""
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors:
-            changed = tensors[name].float()
-            for place, number in numbers.items():
-                changed.view(-1)[place] = number
-            save_file(tensors | {name: changed.to(tensors[name].dtype)}, file, metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("model.norm.weight", float("nan")),
-        ("model.norm.weight", float("inf")),
-        ("model.layers.1.mlp.up_proj.weight_scale", float("nan")),
-    ],
-)
-def test_a_tensor_that_is_not_finite_is_named(make_checkpoint, tmp_path, name, number):
-    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
-    with_numbers(tmp_path / "packed", name, {1: number})
-    with pytest.raises(ValueError, match=f"{name} holds NaN or infinity in 1 of"):
-        load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
-
-
-def test_negative_block_scales_are_refused_and_a_negative_zero_is_none(make_checkpoint, tmp_path):
-    name = "model.layers.1.mlp.up_proj.weight_scale"
-    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
-    with_numbers(tmp_path / "packed", name, {0: -0.0})
-    load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
-    with_numbers(tmp_path / "packed", name, {1: -2.0, 3: -448.0})
-    with pytest.raises(ValueError, match=f"{name} holds 2 negative block scales of"):
-        load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
@@ -60,30 +59,6 @@ def test_output_errors_are_measured_after_the_packed_blocks_before(make_checkpoi
     expected = (rounded - seen[0] @ weight.T).norm() / (seen[0] @ weight.T).norm()
     (reported,) = (layer.output_error for layer in layers if layer.name == name)
     assert reported == pytest.approx(expected.item(), 1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("format", "method"), [("nvfp4", "gptq"), ("nf4", "awq"), ("mxfp4", "mse")])
-def test_a_stopped_calibrated_run_continues_and_ends_with_the_same_bytes(
-    make_checkpoint, tmp_path, monkeypatch, format, method
-):
-    path = make_checkpoint()
-    quantize_checkpoint(path, tmp_path / "straight", format=format, method=method, calibration=CALIBRATION)
-    read = Checkpoint.read
-
-    def interrupted(self: Checkpoint, name: str) -> torch.Tensor:
-        if name == "model.layers.1.mlp.up_proj.weight":
-            raise KeyboardInterrupt
-        return read(self, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "read", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(path, tmp_path / "out", format=format, method=method, calibration=CALIBRATION)
-    assert (tmp_path / "out.partial" / "model-00002-of-00003.safetensors").exists()
-    quantize_checkpoint(path, tmp_path / "out", format=format, method=method, calibration=CALIBRATION)
-    for written in (tmp_path / "straight").iterdir():
-        assert (tmp_path / "out" / written.name).read_bytes() == written.read_bytes(), written.name
 
 
 def test_the_output_says_what_was_done(make_checkpoint, tmp_path):

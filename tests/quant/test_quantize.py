@@ -12,23 +12,18 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.quant import quantize
+from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import load_base
-from qerl_pl.quant.nvfp4 import NVFP4, NVFP4Weight, dequantize_reference, tensor_scale
+from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, tensor_scale
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
-from qerl_pl.quant.rounding import report_layer
 from qerl_pl.quant.selection import OutputFile, fused_groups
 from qerl_pl.tools.quantize import main
 from tests.packed import quantize_nvfp4
-from tests.quant.published import rewrite
-
-
-def read_all(path: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+from tests.quant.published import read_all, rewrite
 
 
 def interrupted_at(name: str) -> Callable[..., Any]:
@@ -87,11 +82,6 @@ def test_each_report_says_what_the_written_weights_say(make_checkpoint, tmp_path
     assert (on_disk["format"], on_disk["method"], on_disk["version"]) == ("nvfp4", "rtn", VERSION)
 
 
-def test_an_all_zero_weight_is_reported_without_error():
-    report = report_layer("zero", torch.zeros(2, 32), quantize_nvfp4(torch.zeros(2, 32)), NVFP4)
-    assert report.weight_error == 0
-
-
 @pytest.mark.parametrize(("name", "preset"), [("nvfp4", NVFP4A16), ("mxfp4", MXFP4A16)])
 def test_the_config_says_what_compressed_tensors_calls_the_scheme(name, preset):
     parsed = QuantizationConfig.model_validate(WRITERS[name].config(["lm_head"], torch.bfloat16))
@@ -105,17 +95,19 @@ def test_the_config_says_what_compressed_tensors_calls_the_scheme(name, preset):
     assert parsed.quantization_status.value == "compressed"
 
 
-def test_small_files_are_copied_and_foreign_weights_are_not(make_checkpoint, tmp_path):
-    path = make_checkpoint(shard="60KB")
-    (path / "chat_template.jinja").write_text("{{ messages }}")
-    (path / "merges_of_mine.json").write_text("{}")
-    (path / "pytorch_model.bin").write_bytes(b"weights")
-    out = tmp_path / "out"
+def test_small_files_are_copied_and_foreign_weights_and_code_are_not(make_checkpoint, tmp_path):
+    path, out = make_checkpoint(shard="60KB"), tmp_path / "out"
+    carried = {"LICENSE", "chat_template.jinja", "merges_of_mine.json"}
+    left = {"modeling.py", "run.sh", "lib.so", "weights.pkl", "program", "pytorch_model.bin"}
+    for name in carried | left:
+        (path / name).write_text("text")
     quantize_checkpoint(path, out)
-    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    names = {file.name for file in out.iterdir()}
+    assert {*carried, "tokenizer.json"} <= names
+    assert not names & left
     assert (out / "generation_config.json").read_bytes() == (path / "generation_config.json").read_bytes()
-    assert (out / "merges_of_mine.json").exists()
-    assert not (out / "pytorch_model.bin").exists()
+    (tmp_path / "new").write_text("")  # permissions are those of any new file
+    assert {file.stat().st_mode for file in out.iterdir()} == {(tmp_path / "new").stat().st_mode}
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index.values()) == {file.name for file in out.glob("*.safetensors")}
     assert index.keys() == read_all(out).keys()
@@ -124,24 +116,38 @@ def test_small_files_are_copied_and_foreign_weights_are_not(make_checkpoint, tmp
     assert written == source
 
 
-def test_a_stopped_run_continues_and_ends_with_the_same_bytes(make_checkpoint, tmp_path, monkeypatch):
-    path = make_checkpoint()
-    quantize_checkpoint(path, tmp_path / "straight")
-    monkeypatch.setattr(quantize, "pack_file", interrupted_at("model-00003-of-00003.safetensors"))
+CALIBRATION = Calibration(torch.randint(0, 38, (16, 64), generator=torch.Generator().manual_seed(0)), "random tokens")
+
+
+@pytest.mark.parametrize(
+    ("at", "settings"),
+    [
+        (3, {}),
+        pytest.param(3, {"format": "nvfp4", "method": "gptq", "calibration": CALIBRATION}, marks=pytest.mark.slow),
+        pytest.param(3, {"format": "nf4", "method": "awq", "calibration": CALIBRATION}, marks=pytest.mark.slow),
+        pytest.param(3, {"format": "mxfp4", "method": "mse", "calibration": CALIBRATION}, marks=pytest.mark.slow),
+        (2, {"calibration": CALIBRATION, "residual": 3}),
+        (3, {"calibration": CALIBRATION, "residual": 3}),
+    ],
+)
+def test_a_stopped_run_continues_and_ends_with_the_same_bytes(make_checkpoint, tmp_path, monkeypatch, at, settings):
+    path, straight, out = make_checkpoint(), tmp_path / "straight", tmp_path / "out"
+    quantize_checkpoint(path, straight, **settings)
+    monkeypatch.setattr(quantize, "pack_file", interrupted_at(f"model-0000{at}-of-00003.safetensors"))
     with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(path, tmp_path / "out")
+        quantize_checkpoint(path, out, **settings)
     monkeypatch.undo()
-    assert not (tmp_path / "out").exists()
-    finished = tmp_path / "out.partial" / "model-00002-of-00003.safetensors"
-    written_at = finished.stat().st_mtime_ns
+    assert not out.exists()
+    written = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out.partial").glob("*.safetensors")}
+    assert len(written) == at - 1
     with pytest.raises(ValueError, match="unfinished run with other settings"):
-        quantize_checkpoint(path, tmp_path / "out", ignore=["lm_head", "model.layers.0.mlp.down_proj"])
-    quantize_checkpoint(path, tmp_path / "out")
-    out, straight = tmp_path / "out", tmp_path / "straight"
-    assert (out / finished.name).stat().st_mtime_ns == written_at
-    assert {file.name for file in out.iterdir()} == {file.name for file in straight.iterdir()}
-    for file in straight.iterdir():
-        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
+        quantize_checkpoint(path, out, **settings, ignore=["lm_head", "model.layers.0.mlp.down_proj"])
+    quantize_checkpoint(path, out, **settings)
+    assert written.items() <= {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}.items()
+    files = {file.relative_to(straight) for file in straight.rglob("*") if file.is_file()}
+    assert {file.relative_to(out) for file in out.rglob("*") if file.is_file()} == files
+    for file in files - {Path("start/adapter_config.json")}:  # it names its base by path
+        assert (out / file).read_bytes() == (straight / file).read_bytes(), file
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -159,12 +165,6 @@ def test_a_full_disk_is_one_line_and_the_next_run_completes(make_checkpoint, tmp
     assert main(command) == 0
 
 
-def test_only_the_head_can_be_packed(make_checkpoint, tmp_path):
-    reports = quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=[r"re:model\."])
-    assert [report.name for report in reports] == ["lm_head"]
-    load_base(tmp_path / "out", dtype=torch.bfloat16, device="cpu")
-
-
 def test_fused_linears_form_groups_in_order():
     names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj", "b.down_proj", "lm_head"]
     assert fused_groups(names[:2], {*names[:2], "model.layers.9.self_attn.v_proj"}) == {names[0]: names[:2]}
@@ -174,6 +174,9 @@ def test_fused_linears_form_groups_in_order():
 def test_a_regular_expression_ignores_from_the_start_of_the_name(make_checkpoint, tmp_path):
     reports = quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["lm_head", r"re:model\.layers\.0\."])
     assert {report.name.split(".")[2] for report in reports} == {"1"}
+    reports = quantize_checkpoint(make_checkpoint(), tmp_path / "head", ignore=[r"re:model\."])
+    assert [report.name for report in reports] == ["lm_head"]
+    load_base(tmp_path / "head", dtype=torch.bfloat16, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,7 @@ def test_a_regular_expression_ignores_from_the_start_of_the_name(make_checkpoint
         (["lm_head", "model.layers.0.self_attn.k_proj"], "engines fuse .* not only .*k_proj"),
         ([], "lm_head shares its weight with the embeddings"),
         (["re:.*"], "leaves no linear"),
+        (["re:("], r"'re:\(' is no regular expression"),
     ],
 )
 def test_an_ignore_list_that_cannot_work_is_refused(make_checkpoint, tmp_path, ignore, message):
@@ -225,83 +229,36 @@ def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys):
         assert "invalid choice" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_weights_that_no_model_has_are_refused_and_named(make_checkpoint, tmp_path, name, number):
-    path = make_checkpoint()
-    tensors = load_file(path / "model.safetensors")
-    tensors[name][1, 2] = number
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=name):
-        quantize_checkpoint(path, tmp_path / "out")
-    assert not list(tmp_path.glob("out*")), "nothing that would be in the way of the next model"
+def with_number(weight: Tensor, number: float) -> Tensor:
+    changed = weight.clone()
+    changed.view(-1)[7] = number
+    return changed
 
 
-@pytest.mark.parametrize("change", [lambda weight: weight[:-1], lambda weight: weight.to(torch.int8)])
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"])
-def test_weights_of_another_shape_or_of_integers_are_refused_before_work(make_checkpoint, tmp_path, name, change):
-    path = make_checkpoint()
-    tensors = load_file(path / "model.safetensors")
-    save_file({**tensors, name: change(tensors[name]).contiguous()}, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"{name} is .* expects floating point and \[.*\] for it"):
-        quantize_checkpoint(path, tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_code_in_a_models_folder_is_not_carried_over(make_checkpoint, tmp_path):
-    path = make_checkpoint()
-    for name in ("modeling.py", "run.sh", "lib.so", "weights.pkl", "program", "LICENSE", "chat_template.jinja"):
-        (path / name).write_text("text")
-    quantize_checkpoint(path, tmp_path / "out")
-    names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert {"LICENSE", "chat_template.jinja", "tokenizer.json"} <= names
-    assert not names & {"modeling.py", "run.sh", "lib.so", "weights.pkl", "program"}
-
-
-def test_files_have_the_permissions_of_any_new_file(make_checkpoint, tmp_path):
-    quantize_checkpoint(make_checkpoint(), tmp_path / "out")
-    (tmp_path / "new").write_text("")
-    assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {(tmp_path / "new").stat().st_mode}
-
-
-def test_a_bad_regular_expression_is_refused(make_checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"'re:\(' is no regular expression"):
-        quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["re:("])
-
-
-@pytest.mark.parametrize("name", ["layers.1.mlp.down_proj.weight", "layers.0.mlp.up_proj.weight", "norm.weight"])
-def test_half_a_checkpoint_is_refused_and_nothing_is_written(make_checkpoint, tmp_path, name):
-    path = make_checkpoint("qwen3")
-    tensors = read_all(path)
-    del tensors[f"model.{name}"]
-    rewrite(path, tensors)
-    with pytest.raises(ValueError, match=f"is half a checkpoint: model.{name} missing") as refused:
-        quantize_checkpoint(path, tmp_path / "out")
-    assert "\n" not in str(refused.value)
-    assert not list(tmp_path.glob("out*"))
+OF_BLOCK, NORM, EMBEDDING = "layers.0.mlp.up_proj.weight", "layers.0.input_layernorm.weight", "embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("name", "change", "message"),
     [
-        (lambda scale: 0 * scale, r"weight_global_scale is \[0.0\], .*; expected a finite factor above 0"),
-        (lambda scale: -scale, r"weight_global_scale is \[-.*; expected a finite factor above 0"),
-        (lambda scale: scale.repeat(2), "weight_global_scale"),
+        (EMBEDDING, lambda weight: with_number(weight, float("nan")), "NAME holds NaN or infinity"),
+        (OF_BLOCK, lambda weight: with_number(weight, float("inf")), "NAME holds NaN or infinity"),
+        (OF_BLOCK, lambda weight: with_number(weight, 3e38), r"NAME holds .*e\+38; expected weights of at most"),
+        (OF_BLOCK, lambda weight: weight[:-1], r"NAME is BF16 .* expects floating point and \[.*\] for it"),
+        (NORM, lambda weight: weight[:-1], r"NAME is BF16 .* expects floating point and \[.*\] for it"),
+        (NORM, lambda weight: weight.to(torch.int8), "NAME is I8 .* expects floating point"),
+        (OF_BLOCK, None, "is half a checkpoint: NAME missing"),
+        ("norm.weight", None, "is half a checkpoint: NAME missing"),
     ],
 )
-def test_a_tensor_scale_that_is_no_positive_number_is_refused(make_checkpoint, tmp_path, change, said):
-    quantize_checkpoint(make_checkpoint(), tmp_path / "out")
-    file = tmp_path / "out" / "model-00002-of-00003.safetensors"
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("weight_global_scale"))
-    save_file({**tensors, name: change(tensors[name])}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=said):
-        load_base(tmp_path / "out", dtype=torch.float32, device="cpu")
-
-
-def test_a_config_whose_groups_are_not_those_of_the_weights_is_refused(make_checkpoint, tmp_path):
-    quantize_checkpoint(make_checkpoint(), tmp_path / "out")
-    file = tmp_path / "out" / "config.json"
-    file.write_text(file.read_text().replace('"group_size": 16', '"group_size": 32'))
-    with pytest.raises(ValueError, match="group_size 32; its format has 16 weights to a scale"):
-        load_base(tmp_path / "out", dtype=torch.float32, device="cpu")
+def test_weights_that_no_model_has_are_refused_by_name_and_nothing_is_left(
+    make_checkpoint, tmp_path, name, change, message
+):
+    path = make_checkpoint("qwen3")
+    tensors = read_all(path)
+    weight = tensors.pop(f"model.{name}")
+    rewrite(path, tensors if change is None else {**tensors, f"model.{name}": change(weight).contiguous()})
+    with pytest.raises(ValueError, match=message.replace("NAME", f"model.{name}")) as refused:
+        quantize_checkpoint(path, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.glob("out*"))

@@ -125,17 +125,17 @@ def test_a_head_that_is_stored_is_not_tied_whatever_the_config_leaves_out(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"text_config": {"model_type": "gpt2"}}, "'gpt2' model; expected one of qwen2"),
         ({"text_config": {"model_type": "siglip_vision_model"}}, "model_type 'siglip_vision_model', not a text model"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}}, "not to NVFP4"),
     ],
 )
-def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes, said):
+def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes, message):
     save_dense(tmp_path / "whole", with_vision(tiny_config("mistral")))
     edit_config(tmp_path / "whole", **changes)
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         prepared_base(str(tmp_path / "whole"))
     assert "\n" not in str(refused.value)
 
