@@ -38,9 +38,8 @@ def is_hub_name(base: str) -> bool:
 def hub_config(name: str) -> Path:
     """Download a model's config.json, and ModelOpt's configuration file if it has one; else as ``hub_folder``."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
-    # EntryNotFoundError is also raised if the hub cannot be reached and the file is not in its local cache.
-    with suppress(EntryNotFoundError):
-        _quietly(lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
+    with suppress(ValueError):
+        _fetched(name, lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
     return Path(file).parent
 
 
@@ -90,18 +89,13 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
-    try:
-        return _quietly(fetch)
-    except tuple(_FAULTS) as error:
-        fault = next(text for kind, text in _FAULTS.items() if isinstance(error, kind))
-        raise ValueError(fault.format(name)) from error
-
-
-def _quietly(fetch: Callable[[], T]) -> T:
     """Call ``fetch``, which downloads, without huggingface_hub's warnings about each retry."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         return fetch()
+    except tuple(_FAULTS) as error:
+        fault = next(text for kind, text in _FAULTS.items() if isinstance(error, kind))
+        raise ValueError(fault.format(name)) from error
     finally:
         logging.set_verbosity(before)

@@ -53,12 +53,8 @@ def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _scale_bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
-    return tensor.double().squeeze().view(torch.int64)
-
-
-def _divisor_bits(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    return _scale_bits(1 / tensor.double(), shape)
+def _scale_bits(scale: Tensor, _shape: Sequence[int] = ()) -> Tensor:
+    return scale.double().squeeze().view(torch.int64)
 
 
 def _swap_nibbles(codes: Tensor) -> Tensor:  # bitsandbytes has the even column in the high nibble
@@ -74,7 +70,7 @@ COMPRESSED_NVFP4 = Layout(
     parts={
         ".weight_packed": Part("codes"),
         ".weight_scale": Part("block_scale", _bits),
-        ".weight_global_scale": Part("global_scale_bits", _divisor_bits),
+        ".weight_global_scale": Part("global_scale_bits", lambda divisor, _shape: _scale_bits(1 / divisor.double())),
     },
     marker=".weight_packed",
 )
@@ -151,10 +147,6 @@ def _nvfp4_tensors(weight: PackedWeight, _dtype: torch.dtype) -> dict[str, Tenso
     }
 
 
-def _mxfp4_tensors(weight: PackedWeight, _dtype: torch.dtype) -> dict[str, Tensor]:
-    return {".weight_packed": weight.codes, ".weight_scale": weight.block_scale}
-
-
 def _nf4_tensors(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
     state = {
         "quant_type": "nf4",
@@ -204,6 +196,10 @@ _nvfp4_config = partial(_compressed_tensors_config, "NVFP4A16", "nvfp4-pack-quan
 _mxfp4_config = partial(_compressed_tensors_config, "MXFP4A16", "mxfp4-pack-quantized")
 WRITERS = {
     "nvfp4": Writer(COMPRESSED_NVFP4, _nvfp4_tensors, _nvfp4_config),
-    "mxfp4": Writer(COMPRESSED_MXFP4, _mxfp4_tensors, _mxfp4_config),
+    "mxfp4": Writer(
+        COMPRESSED_MXFP4,
+        lambda weight, _dtype: {".weight_packed": weight.codes, ".weight_scale": weight.block_scale},
+        _mxfp4_config,
+    ),
     "nf4": Writer(BITSANDBYTES_NF4, _nf4_tensors, _nf4_config),
 }

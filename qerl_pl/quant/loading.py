@@ -160,7 +160,12 @@ def _fill(
     if part.buffer == "block_scale" and value.dtype == meta.dtype:
         _check_block_scales(value, cast(FrozenLinear, module).fmt, name)
     if part.buffer == "global_scale_bits":
-        _check_tensor_scale(value, tensor, name)
+        factor = value.view(torch.float64).float()
+        if not (factor.isfinite() & (factor > 0)).all():
+            raise ValueError(
+                f"{name} is {tensor.flatten().tolist()[:3]}, with which weights are multiplied by "
+                f"{factor.flatten().tolist()[:3]}; expected a finite factor above 0: quantise the model again"
+            )
     same_kind = value.is_floating_point() if meta.is_floating_point() else value.dtype == meta.dtype
     if value.shape != meta.shape or not same_kind:
         raise ValueError(
@@ -191,16 +196,6 @@ def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
         raise ValueError(
             f"{name} holds {number} negative block scales of {scales.numel()}; expected magnitudes, as the 4-bit codes "
             "have the signs: quantise the model again"
-        )
-
-
-def _check_tensor_scale(bits: Tensor, stored: Tensor, name: str) -> None:
-    """Refuse a tensor scale, given as bits of an fp64 number, that is no finite number above 0 in fp32."""
-    factor = bits.view(torch.float64).float()
-    if not (factor.isfinite() & (factor > 0)).all():
-        raise ValueError(
-            f"{name} is {stored.flatten().tolist()[:3]}, with which weights are multiplied by "
-            f"{factor.flatten().tolist()[:3]}; expected a finite factor above 0: quantise the model again"
         )
 
 

@@ -157,7 +157,7 @@ def test_tables_are_real_even_when_first_used_under_the_meta_device():
 
 def compressed(weight: Tensor, args: QuantizationArgs, divisor: Tensor | None = None) -> dict[str, Tensor]:
     """What compressed-tensors writes for an fp32 weight in NVFP4, for which it needs a divisor, or MXFP4."""
-    blocks = weight.unflatten(1, (-1, args.group_size))
+    blocks = weight.unflatten(1, (-1, args.group_size or 0))
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale=divisor)
     state = {"weight": weight, "weight_scale": scale, **({} if divisor is None else {"weight_global_scale": divisor})}
     compressor = MXFP4PackedCompressor if divisor is None else NVFP4PackedCompressor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def packed_tensors(layer: FrozenLinear) -> list[Tensor]:
     return [layer.codes, layer.block_scale, layer.global_scale_bits]
 
 
-def saved_by(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def saved_by(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Output of a layer, and the tensors that autograd saves for its backward pass."""
     saved: list[Tensor] = []
 
