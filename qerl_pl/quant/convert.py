@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize as dequantize_fp8
-from torch import Tensor, nn
+from torch import Tensor
 
 from qerl_pl.common.phases import counted
 from qerl_pl.model.files import Checkpoint, model_config
@@ -23,7 +23,7 @@ from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.nvfp4 import E4M3_MAX, dequantize
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.published import COMPRESSED, Stored, conversion_reasons, fused_packed, read_stored
-from qerl_pl.quant.selection import output_files
+from qerl_pl.quant.selection import linears_of, output_files
 
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 NAN_BITS = 0x7F  # bits of NaN in E4M3, without the sign
@@ -66,10 +66,9 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
             quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
             rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
             folder.add(file.name, rest | written, {"layers": [], "folds": []})
-        linears = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
         config = {name: value for name, value in model_config(path).items() if name != "quantization_config"}
         if packed:
-            dense = [name for name in linears if name not in packed]
+            dense = [name for name in linears_of(skeleton) if name not in packed]
             config["quantization_config"] = WRITERS["nvfp4"].config(dense, skeleton.dtype)
         folder.finish(path, config)
     return reasons

@@ -4,8 +4,9 @@ output file has."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -53,6 +54,42 @@ def block_of(name: str) -> str | None:
     return block and block[1]
 
 
+class BlockWeight(NamedTuple):
+    """Parameter of a decoder block: its full name, the module that has it, and what it is."""
+
+    name: str
+    module: nn.Module
+    kind: Literal["linear", "convolution", "vector"]
+
+
+def block_weights(model: nn.Module) -> Iterator[BlockWeight]:
+    """Yield each parameter of a model's decoder blocks once, in the model's order; refuse a matrix of another kind,
+    such as stacked experts, which would else stay dense without a word."""
+    for module_name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{leaf}"
+            if block_of(name) is None:
+                continue
+            if parameter.ndim < 2:
+                yield BlockWeight(name, module, "vector")
+            elif isinstance(module, nn.Linear | nn.Conv1d):
+                yield BlockWeight(name, module, "linear" if isinstance(module, nn.Linear) else "convolution")
+            else:
+                shape, owner = list(parameter.shape), type(module).__name__
+                raise ValueError(f"{name} {shape} is the weight of a {owner}; expected linears and convolutions")
+
+
+def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linears of a model's decoder blocks, and its head, by name in the model's order."""
+    linears = {
+        weight.name.removesuffix(".weight"): cast(nn.Linear, weight.module)
+        for weight in block_weights(model)
+        if weight.kind == "linear"
+    }
+    head = model.get_output_embeddings()
+    return linears | {name: cast(nn.Linear, module) for name, module in model.named_modules() if module is head}
+
+
 def split_linears(
     model: PreTrainedModel, ignore: Sequence[str], *, block: int
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
@@ -66,7 +103,7 @@ def split_linears(
         Shapes [N, K] of the linears to pack by name, and the names of the linears that stay dense because of ``ignore``
         or ``Family.dense``, both in the model's order.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = linears_of(model)
     for entry in ignore:
         try:
             if not any(is_ignored(name, [entry]) for name in linears):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qerl_pl.quant import quantize
 from qerl_pl.quant.calibration import Calibration
@@ -20,8 +21,9 @@ from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, tensor_scale
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
-from qerl_pl.quant.selection import OutputFile, fused_groups
+from qerl_pl.quant.selection import OutputFile, block_of, block_weights, fused_groups
 from qerl_pl.tools.quantize import main
+from tests.families import NAMES, SIZES, tiny_config
 from tests.packed import quantize_nvfp4
 from tests.quant.published import read_all, rewrite
 
@@ -163,6 +165,24 @@ def test_a_full_disk_is_one_line_and_the_next_run_completes(make_checkpoint, tmp
     assert error.startswith("error: ")
     assert "model-00001-of-00003.safetensors" in error
     assert main(command) == 0
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_every_parameter_of_a_block_is_listed_once_and_every_matrix_is_of_a_known_kind(family):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    listed = list(block_weights(model))
+    assert [weight.name for weight in listed] == [name for name, _ in model.named_parameters() if block_of(name)]
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {weight.name for weight in listed if weight.kind == "linear"} == linears - {"lm_head.weight"}
+
+
+def test_stacked_experts_are_refused_and_not_left_dense_without_a_word():
+    sizes = {name: value for name, value in SIZES.items() if name != "intermediate_size"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=32))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.\S+ \[4, .* expected linears and convolutions"):
+        list(block_weights(model))
 
 
 def test_fused_linears_form_groups_in_order():
