@@ -30,14 +30,8 @@ FORMATS = ("nvfp4", "bf16")
 
 
 def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:
-    """Write a Qwen2.5-shaped checkpoint that vLLM and the trainer load, unless it exists already.
-
-    Args:
-        folder: parent folder; the checkpoint's name is SIZE-FMT.
-        size: one of ``SIZES``.
-        fmt: one of ``FORMATS``.
-        num_layers: number of blocks instead of the size's own.
-    """
+    """Write a Qwen2.5-shaped checkpoint SIZE-FMT into ``folder`` that vLLM and the trainer load, unless it exists
+    already; ``num_layers`` replaces the size's number of blocks."""
     path = folder / f"{size}-{fmt}"
     if path.exists():
         return path

@@ -97,13 +97,7 @@ def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
-    """Put random NVFP4 linears in the place of dense ones, the head excepted; on the meta device they have no values.
-
-    Args:
-        model: with its linears on any device; changed in place.
-        dtype: of biases, which are 0.
-        device: of the new linears.
-    """
+    """Put random NVFP4 linears, with biases of 0 in ``dtype``, in the place of dense ones, the head excepted."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.rounding import group_scale, output_error, pack_weight
 from tests.families import NAMES, tiny_config
-from tests.quant.outliers import layer_with_outliers
+from tests.quant.conftest import layer_with_outliers
 from tests.rollout.conftest import save_dense
 
 TOKENS = torch.arange(40).view(2, 20)

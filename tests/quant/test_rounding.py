@@ -21,7 +21,7 @@ from qerl_pl.quant.rounding import (
     row_errors,
     search_scales,
 )
-from tests.quant.outliers import layer_with_outliers
+from tests.quant.conftest import layer_with_outliers
 
 every_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)
 
