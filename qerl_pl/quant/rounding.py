@@ -164,6 +164,10 @@ class LayerReport:
     shape: tuple[int, int]
     weight_error: float
     """Relative error of the weights."""
+    max_error: float
+    """Largest error of a weight, divided by the largest weight."""
+    outlier_ratio: float
+    """Largest magnitude of a weight, divided by the root mean square of the weights."""
     output_error: float | None = None
     """Relative error of the outputs for calibration data after the packed previous blocks; None: not measured."""
 
@@ -175,12 +179,19 @@ def report_layer(
     [K, K] of x x^T over the calibration data's inputs x is given."""
     weight = weight.float()
     rounded = fmt.dequantize(packed, torch.float32)
-    weight_error = _ratio((rounded - weight).norm().item(), weight.norm().item())
+    error, norm, largest = rounded - weight, weight.norm().item(), weight.abs().max().item()
     of_output = None
     if second_moment is not None:
         power = output_error(weight, torch.zeros_like(weight), second_moment)
         of_output = _ratio(output_error(weight, rounded, second_moment), power) ** 0.5
-    return LayerReport(name, (weight.shape[0], weight.shape[1]), weight_error, of_output)
+    return LayerReport(
+        name=name,
+        shape=(weight.shape[0], weight.shape[1]),
+        weight_error=_ratio(error.norm().item(), norm),
+        max_error=_ratio(error.abs().max().item(), largest),
+        outlier_ratio=_ratio(largest, norm / weight.numel() ** 0.5),
+        output_error=of_output,
+    )
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -78,6 +78,8 @@ def test_each_report_says_what_the_written_weights_say(make_checkpoint, tmp_path
         error = dense_of(written, report.name).double() - weight
         assert report.shape == tuple(weight.shape)
         assert report.weight_error == pytest.approx((error.norm() / weight.norm()).item(), rel=1e-5)
+        assert report.max_error == pytest.approx((error.abs().max() / weight.abs().max()).item(), rel=1e-5)
+        assert report.outlier_ratio == pytest.approx((weight.abs().max() / weight.square().mean().sqrt()).item(), 1e-5)
         assert 0.05 < report.weight_error < 0.15  # Gaussian weights in NVFP4
     on_disk = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
     assert [layer["name"] for layer in on_disk["layers"]] == [report.name for report in reports]
