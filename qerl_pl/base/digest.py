@@ -19,12 +19,11 @@ KEPT = ".qerl-pl-digests.json"
 
 
 def base_digest(base: str | Path) -> str:
-    """Compute a digest, of sixteen hex digits, of config.json and every byte of the safetensors files of a checkpoint
-    folder.
+    """Compute a digest, of sixteen hex digits, of config.json and every byte of the safetensors files of a folder.
 
     A weight file is read again only if its size, modification time or change time (in nanoseconds) has changed since
-    its digest was stored. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s), and up to four files are read
-    in parallel.
+    its digest was stored. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s); four files are read at a
+    time.
     """
     folder = Path(base)
     digests = stored_digests(folder, sorted(folder.glob("*.safetensors")))

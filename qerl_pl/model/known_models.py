@@ -63,9 +63,8 @@ def known_format(base: str) -> str | None:
 
 
 def known_config(base: str) -> Mapping[str, Any] | None:
-    """Return the known values of a model's config.json by the model's name or folder, e.g. Qwen/Qwen3-8B or
-    models/qwen2.5-7b; None for models that are not in ``KNOWN``. Case and endings like -Instruct and -NVFP4 do not
-    count."""
+    """Return the known values of config.json by a model's name or folder, or None. Case, the folder and endings like
+    -Instruct and -NVFP4 do not count."""
     name = _short(base)
     sizes = next((sizes for known, sizes in KNOWN.items() if _short(known) == name), None)
     if sizes is None:

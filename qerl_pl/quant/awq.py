@@ -91,11 +91,8 @@ def best_scales(
     """Search the exponent e for which scales rms(x_k)^e, rounded to powers of two, give the smallest output error of
     packed weights, [N_i, K] each, of linears that share an input x; return the exponent and the scales [K] fp32.
 
-    Args:
-        second_moment: [K, K] mean of x x^T.
-        repeats: number of consecutive heads of the input that must have equal scales, because they come from one value
-            head.
-        head_dim: channels per head.
+    The second moment is the mean [K, K] of x x^T. ``repeats`` consecutive heads, of ``head_dim`` channels, have equal
+    scales, because they come from one value head.
     """
     mean_square = second_moment.diagonal().view(-1, repeats, head_dim if repeats > 1 else 1).mean(1, keepdim=True)
     rms = mean_square.expand(-1, repeats, -1).flatten().sqrt()

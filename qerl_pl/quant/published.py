@@ -1,9 +1,9 @@
 """Inspect published NVFP4 checkpoints: their contents, and what has to change for 16-bit activations (W4A16).
 
-Published checkpoints may have features that a W4A16 base does not support: scales of activations and of the KV cache,
-linears in FP8, a quantised head, and different tensor scales of q/k/v or of gate/up, which engines fuse into one
-matrix. ``convert`` removes these features. The format of a linear is derived from its tensors; the lists of excluded
-modules in config.json and hf_quant_config.json are redundant and are not read.
+Published checkpoints may have features that a W4A16 base does not support, which ``convert`` removes: scales of
+activations and of the KV cache, linears in FP8, a quantised head, and different tensor scales of q/k/v or of gate/up,
+which engines fuse into one matrix. The format of a linear is derived from its tensors, and not from the lists of
+excluded modules in config.json and hf_quant_config.json.
 """
 
 from __future__ import annotations

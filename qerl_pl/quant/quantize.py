@@ -129,8 +129,7 @@ def pack_file(
     """Compute the tensors of one file of the packed checkpoint from those of the dense one.
 
     Args:
-        groups: linears to pack, of all files, in groups that share a tensor scale, as from ``fused_groups``.
-        skeleton: the model on the meta device.
+        groups: linears to pack, of all files, in groups that share a tensor scale.
         stream: calibration data at the input of the file's decoder block; None without calibration data.
         rank: rank of the adapter near the quantisation errors, which requires a stream; None: there is none.
 

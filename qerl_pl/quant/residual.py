@@ -23,26 +23,18 @@ _WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."
 def residual_factors(
     residual: Tensor, second_moment: Tensor, rank: int, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the factors A and B for which the mean of |(E - B A) x|^2 over inputs x is smallest, where E is the
-    residual W - Q(W).
+    """Compute the factors A [rank, K] and B [N, rank], fp32, for which the mean of |(E - B A) x|^2 over inputs x is
+    smallest, where E [N, K] is the residual W - Q(W).
 
-    With M the mean of x x^T, the minimum over all products of this rank is Q Q^T E, where the columns of Q are the
-    eigenvectors of E M E^T with the largest eigenvalues. This is the solution of QERA (Theorem 1), written without the
-    inverse of a square root of M, so M may be singular. Since Q Q^T is an orthogonal projection, the product increases
-    the error for no input at all, whatever M is. Row i of A and column i of B have equal norms. Where the product has
-    no component left (E is 0, or the rank exceeds the matrix), A and B are ``fresh_factors``.
+    With M [K, K] the mean of x x^T, or a positive multiple of it, the minimum over all products of this rank is Q Q^T
+    E, where the columns of Q are the eigenvectors of E M E^T with the largest eigenvalues. This is the solution of QERA
+    (Theorem 1), written without the inverse of a square root of M, so M may be singular. Since Q Q^T is an orthogonal
+    projection, the product increases the error for no input at all, whatever M is. Row i of A and column i of B have
+    equal norms. Where the product has no component left (E is 0, or the rank exceeds the matrix), A and B are
+    ``fresh_factors``, drawn by the generator.
 
     Arithmetic is fp64. M should be summed in fp64 too: a channel of a pretrained model can have a mean square a million
     times that of others, and rounding errors of its fp32 sums would exceed what the others contribute.
-
-    Args:
-        residual: [N, K] floating, E.
-        second_moment: [K, K] floating, M or a positive multiple of it.
-        rank: number of columns of B.
-        generator: draws the values without a component, on the CPU; None: torch's global one.
-
-    Returns:
-        A [rank, K] and B [N, rank], fp32 on the residual's device.
     """
     error = residual.double()
     outputs, inputs = error.shape

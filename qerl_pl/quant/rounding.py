@@ -46,16 +46,9 @@ def pack_weight(
     *,
     name: str = "weight",
 ) -> PackedWeight:
-    """Pack a weight [N, K] by a rounding method, under a given tensor scale [].
-
-    Args:
-        second_moment: [K, K] mean of x x^T over the layer's inputs x; None without calibration data, which gptq does
-            not allow.
-        name: name of the weight in error messages.
-
-    Raises:
-        ValueError: the shape does not fit, or the weight holds NaN or infinity.
-    """
+    """Pack a weight [N, K], whose name is for error messages, by a rounding method under a given tensor scale []. The
+    second moment is the mean [K, K] of x x^T over the layer's inputs x; gptq does not allow None, for no calibration
+    data."""
     nearest = quantize(weight, fmt, global_scale, name=name)
     if rounding == "rtn":
         return nearest
@@ -89,14 +82,10 @@ def search_scales(
     weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor | None = None
 ) -> Tensor:
     """Choose, for every block of a weight [N, K], the one of ``fmt.nearby_scales`` with the smallest
-    sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k.
+    sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k; return bits [N, K/block].
 
-    Args:
-        block_scale: [N, K/block] bits of the initial scales, which are kept if no candidate is better.
-        importance: [K] fp32, not negative, e.g. the mean square of each input; None means equal weights.
-
-    Returns:
-        [N, K/block] bits of the chosen block scales.
+    The importance, [K] fp32 and not negative, is e.g. the mean square of each input; None means equal weights. The
+    initial scales, bits [N, K/block], are kept if no candidate is better.
     """
     best = block_scale.clone()
     values = torch.tensor(fmt.values, device=weight.device)
@@ -116,15 +105,10 @@ def search_scales(
 
 def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, second_moment: Tensor) -> Tensor:
     """Find packed codes [N, K/2] that approximately minimise the output error |X W^T - X W'^T|^2 under given scales,
-    where X is the layer's inputs and W' the rounded weight: GPTQ.
+    where X is the layer's inputs, with the second moment X^T X or a positive multiple of it, and W' the rounded weight.
 
-    It rounds column by column and compensates each rounding error in the columns that are left. As scales are given,
+    GPTQ rounds column by column and compensates each rounding error in the columns that are left. As scales are given,
     the column with the largest mean square of its inputs can come first, although neighbours share a scale.
-
-    Args:
-        weight: [N, K] floating.
-        block_scale: [N, K/block] bits of the block scales.
-        second_moment: [K, K] X^T X, or a positive multiple of it.
     """
     order = second_moment.diagonal().argsort(descending=True)
     weight = weight[:, order].float()  # a copy
