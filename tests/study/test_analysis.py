@@ -32,8 +32,8 @@ def log(folder: Path, curves: dict[str, list[float]]) -> None:
 def finish(study: Study, run: Run) -> None:
     """Write the files of a finished run: rewards rise by 0.1 per step, entropies fall; only the arm nvfp4 gains 0.1."""
     noise = np.random.default_rng(run.seed).normal(0, 0.01) + run.seed
-    own = np.random.default_rng(len(run.arm) + run.seed).normal(0, 0.002) + GAIN[run.arm]
-    rewards = [0.1 * step + noise + own for step in range(11)]
+    of_run = np.random.default_rng(len(run.arm) + run.seed).normal(0, 0.002) + GAIN[run.arm]
+    rewards = [0.1 * step + noise + of_run for step in range(11)]
     log(
         run.folder,
         {
@@ -60,34 +60,29 @@ def study(tmp_path: Path) -> Study:
     return study
 
 
-def test_an_evaluation_that_was_repeated_with_other_settings_counts_alone(study):
+def test_readouts_are_what_the_curves_say(study):
     run = study.runs()[0]
+    values = gather(study)[0].runs[0]
+    assert values["area under accuracy"] == pytest.approx(values["accuracy at step 0"] + 0.5, abs=1e-5)
+    assert values["final accuracy"] == pytest.approx(values["accuracy at step 0"] + 1, abs=1e-5)
+    known = {
+        "seconds per step": 1,
+        "seconds of the run": 20,
+        "GPU memory, GiB": 2,
+        "entropy at step 0": 2.0,
+        "gap": 0.01,
+    }
+    known |= {"gap, kernel": 0.004, "mean sampling entropy": 1.0, "reach: pass@1": 0.1, "reach: pass@4": 0.3}
+    assert {name: values[name] for name in known} == pytest.approx(known)
+    assert "entropy at equal reward" in values
+    left = {"seconds of the run": 20, "reach: pass@1": 0.1, "reach: pass@4": 0.3}
+    assert readouts(study, run, {}) == pytest.approx(left), "what was not logged is left out"
     folder = run.folder / "evaluations" / "reach" / "test"
     for number in (9, 10):
         log(folder / f"words-last-{number}", {"test/accuracy": [0.1 * number], "test/pass@2": [0.05 * number]})
         [file] = (folder / f"words-last-{number}").iterdir()
         file.rename(file.with_name(f"events.out.tfevents.9999999{number:03}.x"))
-    assert pass_at_k(run, "reach") == pytest.approx({1: 1.0, 2: 0.5})
-
-
-def test_readouts_are_what_the_curves_say(study):
-    run = study.runs()[0]
-    values = gather(study)[0].runs[0]
-    assert values["seconds per step"] == 1
-    assert values["seconds of the run"] == 20
-    assert values["GPU memory, GiB"] == 2
-    assert values["entropy at step 0"] == pytest.approx(2.0)
-    assert values["area under accuracy"] == pytest.approx(values["accuracy at step 0"] + 0.5, abs=1e-5)
-    assert values["final accuracy"] == pytest.approx(values["accuracy at step 0"] + 1, abs=1e-5)
-    assert values["gap"] == pytest.approx(0.01)
-    assert values["gap, kernel"] == pytest.approx(0.004)
-    assert (values["reach: pass@1"], values["reach: pass@4"]) == pytest.approx((0.1, 0.3))
-    assert "entropy at equal reward" in values
-    assert readouts(study, run, {}) == {
-        "seconds of the run": 20,
-        "reach: pass@1": pytest.approx(0.1),
-        "reach: pass@4": pytest.approx(0.3),
-    }
+    assert pass_at_k(run, "reach") == pytest.approx({1: 1.0, 2: 0.5}), "the last of repeated evaluations counts alone"
 
 
 def test_areas_means_and_the_entropy_at_equal_reward():
@@ -112,21 +107,20 @@ def test_a_paired_difference_is_found_although_seeds_differ_by_more(study):
     assert better.comparison.p == pytest.approx(2 / 2**6)
     assert better.adjusted == pytest.approx(4 / 2**6)
     assert same.comparison.difference.low < 0.005
-    text = tables(study, gather(study), [better])
-    assert "| nvfp4 - bf16 | " in text
+    assert "| nvfp4 - bf16 | " in tables(study, gather(study), [better])
 
 
 def test_what_is_not_finished_is_left_out_and_named(study):
     missing = study.runs()[-1]
     state.keep(missing.folder, done={"fit": 1.0}, failure="reach ended with status 1\nmore")
     groups = gather(study)
-    text = tables(study, groups, compared(study, groups, "final reward"))
+    judged = compared(study, groups, "final reward")
+    text = tables(study, groups, judged)
     assert "17 of 18 runs are finished" in text
     assert "took 0.11 hours in all (fit 0.09, reach 0.01), and 23 s in the median run" in text
     assert "- nvfp4+aqn/seed-5: reach ended with status 1" in text
     assert "| seeds | 6 | 6 | 5 |" in text
-    [judged] = [each for each in compared(study, groups, "final reward") if each.one.arm == "nvfp4+aqn"]
-    assert judged.comparison.difference.num == 5
+    assert {one.one.arm: one.comparison.difference.num for one in judged} == {"nvfp4": 6, "nvfp4+aqn": 5}
 
 
 def test_the_best_point_of_a_grid_is_named_for_each_arm(tmp_path):
@@ -137,28 +131,23 @@ def test_the_best_point_of_a_grid_is_named_for_each_arm(tmp_path):
         height = 0.4 if run.point["model.optimizer.init_args.lr"] == best[run.arm] else 0.3 + 0.05 * run.seed
         log(run.folder, {"val/accuracy": [0.0, height]})
         state.keep(run.folder, done={"fit": 1.0})
-    groups = gather(study)
-    text = tables(study, groups, [])
+    text = tables(study, gather(study), [])
     assert "- bf16: lr=0.0003 (mean 0.2; 3 points)\n- nvfp4: lr=0.0009 (mean 0.2; 3 points)\n" in text
     one = replace(study, grid={"model.optimizer.init_args.lr": [3e-4]})
     assert "Best points" not in tables(one, gather(one), [])
 
 
 @pytest.mark.slow
-def test_the_command_writes_tables_and_pictures_and_touches_no_run(study, tmp_path, capsys):
-    path = tmp_path / "study.yaml"
-    content = {"arms": study.arms, "seeds": study.seeds, "evaluations": study.evaluations}
-    path.write_text(yaml.safe_dump(content))
+def test_the_command_writes_tables_and_curves_and_touches_no_run(study, tmp_path, capsys):
+    path, other = tmp_path / "study.yaml", tmp_path / "other.yaml"
+    path.write_text(yaml.safe_dump({"arms": study.arms, "seeds": study.seeds, "evaluations": study.evaluations}))
+    other.write_text(yaml.safe_dump({"arms": {"nvfp4": {}}, "seeds": [0, 1], "analysis": {"folder": "other"}}))
     before = {file: file.stat().st_mtime_ns for file in (study.output / "runs").rglob("*")}
     assert command(["study", str(path), "--output", str(study.output), "--analyse"]) == 0
     assert "## Decided by: area under accuracy" in capsys.readouterr().out
-    assert {file: file.stat().st_mtime_ns for file in (study.output / "runs").rglob("*")} == before
     folder = study.output / "analysis"
-    assert {file.name for file in folder.iterdir()} == {
-        *("analysis.md", "readouts.csv", "comparisons.jsonl"),
-        "surprisal",
-        "curves.png",
-    }
+    names = {"analysis.md", "readouts.csv", "comparisons.jsonl", "surprisal", "curves.png"}
+    assert {file.name for file in folder.iterdir()} == names
     curve = json.loads((folder / "surprisal" / "nvfp4+aqn.json").read_text())
     assert curve == pytest.approx([1.25] * 11), "the mean over the seeds"
     rows = list(csv.DictReader((folder / "readouts.csv").open()))
@@ -167,14 +156,10 @@ def test_the_command_writes_tables_and_pictures_and_touches_no_run(study, tmp_pa
     lines = [json.loads(line) for line in (folder / "comparisons.jsonl").read_text().splitlines()]
     assert {line["readout"] for line in lines} >= {"area under accuracy", "reach: pass@4", "gap"}
 
-
-@pytest.mark.slow
-def test_studies_that_share_their_runs_have_analyses_of_their_own(study, tmp_path):
-    path = tmp_path / "other.yaml"
-    path.write_text(yaml.safe_dump({"arms": {"nvfp4": {}}, "seeds": [0, 1], "analysis": {"folder": "other"}}))
-    assert command(["study", str(path), "--output", str(study.output), "--analyse"]) == 0
-    assert {each.name for each in study.output.iterdir()} == {"runs", "other"}
+    assert command(["study", str(other), "--output", str(study.output), "--analyse"]) == 0
+    assert {path.name for path in study.output.iterdir()} == {"runs", "analysis", "other"}, "the runs are shared"
     assert "2 of 2 runs are finished" in (study.output / "other" / "analysis.md").read_text()
+    assert {file: file.stat().st_mtime_ns for file in (study.output / "runs").rglob("*")} == before
 
 
 def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
@@ -184,52 +169,40 @@ def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
     assert "there is nothing to analyse yet" in capsys.readouterr().err
 
 
-def test_a_run_with_a_readout_that_is_not_finite_is_named_and_left_out_of_this_readout(study):
-    groups = gather(study)
+def test_a_readout_that_is_not_finite_is_named_and_left_out_of_it_and_the_deciding_one_is_the_worst(study, tmp_path):
+    metric, groups = study.analysis.metric, gather(study)
     nvfp4 = next(group for group in groups if group.name == "nvfp4")
+    lowest = min(value for group in groups for value in group.values(metric))
     nvfp4.runs[2]["gap"] = float("nan")
     collapsed = not_finite(study, groups)
     judged = all_compared(study, groups)
-    pairs = {each.readout: each.comparison.difference.num for each in judged if each.one.arm == "nvfp4"}
+    pairs = {one.readout: one.comparison.difference.num for one in judged if one.one.arm == "nvfp4"}
     assert pairs["gap"] == pairs["final reward"] - 1
     assert "1 runs have readouts that are not finite" in collapsed[1]
     assert "- nvfp4, seed 2: gap (nan)" in tables(study, groups, judged, collapsed)
 
-
-def test_a_run_that_collapsed_counts_as_the_worst_of_all_in_the_deciding_readout(study, tmp_path):
-    metric = study.analysis.metric
-    groups = gather(study)
-    lowest = min(value for group in groups for value in group.values(metric))
-    for group in groups:
-        if group.name == "nvfp4":
-            group.runs[2][metric] = float("nan")
-    text = write_files(study, groups, tmp_path)
-    assert f"- nvfp4, seed 2: {metric} (nan)" in text
-    assert next(group for group in groups if group.name == "nvfp4").runs[2][metric] == lowest
-    [line] = [
-        line
-        for line in map(json.loads, (tmp_path / "comparisons.jsonl").read_text().splitlines())
-        if (line["readout"], line["one"]) == (metric, "nvfp4")
-    ]
-    assert line["num"] == len(study.seeds)
+    nvfp4.runs[2][metric] = float("nan")
+    assert f"{metric} (nan)" in write_files(study, groups, tmp_path)
+    assert nvfp4.runs[2][metric] == lowest
+    records = map(json.loads, (tmp_path / "comparisons.jsonl").read_text().splitlines())
+    [number] = [one["num"] for one in records if (one["readout"], one["one"]) == (metric, "nvfp4")]
+    assert number == len(study.seeds)
 
 
 def test_a_plan_that_can_accept_nothing_is_refused_before_its_runs(tmp_path, capsys):
     path = tmp_path / "study.yaml"
-    arms = {name: {} for name in "abc"}
-    plan = {"arms": arms, "seeds": list(range(6)), "output": str(tmp_path / "out")}
     pairs = [["b", "a"], ["c", "a"]]
-    path.write_text(yaml.safe_dump(plan | {"analysis": {"comparisons": pairs}}))
-    assert command(["study", str(path), "--dry-run"]) == 1
-    assert "study.yaml: with 6 seeds and 2 comparisons the analysis can accept nothing" in capsys.readouterr().err
-    path.write_text(yaml.safe_dump(plan))
-    assert command(["study", str(path), "--dry-run"]) == 0
-    assert "warning: study.yaml: with 6 seeds" in capsys.readouterr().err
-    for enough in (
-        {"seeds": list(range(7))},
-        {"analysis": {"comparisons": pairs[:1]}},
-        {"analysis": {"comparisons": []}},
+    plan = {"arms": {name: {} for name in "abc"}, "seeds": list(range(6)), "output": str(tmp_path / "out")}
+    message = "study.yaml: with 6 seeds and 2 comparisons the analysis can accept nothing"
+    for changes, status, printed in (
+        ({"analysis": {"comparisons": pairs}}, 1, f"error: {message}"),
+        ({}, 0, f"warning: {message}"),
+        ({"seeds": list(range(7))}, 0, ""),
+        ({"analysis": {"comparisons": pairs[:1]}}, 0, ""),
+        ({"analysis": {"comparisons": []}}, 0, ""),
     ):
-        path.write_text(yaml.safe_dump(plan | enough))
-        assert command(["study", str(path), "--dry-run"]) == 0
-        assert not capsys.readouterr().err
+        path.write_text(yaml.safe_dump(plan | changes))
+        assert command(["study", str(path), "--dry-run"]) == status
+        error = capsys.readouterr().err
+        assert error.startswith(printed)
+        assert bool(error) == bool(printed)

@@ -28,15 +28,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def commands(base: Path, folder: Path, *more: str) -> list[Command]:
     """A training and two evaluations of its policy."""
     common = [*TOY, "--model.base", str(base), *more]
-    last = str(folder / "checkpoints" / "last.ckpt")
-
-    def evaluation(name: str, num: int, max_tokens: int) -> Command:
+    found = [Command("fit", ["fit", *common, "--run_dir", str(folder), "--ckpt_path", "last"])]
+    for name, num, max_tokens in (("many", 3, 4), ("long", 1, 40)):
         sampling = json.dumps({"num_completions": num, "max_tokens": max_tokens, "temperature": 1.0})
         words = [*common, "--model.val_sampling", sampling, "--run_dir", str(folder / "evaluations" / name)]
-        return Command(name, ["test", *words, "--ckpt_path", last])
-
-    fit = Command("fit", ["fit", *common, "--run_dir", str(folder), "--ckpt_path", "last"])
-    return [fit, evaluation("many", 3, 4), evaluation("long", 1, 40)]
+        found.append(Command(name, ["test", *words, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt")]))
+    return found
 
 
 def execute(words: list[str]) -> int:
@@ -67,10 +64,8 @@ def test_an_evaluation_after_a_training_equals_one_in_a_process_of_its_own(base,
     assert all(seconds > 0 for seconds in done.values())
 
     apart = tmp_path / "apart"
-    alone = Command(
-        "many", [str(apart / "evaluations") if "evaluations" in each else each for each in together[1].arguments]
-    )
-    assert execute(process.words_of(apart, [alone])) == 0
+    words = [str(apart / "evaluations") if "evaluations" in word else word for word in together[1].arguments]
+    assert execute(process.words_of(apart, [Command("many", words)])) == 0
     assert result(tmp_path, "many") == result(apart, "")
 
 
@@ -88,8 +83,7 @@ def test_on_a_gpu_each_command_plans_the_memory_of_an_engine_of_its_own(base, tm
 def test_a_command_that_fails_ends_the_process_and_is_not_recorded(base, tmp_path):
     fit, *_ = commands(base, tmp_path)
     wrong = Command("reach", ["test", *TOY, "--model.base", str(tmp_path / "nowhere")])
-    words = process.words_of(tmp_path, [wrong, fit])
-    assert subprocess.run(words, cwd=ROOT, check=False, stdin=subprocess.DEVNULL).returncode == 1
+    assert execute(process.words_of(tmp_path, [wrong, fit])) == 1
     assert "nowhere" in state.log_of(tmp_path, "reach").read_text()
     assert not (tmp_path / state.STATE).exists()
     assert not (tmp_path / "checkpoints").exists()

@@ -16,15 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from qerl_pl.study import runner as runner_module
 from qerl_pl.study import state
 from qerl_pl.study.runner import TIME_IS_UP, Outcome, Runner, Slot, slots_for
-from qerl_pl.study.study_file import Command, Run, Study
+from qerl_pl.study.study_file import Command, Study
 
 WORK = """
-import json, signal, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 from qerl_pl.study.state import succeeded
 run, behaviour = Path(sys.argv[1]), sys.argv[2]
+assert os.environ["GIVEN"] == "to every process"
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 for name, folder in json.loads(sys.argv[3]):
@@ -48,6 +50,11 @@ for name, folder in json.loads(sys.argv[3]):
 """Does 5 steps of each command with a checkpoint after each, and stops after a step on SIGTERM, as runs do."""
 
 
+@pytest.fixture(autouse=True)
+def processes_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.02)
+
+
 def words(run: Path, commands: Sequence[Command]) -> list[str]:
     """Replace training by a small program whose behaviour is chosen by the arm's name."""
     behaviour = next(part for part in ("fails-once", "fails", "slow", "good") if part in run.parts)
@@ -59,17 +66,22 @@ def study_of(output: Path, *arms: str, seeds: int = 2) -> Study:
     return Study(output, {arm: {} for arm in arms}, list(range(seeds)), evaluations={"reach": {}})
 
 
+def runner_of(study: Study, jobs: int = 3) -> Runner:
+    variables = {"GIVEN": "to every process"}
+    return Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], 60, variables, words)
+
+
 def work(study: Study, *, jobs: int = 3) -> Runner:
-    runner = Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], words=words)
+    runner = runner_of(study, jobs)
     runner.work()
     return runner
 
 
-def when_it_steps(run: Run, act: Callable[[], object]) -> None:
-    """Do something in a thread as soon as a run has done its first step."""
+def when_it_steps(folder: Path, act: Callable[[], object]) -> None:
+    """Do something in a thread as soon as the command that writes to a folder has done its first step."""
 
     def wait() -> None:
-        while not (run.folder / "steps").exists():
+        while not (folder / "steps").exists():
             time.sleep(0.005)
         act()
 
@@ -104,17 +116,6 @@ def test_all_runs_and_their_evaluations_finish_and_are_not_run_again(tmp_path, c
     assert all(state.is_finished(study, run) for study in (more, evaluated) for run in study.runs())
 
 
-def test_processes_have_the_variables_that_the_runner_was_given(tmp_path):
-    code = "import os, sys; from pathlib import Path; from qerl_pl.study.state import succeeded; "
-    code += (
-        "folder = Path(sys.argv[1]); (folder / 'found').write_text(os.environ['GIVEN']); succeeded(folder, 'fit', 1)"
-    )
-    study = replace(study_of(tmp_path, "good", seeds=1), evaluations={})
-    slots, variables = [Slot(None)], {"GIVEN": "this"}
-    Runner(study, study.runs(), slots, None, variables, lambda run, _: [sys.executable, "-c", code, str(run)]).work()
-    assert (study.runs()[0].folder / "found").read_text() == "this"
-
-
 def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_path, capsys):
     study = study_of(tmp_path, "fails", "fails-once", "good", seeds=1)
     runner = work(study)
@@ -133,25 +134,27 @@ def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_
     assert state.failure(fails) is None
 
 
-def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path):
-    study = study_of(tmp_path, "slow", seeds=2)
+@pytest.mark.parametrize("name", ["fit", "reach"])
+def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path, name):
+    study = replace(study_of(tmp_path, "slow", seeds=2), attempts=1)
     first = study.runs()[0]
-    runner = Runner(study, study.runs(), [Slot(None) for _ in range(3)], minutes=60, words=words)
-    when_it_steps(first, lambda: setattr(runner, "deadline", 0.0))
+    folder = first.folder if name == "fit" else first.folder / "evaluations" / name
+    runner = runner_of(study)
+    when_it_steps(folder, lambda: setattr(runner, "deadline", 0.0))
     with pytest.raises(Outcome, match="the time is up") as outcome:
         runner.work()
     assert outcome.value.status == TIME_IS_UP
-    assert 1 <= len((first.folder / "steps").read_text()) < 5
-    assert state.seconds_spent(first)["fit"] > 0.1
-    assert state.failure(first) is None
+    assert 1 <= len((folder / "steps").read_text()) < 5
+    assert state.seconds_spent(first)[name] > 0
+    assert state.failure(first) is None, "being stopped is no failure"
     assert not work(study).failed
-    assert starts(first.folder) == 2
-    assert state.seconds_done(first)["fit"] > 0.5, "the time of both starts"
+    assert starts(folder) == 2
+    assert state.seconds_done(first)[name] > 0.5, "the time of both starts"
 
 
 def test_a_signal_stops_the_runs_too(tmp_path):
     study = study_of(tmp_path, "slow", seeds=1)
-    when_it_steps(study.runs()[0], lambda: os.kill(os.getpid(), signal.SIGTERM))
+    when_it_steps(study.runs()[0].folder, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Outcome, match="stopped") as outcome:
         work(study)
     assert outcome.value.status == 128 + signal.SIGTERM
@@ -219,7 +222,6 @@ def test_a_run_that_reads_another_runs_files_begins_when_that_is_finished(tmp_pa
 
 def test_a_run_whose_predecessor_failed_is_given_up_with_that_reason(tmp_path):
     study = replace(study_of(tmp_path, "fails", "good", seeds=1), after={"good": "fails"})
-    runner = work(study, jobs=2)
-    assert [run.arm for run in runner.failed] == ["fails", "good"]
+    assert [run.arm for run in work(study, jobs=2).failed] == ["fails", "good"]
     assert state.failure(study.runs()[1]) == "fails/seed-0 failed, whose files it needs"
     assert not (study.runs()[1].folder / "starts").exists()

@@ -39,6 +39,7 @@ def test_every_arm_runs_at_every_point_with_every_seed_and_the_first_seeds_come_
     assert runs[0].name == "bf16/lr=0.001/seed-3"
     assert read_study(written(tmp_path / "s.yaml", grid={})).runs()[1].name == "nvfp4/seed-3"
     assert read_study(tmp_path / "study.yaml", Path("else/where")).runs()[0].folder.parts[:2] == ("else", "where")
+    assert Study(Path("out"), {name: {} for name in "abc"}, [0]).comparisons == [("b", "a"), ("c", "a")]
 
 
 def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_policy(tmp_path):
@@ -47,82 +48,73 @@ def test_a_run_is_an_ordinary_fit_and_its_evaluations_are_tests_of_its_last_poli
     fit, reach = commands_of(study, run)
     assert (fit.name, reach.name) == ("fit", "reach")
     folder = "out/runs/nvfp4/lr=0.001/seed-3"
-    common = [
-        "-c",
-        "configs/quickstart.yaml",
-        "-c",
-        f"{folder}/study/settings.yaml",
-        "-c",
-        f"{folder}/study/arm.yaml",
-    ]
+    files = ("configs/quickstart.yaml", f"{folder}/study/settings.yaml", f"{folder}/study/arm.yaml")
+    common = [word for file in files for word in ("-c", file)]
     options = ["--seed_everything", "3", "--model.optimizer.init_args.lr", "0.001", "--model.gpu_memory", "8"]
     assert fit.arguments == ["fit", *common, *options, "--run_dir", folder, "--ckpt_path", "last"]
-    assert reach.arguments[0] == "test"
-    assert reach.arguments[-4:] == [
-        *("--run_dir", f"{folder}/evaluations/reach", "--ckpt_path", f"{folder}/checkpoints/last.ckpt")
-    ]
-    files = {path.name: yaml.safe_load(text) for path, text in files_of(study, run).items()}
-    assert files == {
+    end = ["--run_dir", f"{folder}/evaluations/reach", "--ckpt_path", f"{folder}/checkpoints/last.ckpt"]
+    assert reach.arguments == ["test", *common, "-c", f"{folder}/study/evaluate-reach.yaml", *options, *end]
+    assert {path.name: yaml.safe_load(text) for path, text in files_of(study, run).items()} == {
         "settings.yaml": CONTENT["settings"],
         "arm.yaml": {"model": {"base_format": "nvfp4"}},
         "evaluate-reach.yaml": {"data": {"val_limit": 4}},
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"arms": {}}, "at least one arm and one seed"),
-        ({"arms": {"a/b": {}}}, "'a/b' becomes the name of a folder"),
-        ({"seeds": [1, 1]}, "each may be there once"),
-        ({"seeds": 3}, "seeds is 3; expected a list"),
-        ({"sedes": [1]}, "unknown keys sedes; expected some of output, arms, seeds"),
-        ({"grid": {"model.rank": 3}}, "grid.model.rank is 3; expected a list of values"),
-        ({"jobs": 0}, "jobs is 0; expected a whole number above 0"),
-        ({"jobs": 1.5}, "jobs is 1.5; expected a whole number above 0"),
-        ({"attempts": True}, "attempts is True; expected a whole number above 0"),
-        ({"gpu_memory": float("nan")}, "gpu_memory is nan; expected a number above 0"),
-        ({"gpu_memory": "8"}, "gpu_memory is '8'; expected a number above 0"),
-        ({"seeds": ["x"]}, "seeds has 'x'; expected whole numbers from 0"),
-        ({"seeds": [1, -1]}, "seeds has -1; expected whole numbers from 0"),
-        ({"seeds": [True]}, "seeds has True; expected whole numbers from 0"),
-        ({"output": "runs/$name"}, "'runs/.name' names a variable that the file does not define"),
-        ({"config": ["$task/task.yaml"]}, "names a variable that the file does not define"),
-        ({"evaluations": {"fit": {}}}, "may not be called 'fit'"),
-        ({"analysis": {"comparisons": [["bf16", "fp8"]]}}, r"comparison \['bf16', 'fp8'\] is not of two of the arms"),
-        ({"analysis": {"metrics": []}}, "analysis has the unknown keys metrics"),
-        ({"analysis": {"folder": "../a"}}, "'../a' becomes the name of a folder"),
-        ({"analysis": {"comparisons": 3}}, "analysis.comparisons is 3; expected a list of pairs"),
-        ({"analysis": {"folder": 3}}, "3 becomes the name of a folder"),
-        ({"analysis": {"metric": ["a"]}}, "analysis.metric is .*expected the name of a measured quantity"),
-        ({"analysis": {"comparisons": ["bf16"]}}, "comparison bf16 is not of two of the arms"),
-        ({"analysis": {"comparisons": [["bf16", ["nvfp4"]]]}}, "is not of two of the arms"),
-        ({"arms": {"bf16": 3}}, "arms.bf16 is 3; expected settings by their names"),
-        ({"arms": {True: {}}}, "arms has True; expected a name: put"),
-        ({"arms": {"a": {"run_dir": "x"}}}, "arms.a has run_dir, which the study sets for every run"),
-        (
-            {"arms": {"a": {"model": {"optimizer": {"init_args": {"lr": 1.0}}}}}},
-            "arms.a has model.optimizer.init_args.lr",
-        ),
-        ({"evaluations": {"x": [1]}}, r"evaluations.x is \[1\]; expected settings"),
-        ({"evaluations": {"x": {"ckpt_path": "best"}}}, "evaluations.x has ckpt_path, which the study sets"),
-        ({"settings": {"seed_everything": 3}}, "settings has seed_everything, which the study sets"),
-        ({"after": {"bf16": ["nvfp4"]}}, r"after has \['nvfp4'\]; expected a name"),
-        ({"config": [3]}, "config has 3; expected -c files or shipped names"),
-        ({"config": [["a"]]}, "config has .*expected -c files"),
-        ({"output": ["a"]}, r"output is \['a'\]; expected a folder, as text"),
-        ({"output": ""}, "output is ''; expected a folder, as text"),
-        ({"grid": {3: [1]}}, "grid has 3; expected the name of a setting"),
-        (
-            {"grid": {"run_dir": ["a", "b"]}},
-            "grid has 'run_dir'; expected the name of a setting that the study does not",
-        ),
-        ({"grid": {"model.gpu_memory": [3]}}, "grid has 'model.gpu_memory'"),
-        ({"grid": {"model.lora.rank": [4, "4"]}}, "grid.model.lora.rank has 4 more than once"),
-        ({"variables": {"x": [1]}}, r"variables has 'x': \[1\]; expected text or numbers by name"),
-        ({"variables": {"x": "a", "y": "a"}, "arms": {"$x": {}, "$y": {}}}, r"keys \$x, \$y two are equal"),
-    ],
-)
+RATE_OF_ARM = {"a": {"model": {"optimizer": {"init_args": {"lr": 1.0}}}}}
+MISTAKES = [
+    ({"arms": {}}, "at least one arm and one seed"),
+    ({"arms": {"a/b": {}}}, "'a/b' becomes the name of a folder"),
+    ({"arms": {"bf16": 3}}, "arms.bf16 is 3; expected settings by their names"),
+    ({"arms": {True: {}}}, "arms has True; expected a name: put"),
+    ({"arms": {"a": {"run_dir": "x"}}}, "arms.a has run_dir, which the study sets for every run"),
+    ({"arms": RATE_OF_ARM}, "arms.a has model.optimizer.init_args.lr"),
+    ({"seeds": [1, 1]}, "each may be there once"),
+    ({"seeds": 3}, "seeds is 3; expected a list"),
+    ({"sedes": [1]}, "unknown keys sedes; expected some of output, arms, seeds"),
+    ({"seeds": ["x"]}, "seeds has 'x'; expected whole numbers from 0"),
+    ({"seeds": [1, -1]}, "seeds has -1; expected whole numbers from 0"),
+    ({"seeds": [True]}, "seeds has True; expected whole numbers from 0"),
+    ({"jobs": 0}, "jobs is 0; expected a whole number above 0"),
+    ({"jobs": 1.5}, "jobs is 1.5; expected a whole number above 0"),
+    ({"attempts": True}, "attempts is True; expected a whole number above 0"),
+    ({"gpu_memory": float("nan")}, "gpu_memory is nan; expected a number above 0"),
+    ({"gpu_memory": "8"}, "gpu_memory is '8'; expected a number above 0"),
+    ({"output": "runs/$name"}, "'runs/.name' names a variable that the file does not define"),
+    ({"output": ["a"]}, r"output is \['a'\]; expected a folder, as text"),
+    ({"output": ""}, "output is ''; expected a folder, as text"),
+    ({"config": ["$task/task.yaml"]}, "names a variable that the file does not define"),
+    ({"config": [3]}, "config has 3; expected -c files or shipped names"),
+    ({"config": [["a"]]}, "config has .*expected -c files"),
+    ({"evaluations": {"fit": {}}}, "may not be called 'fit'"),
+    ({"evaluations": {"x": [1]}}, r"evaluations.x is \[1\]; expected settings"),
+    ({"evaluations": {"x": {"ckpt_path": "best"}}}, "evaluations.x has ckpt_path, which the study sets"),
+    ({"settings": {"seed_everything": 3}}, "settings has seed_everything, which the study sets"),
+    ({"after": {"bf16": ["nvfp4"]}}, r"after has \['nvfp4'\]; expected a name"),
+    ({"after": {"bf16": "c"}}, "expected two of the arms bf16, nvfp4"),
+    ({"after": {"bf16": "bf16"}}, "expected two of the arms bf16, nvfp4"),
+    ({"after": {"bf16": "nvfp4", "nvfp4": "bf16"}}, "expected two of the arms bf16, nvfp4"),
+    ({"analysis": {"metrics": []}}, "analysis has the unknown keys metrics"),
+    ({"analysis": {"folder": "../a"}}, "'../a' becomes the name of a folder"),
+    ({"analysis": {"folder": 3}}, "3 becomes the name of a folder"),
+    ({"analysis": {"metric": ["a"]}}, "analysis.metric is .*expected the name of a measured quantity"),
+    ({"analysis": {"comparisons": 3}}, "analysis.comparisons is 3; expected a list of pairs"),
+    ({"analysis": {"comparisons": ["bf16"]}}, "comparison bf16 is not of two of the arms"),
+    ({"analysis": {"comparisons": [["bf16", "fp8"]]}}, r"comparison \['bf16', 'fp8'\] is not of two of the arms"),
+    ({"analysis": {"comparisons": [["bf16", ["nvfp4"]]]}}, "is not of two of the arms"),
+    ({"grid": {"model.rank": 3}}, "grid.model.rank is 3; expected a list of values"),
+    ({"grid": {3: [1]}}, "grid has 3; expected the name of a setting"),
+    ({"grid": {"run_dir": ["a", "b"]}}, "grid has 'run_dir'; expected the name of a setting that the study does not"),
+    ({"grid": {"model.gpu_memory": [3]}}, "grid has 'model.gpu_memory'"),
+    ({"grid": {"model.lora.rank": [4, "4"]}}, "grid.model.lora.rank has 4 more than once"),
+    ({"variables": {"x": [1]}}, r"variables has 'x': \[1\]; expected text or numbers by name"),
+    ({"variables": {"seed": "1"}}, "choose another name"),
+    ({"variables": {"x": "a", "y": "a"}, "arms": {"$x": {}, "$y": {}}}, r"keys \$x, \$y two are equal"),
+    ({"variables": {"x": "a"}, "settings": {"model": {"base": "$y"}}}, r"'\$y' names a variable that is not in"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES)
 def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
     with pytest.raises(ValueError, match=message):
         read_study(written(tmp_path / "study.yaml", **changes))
@@ -130,6 +122,18 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
     assert command(["study", str(tmp_path / "study.yaml"), *out]) == 1
     assert "error: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_or_broken_file_or_an_arm_that_is_named_twice_is_refused(tmp_path, capsys):
+    with pytest.raises(ValueError, match="there is no study"):
+        read_study(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("arms: [")
+    with pytest.raises(ValueError, match="is no YAML"):
+        read_study(tmp_path / "bad.yaml")
+    path = written(tmp_path / "study.yaml")
+    path.write_text(path.read_text().replace("arms:\n", "arms:\n  nvfp4: {}\n"))
+    assert command(["study", str(path)]) == 1
+    assert "'nvfp4' is given a second time (first in line" in capsys.readouterr().err
 
 
 def test_values_that_are_paths_name_runs_by_their_last_part(tmp_path):
@@ -149,15 +153,36 @@ def test_values_that_are_paths_name_runs_by_their_last_part(tmp_path):
     assert all(len(name) < 200 for name in folders("a" * 999, "b" * 999))
 
 
-def test_the_seed_stands_for_its_name_alone_and_in_the_grid_too(tmp_path):
+def test_the_seed_stands_for_its_name_alone_in_arms_and_grid(tmp_path):
     arm = {"data": {"question_template": "{question} $seeds ${seed} $seed!"}}
     study = read_study(written(tmp_path / "s.yaml", arms={"a": arm}, grid={"data.date": ["$seed", "$seeds"]}))
     run = study.runs()[0]
-    assert yaml.safe_load(files_of(study, run)[run.folder / "study" / "arm.yaml"]) == {
-        "data": {"question_template": "{question} $seeds 3 3!"}
-    }
+    written_arm = yaml.safe_load(files_of(study, run)[run.folder / "study" / "arm.yaml"])
+    assert written_arm == {"data": {"question_template": "{question} $seeds 3 3!"}}
     words = [commands_of(study, run)[0].arguments for run in study.runs()[:2]]
-    assert [each[each.index("--data.date") + 1] for each in words] == ["3", "$seeds"]
+    assert [arguments[arguments.index("--data.date") + 1] for arguments in words] == ["3", "$seeds"]
+
+
+def test_variables_are_replaced_in_every_text_and_can_be_set_by_the_command(tmp_path, capsys):
+    values = {
+        "output": "out-$policy",
+        "config": ["models/${policy}/task.yaml"],
+        "settings": {"model": {"base": "$policy/seed-$seed"}},
+    }
+    path = written(tmp_path / "study.yaml", variables={"policy": "a", "other": 3}, **values)
+    for study, name in ((read_study(path), "a"), (read_study(path, variables={"policy": "b"}), "b")):
+        assert study.output == Path(f"out-{name}")
+        assert study.config == [f"models/{name}/task.yaml"]
+        assert study.grid == CONTENT["grid"], "numbers stay numbers"
+        texts = [text for path, text in files_of(study, study.runs()[-1]).items() if path.stem == "settings"]
+        assert list(map(yaml.safe_load, texts)) == [{"model": {"base": f"{name}/seed-5"}}]
+    assert command(["study", str(path), "--set", "policy=b", "--dry-run"]) == 0
+    assert "out-b/runs/bf16" in capsys.readouterr().out
+    for word, message in (("size=1", "no variable size; it has: other, policy"), ("b", "--set is 'b'; expected NAME=")):
+        assert command(["study", str(path), "--set", word]) == 1
+        assert message in capsys.readouterr().err
+    settings = {"data": {"question_template": "{question} Costs are in $US."}}
+    assert read_study(written(tmp_path / "none.yaml", settings=settings)).settings == settings
 
 
 def test_what_is_null_has_its_default_and_a_damaged_state_is_named(tmp_path):
@@ -171,73 +196,28 @@ def test_what_is_null_has_its_default_and_a_damaged_state_is_named(tmp_path):
             seconds_done(run)
 
 
-def test_a_section_that_no_run_has_is_refused_before_the_first_run(tmp_path, capsys):
-    path = written(tmp_path / "study.yaml", config=[], arms={"a": {"modell": {}}}, output=str(tmp_path / "out"))
-    assert command(["study", str(path)]) == 1
-    assert "'modell' is no setting; expected one of run_dir, model" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_arm_that_is_named_twice_is_refused(tmp_path, capsys):
-    path = written(tmp_path / "study.yaml")
-    path.write_text(path.read_text().replace("arms:\n", "arms:\n  nvfp4: {}\n"))
-    assert command(["study", str(path)]) == 1
-    assert "'nvfp4' is given a second time (first in line" in capsys.readouterr().err
-
-
-def test_variables_are_replaced_in_every_text_and_can_be_set_by_the_command(tmp_path, capsys):
-    values = {
-        "output": "out-$policy",
-        "config": ["models/${policy}/task.yaml"],
-        "settings": {"model": {"base": "$policy"}},
-    }
-    path = written(tmp_path / "study.yaml", variables={"policy": "a", "other": 3}, **values)
-    for study, name in ((read_study(path), "a"), (read_study(path, variables={"policy": "b"}), "b")):
-        assert study.output == Path(f"out-{name}")
-        assert study.config == [f"models/{name}/task.yaml"]
-        assert study.settings == {"model": {"base": name}}
-        assert study.grid == CONTENT["grid"], "numbers stay numbers"
-    assert command(["study", str(path), "--set", "policy=b", "--dry-run"]) == 0
-    assert "out-b/runs/bf16" in capsys.readouterr().out
-    for word, message in (("size=1", "no variable size; it has: other, policy"), ("b", "--set is 'b'; expected NAME=")):
-        assert command(["study", str(path), "--set", word]) == 1
-        assert message in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"'\$polcy' names a variable that is not in variables"):
-        read_study(written(tmp_path / "wrong.yaml", variables={"policy": "a"}, settings={"model": {"base": "$polcy"}}))
-    settings = {"data": {"question_template": "{question} Costs are in $US."}}
-    assert read_study(written(tmp_path / "none.yaml", settings=settings)).settings == settings
-
-
-def test_a_missing_or_broken_file_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="there is no study"):
-        read_study(tmp_path / "none.yaml")
-    (tmp_path / "bad.yaml").write_text("arms: [")
-    with pytest.raises(ValueError, match="is no YAML"):
-        read_study(tmp_path / "bad.yaml")
-
-
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("changes", "message"),
     [
-        ("mine.yaml", "there is no file mine.yaml\n"),
-        ("gsm8", "'gsm8' is neither a file nor a shipped configuration; did you mean gsm8k? "),
-        ("broken.yaml", "broken.yaml, line 1: this is not YAML: "),
+        ({"config": ["quickstart", "mine.yaml"]}, "there is no file mine.yaml\n"),
+        ({"config": ["gsm8"]}, "'gsm8' is neither a file nor a shipped configuration; did you mean gsm8k? "),
+        ({"config": ["broken.yaml"]}, "broken.yaml, line 1: this is not YAML: "),
+        ({"config": [], "arms": {"a": {"modell": {}}}}, "'modell' is no setting; expected one of run_dir, model"),
     ],
 )
-def test_a_study_with_a_missing_or_faulty_file_starts_no_run(tmp_path, capsys, monkeypatch, entry, message):
+def test_a_study_for_which_runs_would_be_refused_starts_none(tmp_path, capsys, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
     Path("broken.yaml").write_text("model: [")
-    path = written(tmp_path / "study.yaml", config=["quickstart", entry], analysis={"comparisons": []})
+    path = written(tmp_path / "study.yaml", **changes, analysis={"comparisons": []})
     assert command(["study", str(path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"error: study.yaml: {message}")
-    assert not Path("out").exists()
-
     assert command(["study", str(path), "--dry-run"]) == 0
     printed = capsys.readouterr()
-    assert printed.out.count(" fit ") == 8
+    assert printed.out.count(" fit ") == len(read_study(path).runs())
     assert printed.err.startswith(f"warning: study.yaml: {message}")
+    assert not Path("out").exists()
 
 
 def test_a_finished_study_no_longer_needs_its_files(tmp_path, capsys, monkeypatch):
@@ -250,11 +230,6 @@ def test_a_finished_study_no_longer_needs_its_files(tmp_path, capsys, monkeypatc
             succeeded(run.folder, name, 1.0)
     assert command(["study", str(path)]) == 0
     assert "8 of 8 runs are finished" in capsys.readouterr().out
-
-
-def test_arms_are_compared_with_the_first_unless_the_file_says_otherwise():
-    arms = {name: {} for name in "abc"}
-    assert Study(Path("out"), arms, [0]).comparisons == [("b", "a"), ("c", "a")]
 
 
 SHIPPED = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
@@ -274,28 +249,3 @@ def test_every_command_of_a_shipped_study_parses(path, tmp_path, capsys, monkeyp
                 train.main([*part.arguments, "--print_config"])
             assert not stop.value.code, capsys.readouterr().err
             assert str(run.folder) in capsys.readouterr().out
-
-
-def test_a_dry_run_prints_the_commands_and_starts_nothing(tmp_path, capsys):
-    path = written(tmp_path / "study.yaml", output=str(tmp_path / "out"))
-    assert command(["study", str(path), "--dry-run"]) == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if " fit " in line]) == 8
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_text_of_an_arm_may_have_the_runs_seed(tmp_path):
-    curve = {"trainer": {"curve": "studies/$name/seed-$seed"}}
-    path = written(tmp_path / "study.yaml", arms={"a": None, "b": curve}, variables={"name": "x"}, grid={})
-    study = read_study(path)
-    texts = [files_of(study, run)[run.folder / "study" / "arm.yaml"] for run in study.runs()]
-    assert [yaml.safe_load(text) for text in texts if "curve" in text] == [
-        {"trainer": {"curve": f"studies/x/seed-{seed}"}} for seed in CONTENT["seeds"]
-    ]
-    with pytest.raises(ValueError, match="choose another name"):
-        read_study(written(path, variables={"seed": "1"}))
-
-
-@pytest.mark.parametrize("after", [{"a": "c"}, {"a": "a"}, {"a": "b", "b": "a"}])
-def test_an_order_of_arms_that_cannot_be_is_refused(tmp_path, after):
-    with pytest.raises(ValueError, match="expected two of the arms a, b"):
-        read_study(written(tmp_path / "study.yaml", arms={"a": None, "b": None}, after=after))
