@@ -68,22 +68,18 @@ def test_files_of_which_nothing_can_be_read_are_an_error(run, capsys, content):
     assert "hold no scalars" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["report", "plan"])
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("--picture", ".", "'.' is a folder; expected a file"),
         ("--picture", "curves.foo", "does not end in one of .png, .pdf, .svg"),
-        ("--json", ".", "'.' is a folder; expected a file"),
         ("--json", "pyproject.toml/a", "pyproject.toml is a file and not a folder"),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_any_work(run, capsys, monkeypatch, name, option, value, message):
+def test_what_cannot_be_written_is_refused_before_any_work(run, capsys, monkeypatch, option, value, message):
     monkeypatch.chdir(Path(__file__).parent.parent)
-    arguments = ["report", str(run)] if name == "report" else ["plan", "-c", "configs/quickstart.yaml"]
-    with pytest.raises(SystemExit) as stopped:
-        command([*arguments, option, value])
-    assert stopped.value.code == 2
+    with pytest.raises(SystemExit, match="2"):
+        command(["report", str(run), option, value])
     assert message in capsys.readouterr().err
 
 

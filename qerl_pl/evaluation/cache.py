@@ -1,5 +1,4 @@
-"""A cache on disk of an evaluation's finished batches, so that an interrupted evaluation can be resumed, and its key:
-everything that the batches' records depend on."""
+"""A cache of an evaluation's finished batches, so that an interrupted one can be resumed, and the cache's key."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -42,14 +41,10 @@ class EvaluationCache:
         self.folder = folder / _digest(identity)
 
     def read(self, prompts: Sequence[Prompt], *, num_rows: int) -> list[dict[str, Any]] | None:
-        """Return the ``num_rows`` stored records of a batch of prompts, or None if the batch has not been finished or
-        its file is damaged."""
-        path = self._path(prompts)
-        if not path.exists():
-            return None
+        """Return the ``num_rows`` stored records of a batch, or None if it is not finished or its file is damaged."""
         try:
-            rows = [json.loads(line) for line in read_lines(path)]
-        except ValueError:  # not UTF-8, or no JSON
+            rows = [json.loads(line) for line in read_lines(self._path(prompts))]
+        except (FileNotFoundError, ValueError):  # not UTF-8, or no JSON
             return None
         return rows if len(rows) == num_rows else None
 
@@ -62,8 +57,7 @@ class EvaluationCache:
 
 
 def open_cache(folder: Path, identity: Mapping[str, Any]) -> EvaluationCache | None:
-    """Open an evaluation's cache in a folder; returns None, with a warning, if engine or rewards cannot be
-    described."""
+    """Open an evaluation's cache; returns None, with a warning, if engine or rewards cannot be described."""
     built = identity["engine and rewards"]
     if isinstance(built, Indescribable):
         rank_zero_warn(
@@ -104,10 +98,8 @@ class Indescribable(ValueError):
 
 
 def described(*values: object) -> str | Indescribable:
-    """Describe engine and rewards; returns the error if they cannot be described.
-
-    Call this before the engine starts, because a running engine holds more than its settings.
-    """
+    """Describe engine and rewards, before the engine starts and holds more than its settings; returns the error if
+    they cannot be described."""
     try:
         return describe(values)
     except RecursionError:
@@ -117,20 +109,19 @@ def described(*values: object) -> str | Indescribable:
 
 
 def describe(value: object) -> str:
-    """Describe an object by import paths, digests of the source files, and settings, recursively, so that equal
-    descriptions mean equal behaviour in every process.
+    """Describe an object by import paths, digests of source files and settings, recursively, so that equal descriptions
+    mean equal behaviour in every process.
 
     Raises:
-        Indescribable: it contains something that cannot be imported by name (a lambda, a local class), that pickle
-            refuses (a lock, a file), or a tensor.
+        Indescribable: it contains a tensor, or something that pickle refuses or that cannot be imported by name.
         RecursionError: it contains itself.
     """
     if type(value) in PLAIN:
         return repr(value)
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return f"{type(value).__name__}({', '.join(map(describe, value))})"
-    if type(value) in (set, frozenset):  # whose order differs between processes
-        return f"{type(value).__name__}({', '.join(sorted(map(describe, value)))})"  # pyright: ignore
+    if type(value) in (list, tuple, set, frozenset):
+        parts = list(map(describe, value))  # pyright: ignore[reportArgumentType]
+        parts = parts if type(value) in (list, tuple) else sorted(parts)  # the order differs between processes
+        return f"{type(value).__name__}({', '.join(parts)})"
     if type(value) is dict:
         return f"{{{', '.join(f'{describe(key)}: {describe(part)}' for key, part in value.items())}}}"
     if isinstance(value, type):
@@ -153,8 +144,7 @@ def _settings(value: Any) -> tuple[Any, ...]:
         raise Indescribable(f"a {type(value).__qualname__} is not plain data: {error}") from error
     if isinstance(stored, str):  # pickle's way to say: import this name
         raise Indescribable(f"a {type(value).__qualname__} is not described")
-    make, arguments, state, items, pairs = (*stored, None, None, None)[:5]
-    return make, arguments, state, list(items or ()), list(pairs or ())
+    return tuple(list(part) if isinstance(part, Iterator) else part for part in stored)  # items of a list or a dict
 
 
 def _source(owner: type | FunctionType | BuiltinFunctionType) -> str:

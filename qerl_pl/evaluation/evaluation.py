@@ -53,7 +53,7 @@ class Evaluation:
         return rows
 
     def records(self) -> list[dict[str, Any]]:
-        """Gather the records of all ranks' completions, in the order of the prompts. Collective."""
+        """Gather the records of all ranks, in the order of the prompts. Collective."""
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:

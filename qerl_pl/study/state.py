@@ -15,12 +15,12 @@ LOCK = ".study.lock"
 
 
 def seconds_done(run: Run) -> dict[str, float]:
-    """Return the seconds that each successful command of a run took over all of its starts, by name of the command."""
+    """Return the seconds that each successful command took over all of its starts, by name."""
     return _read(run.folder).get("done", {})
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
-    """Return the seconds that a run's failed or stopped starts took, by name of the command."""
+    """Return the seconds of failed and stopped starts, by name of the command."""
     return _read(run.folder).get("spent", {})
 
 
@@ -75,8 +75,7 @@ def check_unchanged(study: Study, *runs: Run) -> None:
 
 
 def lock(run: Run) -> IO[str] | None:
-    """Lock a run until the returned file is closed or this process ends; returns None if another process holds the
-    lock."""
+    """Lock a run until the returned file is closed or this process ends; None if another process has locked it."""
     run.folder.mkdir(parents=True, exist_ok=True)
     file = (run.folder / LOCK).open("w")
     try:
@@ -88,7 +87,7 @@ def lock(run: Run) -> IO[str] | None:
 
 
 def log_of(folder: Path, command: str) -> Path:
-    """Return the path of the log file to which the output of all starts of a command is written, in a run's folder."""
+    """Return the log file of all starts of a command."""
     return folder / "study" / f"{command}.log"
 
 

@@ -149,8 +149,7 @@ class Study:
         return [(arm, first) for arm in others] if pairs is None else [(one, other) for one, other in pairs]
 
     def runs(self) -> list[Run]:
-        """List all runs ordered by seed, so that a study that ends early has complete comparisons for its first
-        seeds."""
+        """List all runs, ordered by seed, so that a study that ends early has its first seeds complete."""
         points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         return [self._run(arm, point, seed) for seed, point, arm in itertools.product(self.seeds, points, self.arms)]
 
@@ -159,7 +158,7 @@ class Study:
         return self._run(self.after[run.arm], run.point, run.seed) if run.arm in self.after else None
 
     def name_of(self, point: Mapping[str, Any]) -> str:
-        """Return the name of the folder of a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty for none."""
+        """Return the folder's name of a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty for none."""
         name = ",".join(f"{key.rsplit('.', 1)[-1]}={_shown(value, self.grid[key])}" for key, value in point.items())
         return name if len(name) <= 2 * MOST_LETTERS else f"{name[:MOST_LETTERS]}-{_digest(name)}"
 
@@ -313,8 +312,7 @@ def _with_seed(text: str, seed: int) -> str:
 
 
 def _shown(value: Any, values: list[Any]) -> str:
-    """Write a value of the grid for the name of a folder: of a path its last part, with a digest where another of the
-    values has the same."""
+    """Write a value of the grid for a folder's name: the last part of a path, with a digest if that is not unique."""
     name = _last_part(value)
     clash = [_last_part(other) for other in values].count(name) > 1
     return f"{name}-{_digest(str(value))}" if clash else name

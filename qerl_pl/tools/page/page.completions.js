@@ -39,10 +39,9 @@ function filter() {
     (at < 0 || row.step === step) && (!text || row.all.includes(text)));
   const [key, way] = $("sort").value.split("-");
   if (key !== "order") {
-    const value = { reward: (row) => row.w, advantage: (row) => row.v, length: (row) => row.n }[key];
-    const sign = way === "up" ? 1 : -1;
-    const last = (known) => (known === null || known === undefined ? 1 : 0);
-    shown.sort((a, b) => last(value(a)) - last(value(b)) || sign * (value(a) - value(b)) || a.order - b.order);
+    const field = { reward: "w", advantage: "v", length: "n" }[key], sign = way === "up" ? 1 : -1;
+    const value = (row) => row[field] ?? null;  // rows without the number come last
+    shown.sort((a, b) => (value(a) === null) - (value(b) === null) || sign * (value(a) - value(b)) || a.order - b.order);
   }
   const scored = shown.filter((row) => row.w !== null);
   $("count").textContent = `${shown.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} completions` +
@@ -112,7 +111,7 @@ function drawDetail() {
     if (at === colouring && row.t) button.style.borderColor = "var(--accent)";
     return button;
   }));
-  const rewards = Object.entries(row.s).map(([name, score]) => [name, number(score, 4), make("span", {}, row.y[name] || "")]);
+  const rewards = Object.entries(row.s).map(([name, score]) => [name, number(score), make("span", {}, row.y[name] || "")]);
   $("detail").replaceChildren(
     make("div", {}, `${summary.runs[row.run].name}, ${row.stage} ${row.step}: reward ${number(row.w)}` +
       (row.v === undefined ? "" : `, advantage ${number(row.v)}`) + `, ${row.n} tokens${row.f ? "" : ", cut off at the limit"}`),
