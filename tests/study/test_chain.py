@@ -21,9 +21,8 @@ from qerl_pl.study.study_file import Study, read_study
 from qerl_pl.tools.tiny import make_tiny
 from tests.integration.conftest import assert_same_run
 
-STEPS = 6
 SETTINGS: dict[str, Any] = {
-    "trainer": {"max_steps": STEPS, "val_check_interval": 2, "enable_checkpointing": True},
+    "trainer": {"max_steps": 6, "val_check_interval": 2, "enable_checkpointing": True},
     "model": {
         "dtype": "float32",
         "engine": {"class_path": "qerl_pl.rollout.hf.TransformersEngine"},
@@ -41,20 +40,9 @@ SETTINGS: dict[str, Any] = {
     },
 }
 NOISE = {
-    "trainer": {
-        "callbacks+": [
-            {
-                "class_path": "callbacks.aqn.AdaptiveQuantizationNoise",
-                "init_args": {"sigma_start": 0.1, "sigma_end": 0.01, "num_stages": 3},
-            }
-        ]
-    }
+    "class_path": "callbacks.aqn.AdaptiveQuantizationNoise",
+    "init_args": {"sigma_start": 0.1, "sigma_end": 0.01, "num_stages": 3},
 }
-
-
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own."""
-    return subprocess.Popen([sys.executable, "-m", "qerl_pl", *arguments], start_new_session=True)
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> int:
@@ -70,58 +58,43 @@ def kill_all(process: subprocess.Popen[bytes]) -> int:
 
 def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
     """Run a command to its end, or until it is killed."""
-    process = start(*arguments)
+    process = subprocess.Popen([sys.executable, "-m", "qerl_pl", *arguments], start_new_session=True)
     try:
-        if killed_when is not None:
-            while not killed_when():
-                assert process.poll() is None, "it ended before it was killed"
-                time.sleep(0.005)
-            assert kill_all(process) == 2
-        else:
+        if killed_when is None:
             assert process.wait() == 0, arguments
+            return
+        while not killed_when():
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.005)
+        assert kill_all(process) == 2
     finally:
         if process.poll() is None:
             kill_all(process)
 
 
-def write_study(folder: Path) -> Path:
-    """Write the study's file for the policy in the folder."""
-    evaluated = {"val_sampling": {"num_completions": 2, "max_tokens": 8}}
+def finished_study(folder: Path, *, killed: bool) -> Study:
+    """Make a policy, run a study of it, and analyse it; if asked for, kill it while it trains the second seed."""
+    make_tiny(folder / "policy", sft_steps=0)
     content: dict[str, Any] = {
         "output": str(folder / "study"),
-        "config": [],
         "settings": SETTINGS | {"model": SETTINGS["model"] | {"base": str(folder / "policy")}},
-        "arms": {"plain": {}, "aqn": NOISE},
+        "arms": {"plain": {}, "aqn": {"trainer": {"callbacks+": [NOISE]}}},
         "seeds": [0, 1],
-        "evaluations": {"reach": {"model": evaluated}},
+        "evaluations": {"reach": {"model": {"val_sampling": {"num_completions": 2, "max_tokens": 8}}}},
         "jobs": 2,
     }
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    return path
-
-
-def straight_study(folder: Path) -> Study:
-    """Make a policy, run the study, and analyse it."""
-    make_tiny(folder / "policy", sft_steps=0)
-    path = write_study(folder)
-    run("study", str(path))
-    run("study", str(path), "--analyse")
-    return read_study(path)
-
-
-def killed_study(folder: Path) -> Study:
-    """Do what ``straight_study`` does, but kill the study while it trains the second seed."""
-    make_tiny(folder / "policy", sft_steps=0)
-    path = write_study(folder)
     study = read_study(path)
-    first, *_, last = study.runs()
-    run("study", str(path), killed_when=lambda: len(list((last.folder / "completions").glob("train-*.jsonl"))) >= 2)
-    assert state.is_finished(study, first)
-    assert not state.is_finished(study, last)
-    before = {each: each.stat().st_mtime_ns for each in first.folder.rglob("*") if each.is_file()}
+    before: dict[Path, int] = {}
+    if killed:
+        first, *_, last = study.runs()
+        run("study", str(path), killed_when=lambda: len([*last.folder.glob("completions/train-*.jsonl")]) >= 2)
+        assert state.is_finished(study, first)
+        assert not state.is_finished(study, last)
+        before = {file: file.stat().st_mtime_ns for file in first.folder.rglob("*") if file.is_file()}
     run("study", str(path))
-    assert {each: each.stat().st_mtime_ns for each in before} == before, "a finished run is not touched"
+    assert {file: file.stat().st_mtime_ns for file in before} == before, "a finished run is not touched"
     run("study", str(path), "--analyse")
     return study
 
@@ -129,10 +102,8 @@ def killed_study(folder: Path) -> Study:
 def readouts_of(study: Study) -> list[dict[str, str]]:
     """Read the analysis's table of runs, without durations."""
     with (study.output / "analysis" / "readouts.csv").open(newline="") as file:
-        return [
-            {name: value for name, value in row.items() if not name.startswith("seconds")}
-            for row in csv.DictReader(file)
-        ]
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in rows]
 
 
 @pytest.mark.slow
@@ -141,7 +112,7 @@ def readouts_of(study: Study) -> list[dict[str, str]]:
 def test_a_study_that_was_killed_equals_one_that_was_not_bit_for_bit(tmp_path: Path) -> None:
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
-    straight, killed = straight_study(tmp_path / "straight"), killed_study(tmp_path / "killed")
+    straight, killed = (finished_study(tmp_path / name, killed=name == "killed") for name in ("straight", "killed"))
     for one, other in zip(straight.runs(), killed.runs(), strict=True):
         assert state.is_finished(killed, other)
         assert_same_run(one.folder, other.folder)
@@ -150,8 +121,8 @@ def test_a_study_that_was_killed_equals_one_that_was_not_bit_for_bit(tmp_path: P
         assert passed == pass_at_k(other, "reach")
     assert len(readouts_of(straight)) == 4
     assert readouts_of(straight) == readouts_of(killed)
-    for analysis in (straight.output / "analysis", killed.output / "analysis"):
-        text = (analysis / "analysis.md").read_text()
+    for study in (straight, killed):
+        text = (study.output / "analysis" / "analysis.md").read_text()
         assert "4 of 4 runs are finished" in text
         for readout in ("area under reward", "entropy at equal reward", "gap", "reach: pass@2", "seconds per step"):
             assert f"| {readout} |" in text
