@@ -9,9 +9,8 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import IO
 
@@ -45,14 +44,6 @@ class Slot:
     """Starts of the command that is executed."""
 
 
-class Outcome(Exception):
-    """Raised when a study is stopped before its end; ``status`` is the exit status for the program."""
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
-
-
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     """Create the slots of this machine, ordered so that consecutive slots are on different GPUs.
 
@@ -74,50 +65,37 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Executes runs of a study.
+    """Executes the runs of a study, except those that another process works on.
 
     Args:
         study: the study.
-        runs: runs that this process executes; those that another process works on are left to it.
         slots: slots for runs, which execute at the same time.
         minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
         variables: environment variables of the processes.
-        words: function that makes the words of the command line of a process which executes commands of a run, given
-            the run's folder and the commands. The process records each command that succeeds (``state.succeeded``).
     """
 
-    def __init__(
-        self,
-        study: Study,
-        runs: Sequence[Run],
-        slots: list[Slot],
-        minutes: float | None = None,
-        variables: Mapping[str, str] | None = None,
-        words: Callable[[Path, Sequence[Command]], list[str]] = words_of,
-    ) -> None:
-        self.study, self.slots, self.words = study, slots, words
-        self.variables = dict(variables or {})
+    def __init__(self, study: Study, slots: list[Slot], minutes: float | None, variables: Mapping[str, str]) -> None:
+        self.study, self.slots, self.variables = study, slots, variables
+        runs = study.runs()
         self.total = len(runs)
         self.waiting = deque(run for run in runs if not state.is_finished(study, run))
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.failed: list[Run] = []
         self._signal = 0
 
-    def work(self) -> None:
-        """Execute all runs; returns when each has finished or failed.
-
-        Raises:
-            Outcome: a signal was received, or the time is up; all processes have been stopped at a checkpoint.
-        """
+    def work(self) -> int:
+        """Execute all runs until each has finished or failed, or until a signal is received or the time is up: then all
+        processes are stopped at a checkpoint. Returns an exit status, which is 0 unless they were stopped."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._say(f"{self.total - len(self.waiting)} of {self.total} runs are finished already")
             while self.waiting or any(slot.run for slot in self.slots):
                 if self._signal or (self.deadline is not None and time.monotonic() >= self.deadline):
-                    self._stop()
+                    return self._stop()
                 for slot in self.slots:
                     self._advance(slot)
                 time.sleep(POLL_SECONDS)
+            return 0
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -162,14 +140,14 @@ class Runner:
     def _start(self, slot: Slot, run: Run, commands: Sequence[Command]) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // len(self.slots))
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        environment |= os.environ | self.variables
+        environment |= {**os.environ, **self.variables}
         if slot.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot.gpu
         log = state.log_of(run.folder, commands[0].name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             slot.process = subprocess.Popen(
-                self.words(run.folder, commands),
+                words_of(run.folder, commands),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -213,8 +191,8 @@ class Runner:
             slot.lock.close()
         slot.run = slot.lock = slot.process = None
 
-    def _stop(self) -> None:
-        """Ask the processes of all runs to stop at their next checkpoint, wait for them, and raise ``Outcome``."""
+    def _stop(self) -> int:
+        """Ask the processes of all runs to stop at their next checkpoint, and wait for them; returns an exit status."""
         busy = [(slot, slot.process) for slot in self.slots if slot.process is not None]
         for _, process in busy:
             process.send_signal(signal.SIGTERM)
@@ -228,8 +206,8 @@ class Runner:
             self._ended(slot, status, stopped=True)
             self._free(slot)
         reason = signal.Signals(self._signal).name if self._signal else "the time is up"
-        status = 128 + self._signal if self._signal else TIME_IS_UP
-        raise Outcome(f"stopped ({reason}); the same command goes on", status)
+        print(f"stopped ({reason}); the same command goes on")
+        return 128 + self._signal if self._signal else TIME_IS_UP
 
     def _say(self, text: str) -> None:
         running = sum(slot.run is not None for slot in self.slots)

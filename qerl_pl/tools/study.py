@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 from qerl_pl.cli.yaml_files import KEYS, fault_in_files, mapping_in
 from qerl_pl.study.gpu_sharing import gpus_shared
-from qerl_pl.study.runner import Outcome, Runner, slots_for
+from qerl_pl.study.runner import Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, read_study
 from qerl_pl.tools.options import study_options
@@ -95,12 +95,9 @@ def _run(study: Study, options: argparse.Namespace) -> int:
     slots = slots_for(study, options.jobs)
     print(f"{len(runs)} runs, {len(slots)} at a time, in {study.output}", flush=True)
     share = any(slot.gpu is not None and slot.gpu == slots[0].gpu for slot in slots[1:])
-    try:
-        with gpus_shared() if share else nullcontext({}) as variables:
-            Runner(study, runs, slots, options.minutes, variables).work()
-    except Outcome as outcome:
-        print(outcome)
-        return outcome.status
+    with gpus_shared() if share else nullcontext({}) as variables:
+        if stopped := Runner(study, slots, options.minutes, variables).work():
+            return stopped
     failed = [run for run in runs if not is_finished(study, run)]
     for run in failed:
         print(f"failed: {run.name}: {failure(run)}")

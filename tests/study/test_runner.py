@@ -18,7 +18,7 @@ import pytest
 
 from qerl_pl.study import runner as runner_module
 from qerl_pl.study import state
-from qerl_pl.study.runner import TIME_IS_UP, Outcome, Runner, Slot, slots_for
+from qerl_pl.study.runner import TIME_IS_UP, Runner, Slot, slots_for
 from qerl_pl.study.study_file import Command, Study
 
 WORK = """
@@ -51,7 +51,8 @@ for name, folder in json.loads(sys.argv[3]):
 
 
 @pytest.fixture(autouse=True)
-def processes_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_processes_that_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "words_of", words)
     monkeypatch.setattr(runner_module, "POLL_SECONDS", 0.02)
 
 
@@ -67,13 +68,12 @@ def study_of(output: Path, *arms: str, seeds: int = 2) -> Study:
 
 
 def runner_of(study: Study, jobs: int = 3) -> Runner:
-    variables = {"GIVEN": "to every process"}
-    return Runner(study, study.runs(), [Slot(None) for _ in range(jobs)], 60, variables, words)
+    return Runner(study, [Slot(None) for _ in range(jobs)], 60, {"GIVEN": "to every process"})
 
 
 def work(study: Study, *, jobs: int = 3) -> Runner:
     runner = runner_of(study, jobs)
-    runner.work()
+    assert runner.work() == 0
     return runner
 
 
@@ -135,15 +135,14 @@ def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_
 
 
 @pytest.mark.parametrize("name", ["fit", "reach"])
-def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path, name):
+def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path, capsys, name):
     study = replace(study_of(tmp_path, "slow", seeds=2), attempts=1)
     first = study.runs()[0]
     folder = first.folder if name == "fit" else first.folder / "evaluations" / name
     runner = runner_of(study)
     when_it_steps(folder, lambda: setattr(runner, "deadline", 0.0))
-    with pytest.raises(Outcome, match="the time is up") as outcome:
-        runner.work()
-    assert outcome.value.status == TIME_IS_UP
+    assert runner.work() == TIME_IS_UP
+    assert "stopped (the time is up)" in capsys.readouterr().out
     assert 1 <= len((folder / "steps").read_text()) < 5
     assert state.seconds_spent(first)[name] > 0
     assert state.failure(first) is None, "being stopped is no failure"
@@ -155,9 +154,7 @@ def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path,
 def test_a_signal_stops_the_runs_too(tmp_path):
     study = study_of(tmp_path, "slow", seeds=1)
     when_it_steps(study.runs()[0].folder, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Outcome, match="stopped") as outcome:
-        work(study)
-    assert outcome.value.status == 128 + signal.SIGTERM
+    assert runner_of(study).work() == 128 + signal.SIGTERM
     work(study)
     assert state.is_finished(study, study.runs()[0])
 
