@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
-from types import BuiltinFunctionType, FunctionType, NoneType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -25,8 +25,6 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import end_tokens
-
-PLAIN = (str, bytes, int, float, complex, bool, NoneType)
 
 
 class EvaluationCache:
@@ -102,10 +100,8 @@ def described(*values: object) -> str | Indescribable:
     they cannot be described."""
     try:
         return describe(values)
-    except RecursionError:
-        return Indescribable("an object holds itself")
-    except ValueError as error:
-        return Indescribable(str(error))
+    except Indescribable as error:
+        return error.with_traceback(None)
 
 
 def describe(value: object) -> str:
@@ -113,30 +109,31 @@ def describe(value: object) -> str:
     mean equal behaviour in every process.
 
     Raises:
-        Indescribable: it contains a tensor, or something that pickle refuses or that cannot be imported by name.
-        RecursionError: it contains itself.
+        Indescribable: it contains itself, a tensor, or what pickle refuses or cannot be imported by name.
     """
-    if type(value) in PLAIN:
-        return repr(value)
-    if type(value) in (list, tuple, set, frozenset):
-        parts = list(map(describe, value))  # pyright: ignore[reportArgumentType]
-        parts = parts if type(value) in (list, tuple) else sorted(parts)  # the order differs between processes
-        return f"{type(value).__name__}({', '.join(parts)})"
-    if type(value) is dict:
-        return f"{{{', '.join(f'{describe(key)}: {describe(part)}' for key, part in value.items())}}}"
+    try:
+        return json.dumps(value, default=_parts)
+    except Indescribable:
+        raise
+    except (TypeError, ValueError) as error:
+        raise Indescribable(f"a {type(value).__qualname__} is not plain data: {error}") from error
+
+
+def _parts(value: Any) -> Any:
+    """Return what describes an object that JSON does not have."""
+    if isinstance(value, bytes | complex):
+        return [type(value).__name__, repr(value)]
+    if isinstance(value, set | frozenset):  # whose order differs between processes
+        return ["set", sorted(map(describe, value))]
     if isinstance(value, type):
-        return " ".join(_source(base) for base in inspect.getmro(value) if base is not object)
+        return [_source(base) for base in inspect.getmro(value) if base is not object]
     if isinstance(value, BuiltinFunctionType):
         return _source(value)
     if isinstance(value, FunctionType):
-        return f"{_source(value)} {describe((vars(value), [cell.cell_contents for cell in value.__closure__ or ()]))}"
-    return f"{describe(type(value))} {describe(_settings(value))}"
-
-
-def _settings(value: Any) -> tuple[Any, ...]:
-    """Return what pickle would store of an object, so that no hidden state is missed."""
+        return [_source(value), vars(value), [cell.cell_contents for cell in value.__closure__ or ()]]
     if isinstance(value, Tensor):
         raise Indescribable("tensors are not described")
+    # what pickle would store, so that no hidden state is missed
     reduce = copyreg.dispatch_table.get(type(value))
     try:
         stored = reduce(value) if reduce else value.__reduce_ex__(4)
@@ -144,7 +141,7 @@ def _settings(value: Any) -> tuple[Any, ...]:
         raise Indescribable(f"a {type(value).__qualname__} is not plain data: {error}") from error
     if isinstance(stored, str):  # pickle's way to say: import this name
         raise Indescribable(f"a {type(value).__qualname__} is not described")
-    return tuple(list(part) if isinstance(part, Iterator) else part for part in stored)  # items of a list or a dict
+    return [type(value), *(list(part) if isinstance(part, Iterator) else part for part in stored)]
 
 
 def _source(owner: type | FunctionType | BuiltinFunctionType) -> str:
