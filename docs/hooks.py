@@ -43,7 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {"settings": settings(), "commands": commands(), "files": shipped_files()}
     made |= {name: api_page(name) for name in packages()}
     texts = {f"reference/{name}.md": text for name, text in made.items()}
-    texts["LICENSE.md"] = f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
+    for name, title in (("LICENSE", "Licence"), ("CITATION.cff", "Citation")):
+        texts[f"{name}.md"] = f"# {title}\n\n```text\n{(ROOT / name).read_text()}```\n"
     for path, text in texts.items():
         pages.append(File.generated(config, path, content=text))
     return pages
