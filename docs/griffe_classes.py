@@ -17,7 +17,7 @@ class Classes(Extension):
     def on_class_members(self, *, cls: Class, **more: Any) -> None:
         """Put the example of a class's docstring into a block of code, and give a named tuple its constructor."""
         if cls.docstring:
-            cls.docstring.value = EXAMPLE.sub(lambda found: block(found[1]), cls.docstring.value)
+            cls.docstring.value = EXAMPLE.sub(lambda match: block(match[1]), cls.docstring.value)
         if "NamedTuple" in map(str, cls.bases):
             fields = [field for field in cls.members.values() if isinstance(field, Attribute) and field.annotation]
             kind = ParameterKind.positional_or_keyword

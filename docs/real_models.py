@@ -83,22 +83,22 @@ def model_of(line: Line) -> str:
 
 def groups(lines: Iterable[Line], *, is_long: bool = False) -> Groups:
     """Group runs by model, task and arm; long runs are apart from others, and so are those with further settings."""
-    found: Groups = {}
+    grouped: Groups = {}
     for line in named(lines, "real_runs"):
         shape = line["shape"]
         if (shape["rollouts"] >= LONG) == is_long and line["validations"]:
             task = "+".join([shape["task"], *shape["config"]])
-            found.setdefault((model_of(line), task, shape["arm"]), []).append(line)
-    return found
+            grouped.setdefault((model_of(line), task, shape["arm"]), []).append(line)
+    return grouped
 
 
 def by_jobs(lines: list[Line]) -> dict[tuple[str, str, str, int], list[Line]]:
     """Group runs that are not long by model, task, arm and the number of runs at a time on one GPU."""
-    found: dict[tuple[str, str, str, int], list[Line]] = {}
+    grouped: dict[tuple[str, str, str, int], list[Line]] = {}
     for key, runs in groups(lines).items():
         for run in runs:
-            found.setdefault((*key, run["jobs"]), []).append(run)
-    return found
+            grouped.setdefault((*key, run["jobs"]), []).append(run)
+    return grouped
 
 
 def whole(runs: list[Line]) -> list[Line]:
@@ -185,10 +185,10 @@ def interval(values: np.ndarray) -> str:
 
 def differences(lines: list[Line]) -> str:
     """Compare arms of a model and task."""
-    found, rows, results = groups(lines), [], []
-    for model, task in dict.fromkeys(key[:2] for key in found):
+    grouped, rows, results = groups(lines), [], []
+    for model, task in dict.fromkeys(key[:2] for key in grouped):
         for one, other in PAIRS:
-            mine, theirs = (found.get((model, task, arm), []) for arm in (one, other))
+            mine, theirs = (grouped.get((model, task, arm), []) for arm in (one, other))
             for kind, when, label in (("strict", 0, "before"), ("strict", -1, "after"), ("lenient", -1, "after")):
                 new = paired(mine, theirs, kind, when)
                 rows += [[model, task, f"{one} - {other}", f"{kind} {label}", *row] for row in new]
@@ -202,13 +202,13 @@ def differences(lines: list[Line]) -> str:
 
 def recipe(lines: list[Line]) -> str:
     """Compare the two tasks, in the accuracy that does not depend on where the answer is asked for."""
-    found = groups(lines)
+    grouped = groups(lines)
     rows = [
         [model, arm, kind, *row]
-        for (model, task, arm), runs in found.items()
+        for (model, task, arm), runs in grouped.items()
         if task == RECIPE
         for kind in ("strict", "lenient")
-        for row in paired(runs, found.get((model, TASK, arm), []), kind, -1)
+        for row in paired(runs, grouped.get((model, TASK, arm), []), kind, -1)
     ]
     return tabled("model | arm | accuracy | seeds | points | over problems | over seeds", rows)
 
@@ -262,15 +262,15 @@ def trl(lines: list[Line]) -> str:
             )
         ]
         for run in ours:
-            own, start = run["curves"], (run["start_s"] or [float("nan")])[0]
-            seconds, memory = np.cumsum(own["step_s"]), run["memory_gib"]["driver"]
-            trainers.append((run["shape"]["arm"], own, seconds, start, run["validations"], memory))
-        level = min(max(smooth(own["strict"], WINDOW)[WINDOW - 1 :], default=0.0) for _, own, *_ in trainers)
-        for name, own, seconds, start, points, memory in trainers:
+            curve, start = run["curves"], (run["start_s"] or [float("nan")])[0]
+            seconds, memory = np.cumsum(curve["step_s"]), run["memory_gib"]["driver"]
+            trainers.append((run["shape"]["arm"], curve, seconds, start, run["validations"], memory))
+        level = min(max(smooth(curve["strict"], WINDOW)[WINDOW - 1 :], default=0.0) for _, curve, *_ in trainers)
+        for name, curve, seconds, start, points, memory in trainers:
             rows.append(
-                [shape["model"], name, gpu, len(own["step_s"]), f"{start:.0f}", f"{median(own['step_s']):.1f}"]
+                [shape["model"], name, gpu, len(curve["step_s"]), f"{start:.0f}", f"{median(curve['step_s']):.1f}"]
                 + [f"{seconds[-1]:.0f}", f"{100 * points[-1]['strict']:.1f}", f"{level:.2f}"]
-                + [reached(own["strict"], seconds, level), f"{memory:.1f}" if memory else ""]
+                + [reached(curve["strict"], seconds, level), f"{memory:.1f}" if memory else ""]
             )
     head = "model | trainer | GPU | rollouts | start, s | rollout, s | all, s | strict after, % | reward"
     return tabled(f"{head} | reached after, s | GPU, GiB", rows)
@@ -279,8 +279,8 @@ def trl(lines: list[Line]) -> str:
 def reached(rewards: Sequence[float], seconds: Sequence[float], level: float) -> str:
     """Return the seconds at which the running mean of a reward first reaches a level; empty if it never does."""
     means = smooth(rewards, WINDOW)[WINDOW - 1 :]  # of a full window
-    found = np.flatnonzero(means >= level - 1e-9)
-    return f"{seconds[int(found[0]) + WINDOW - 1]:.0f}" if len(found) else ""
+    places = np.flatnonzero(means >= level - 1e-9)
+    return f"{seconds[int(places[0]) + WINDOW - 1]:.0f}" if len(places) else ""
 
 
 def four_bits(lines: list[Line]) -> str:
@@ -326,7 +326,7 @@ def costs(lines: list[Line]) -> str:
         ]
         memory = max(run["memory_gib"]["planned"] or 0 for run in runs)
         rows.append(
-            [*key, spread(minutes, 1), spread([each / key[-1] for each in minutes], 1)]
+            [*key, spread(minutes, 1), spread([of_run / key[-1] for of_run in minutes], 1)]
             + [
                 f"{median(starts):.0f}" if starts else "",
                 spread([run["median_step_s"] for run in runs if run["steps"]], 1),
@@ -355,12 +355,12 @@ def long_runs(lines: list[Line]) -> str:
 
 def checks(lines: list[Line]) -> str:
     """Show what the checks read in healthy runs."""
-    found: dict[tuple[str, ...], list[Line]] = {}
+    grouped: dict[tuple[str, ...], list[Line]] = {}
     for line in named(lines, "real_checks"):
         key = (model_of(line), line["format"] + (" + AQN" if line["noise"] else ""), line["engine"])
-        found.setdefault(key, []).append(line)
+        grouped.setdefault(key, []).append(line)
     rows = []
-    for key, runs in found.items():
+    for key, runs in grouped.items():
         alarms = sum(run["alarm"]["outcome"] != "silent" for run in runs)
         largest = [
             f"{max(values):.{digits}f}" if (values := [run[name][1] for run in runs if run.get(name)]) else ""
@@ -376,10 +376,10 @@ def checks(lines: list[Line]) -> str:
 
 def completions_page(lines: list[Line]) -> str:
     """Make docs/real_completions.md, of the first run of the smallest model with NVFP4 that has kept completions."""
-    found = named(lines, "real_completions")
-    if not found:
+    kept = named(lines, "real_completions")
+    if not kept:
         return COMPLETIONS.format(about=NOTHING, completions="").rstrip() + "\n"
-    line = min(found, key=lambda line: (line["shape"]["arm"] != "nvfp4", line["shape"]["task"] != TASK))
+    line = min(kept, key=lambda line: (line["shape"]["arm"] != "nvfp4", line["shape"]["task"] != TASK))
     about = (
         "The run is of {model}, arm {arm}, task {task}, seed {seed}. The completions are of {number} evenly spaced "
         "test problems, sampled greedily before the first rollout and after {rollouts}."
@@ -413,8 +413,8 @@ def draw(lines: list[Line], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = groups(lines)
-    names = list(dict.fromkeys(key[0] for key in found))
+    grouped = groups(lines)
+    names = list(dict.fromkeys(key[0] for key in grouped))
     panels = {
         "strict": "strict accuracy, test problems",
         "entropy": "entropy, nats per token",
@@ -422,7 +422,7 @@ def draw(lines: list[Line], file: Path) -> None:
     }
     size = (11, 3.2 * len(names))
     figure, axes = plt.subplots(len(names), len(panels), figsize=size, constrained_layout=True, squeeze=False)
-    for (model, task, arm), runs in found.items():
+    for (model, task, arm), runs in grouped.items():
         for axis, (name, title) in zip(axes[names.index(model)], panels.items(), strict=True):
             steps, values = _together(runs, name)
             if len(steps):

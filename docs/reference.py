@@ -177,7 +177,7 @@ def _cell(text: str) -> str:
 
 def _escaped(text: str) -> str:
     """Escape text outside of code that would be read as an HTML element, such as <answer>."""
-    return re.sub(r"(`+[^`]*`+)|<", lambda found: found[1] or "&lt;", text)
+    return re.sub(r"(`+[^`]*`+)|<", lambda match: match[1] or "&lt;", text)
 
 
 def _members(protocol: type) -> set[str]:

@@ -26,11 +26,7 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
         ("accuracy at step 0", validation, lambda curve: curve.values[0]),
         ("final accuracy", validation, lambda curve: curve.values[-1]),
         ("area under accuracy", validation, area),
-        (
-            "final reward",
-            "train/reward",
-            lambda curve: float(np.mean(curve.values[-max(1, len(curve.values) // 10) :])),
-        ),
+        ("final reward", "train/reward", lambda curve: average(curve, len(curve.values) // 10)),
         ("area under reward", "train/reward", area),
         ("entropy at step 0", "policy/entropy", lambda curve: curve.values[0]),
         ("mean sampling entropy", SURPRISAL, average),
@@ -39,12 +35,12 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
         ("seconds per step", "time/step_s", lambda curve: float(np.median(curve.values))),
         ("GPU memory, GiB", "memory/gpu_peak_bytes", lambda curve: max(curve.values) / 2**30),
     ]
-    found = {name: value(curves[tag]) for name, tag, value in of_curves if tag in curves}
+    values = {name: summary(curves[tag]) for name, tag, summary in of_curves if tag in curves}
     if (seconds := state.seconds_done(run).get(FIT)) is not None:
-        found["seconds of the run"] = seconds
+        values["seconds of the run"] = seconds
     for name in study.evaluations:
-        found |= {f"{name}: pass@{k}": value for k, value in pass_at_k(run, name).items()}
-    return found
+        values |= {f"{name}: pass@{k}": share for k, share in pass_at_k(run, name).items()}
+    return values
 
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
@@ -57,17 +53,17 @@ def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
     newest_first = sorted(files, key=lambda path: path.name, reverse=True)  # the names begin with the time
     for folder in dict.fromkeys(path.parent for path in newest_first):
         last = {tag: curve.values[-1] for tag, curve in read_curves(folder).items()}
-        found = {int(tag.removeprefix("test/pass@")): last[tag] for tag in last if tag.startswith("test/pass@")}
+        shares = {int(tag.removeprefix("test/pass@")): last[tag] for tag in last if tag.startswith("test/pass@")}
         if "test/accuracy" in last:
-            found[1] = last["test/accuracy"]
-        if found:
-            return dict(sorted(found.items()))
+            shares[1] = last["test/accuracy"]
+        if shares:
+            return dict(sorted(shares.items()))
     return {}
 
 
-def average(curve: Curve) -> float:
-    """Compute the mean of a curve's values."""
-    return float(np.mean(curve.values))
+def average(curve: Curve, last: int | None = None) -> float:
+    """Compute the mean of a curve's values, or of so many last ones, at least one."""
+    return float(np.mean(curve.values if last is None else curve.values[-max(1, last) :]))
 
 
 def area(curve: Curve) -> float:

@@ -22,7 +22,7 @@ Verdict = tuple[bool | None, str]
 
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Describe what each check of a run found, from its logged curves.
+    """Describe what each check of a run results, from its logged curves.
 
     Returns:
         One record per check: ``check`` (its name), ``good`` (True, False, or None if it did not run) and ``text``.
@@ -34,8 +34,8 @@ def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
         "Noise (AQN)": _noise,
         "Memory plan": _memory,
     }
-    found = {check: verdict(curves) for check, verdict in checks.items()}
-    return [{"check": check, "good": good, "text": text} for check, (good, text) in found.items()]
+    results = {check: verdict(curves) for check, verdict in checks.items()}
+    return [{"check": check, "good": good, "text": text} for check, (good, text) in results.items()]
 
 
 def _canary(curves: Mapping[str, Curve]) -> Verdict:
