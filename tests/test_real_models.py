@@ -22,7 +22,6 @@ from docs.real_models import (
     reached,
     read,
 )
-from tests.program import ROOT
 
 PROBLEMS = 60
 
@@ -87,12 +86,6 @@ def test_pages_are_what_the_script_makes_of_the_results():
     assert PICTURE.exists() == bool(groups(lines))
 
 
-def test_pages_are_on_the_site():
-    text = (ROOT / "mkdocs.yml").read_text()
-    assert "docs/real_models.md" in text
-    assert "docs/real_completions.md" in text
-
-
 def test_differences_pair_runs_of_equal_seed_and_length():
     one, other = run("nvfp4", 0), run("bf16", 0)
     one["validations"][-1] = validation(116, "1101")
@@ -104,9 +97,6 @@ def test_differences_pair_runs_of_equal_seed_and_length():
     other["validations"][-1] = validation(100, "1000")
     assert paired([one], [other], "strict", -1) == [], "a run that was cut is not compared with a whole one"
     assert paired([one], [], "strict", -1) == []
-
-
-def test_equal_verdicts_differ_by_nothing():
     assert paired([run("nvfp4", 0)], [run("nvfp4", 0)], "lenient", 0) == [["1", "+0.0", "", ""]]
 
 
@@ -119,16 +109,13 @@ def test_what_changed_is_divided_into_place_and_answer():
 
 def test_alarms_and_runs_that_were_cut_are_seen(lines):
     assert "| model-0.5b | gsm8k_verl | bf16 | 3 | 116 |" in page(lines)
+    assert len(groups(lines)["model-0.5b", "gsm8k_verl", "nvfp4"]) == 3, "a long run is apart"
+    assert ("model-0.5b", "gsm8k_verl", "nvfp4") in groups(lines, is_long=True)
     lines.append(run("bf16", 4, alarm="stopped: the engine"))
     lines[-1]["validations"].pop()
     [row] = [row for row in page(lines).splitlines() if row.startswith("| model-0.5b | gsm8k_verl | bf16 | 3 of 4 ")]
     assert "| 116 |" in row
     assert row.endswith(" 1 |")
-
-
-def test_long_runs_are_apart(lines):
-    assert ("model-0.5b", "gsm8k_verl", "nvfp4") in groups(lines, is_long=True)
-    assert len(groups(lines)["model-0.5b", "gsm8k_verl", "nvfp4"]) == 3
 
 
 def test_sections_without_lines_say_so_and_a_picture_is_drawn(lines, tmp_path):

@@ -212,7 +212,7 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
     _check_keys(content, Study, path.name)
     for what, kind, keys in KINDS:
         for key in keys:
-            value = content.get(key) or kind()
+            value = content.get(key, kind())
             _require(isinstance(value, kind), f"{path}: {key} is {value!r}; expected {what}")
     analysis = content.pop("analysis", None) or {}
     _check_keys(analysis, Analysis, f"{path.name}, analysis")

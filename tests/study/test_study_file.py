@@ -102,6 +102,7 @@ MISTAKES = [
     ({"analysis": {"comparisons": ["bf16"]}}, "comparison bf16 is not of two of the arms"),
     ({"analysis": {"comparisons": [["bf16", "fp8"]]}}, r"comparison \['bf16', 'fp8'\] is not of two of the arms"),
     ({"analysis": {"comparisons": [["bf16", ["nvfp4"]]]}}, "is not of two of the arms"),
+    ({"grid": 0}, "grid is 0; expected a mapping"),
     ({"grid": {"model.rank": 3}}, "grid.model.rank is 3; expected a list of values"),
     ({"grid": {3: [1]}}, "grid has 3; expected the name of a setting"),
     ({"grid": {"run_dir": ["a", "b"]}}, "grid has 'run_dir'; expected the name of a setting that the study does not"),
