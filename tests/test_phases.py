@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.common import phases
 from qerl_pl.common.phases import counted, phase
+from qerl_pl.tools.options import PARSERS
 
 ROOT = Path(__file__).parent.parent
 
@@ -120,7 +121,7 @@ SLOW = {"torch", "lightning", "transformers", "peft", "vllm", "scipy", "pandas",
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([command, "--help"] for command in (*TRAINING, *COMMANDS)),
+        *([command, "--help"] for command in (*TRAINING, *COMMANDS) if command not in PARSERS),  # see test_options.py
         ["plan", "-c", "quickstart"],
         ["doctor", "-c", "quickstart"],
         ["fit", "--no_such"],
@@ -157,7 +158,6 @@ REWARD = "def right(completions, level, **kwargs):\n    return [float('18' in te
         "score --help",
         "report runs/one --html page.html",
         "init new",
-        "--version",
     ],
 )
 def test_a_command_that_needs_no_model_imports_none_of_the_slow_packages(arguments, tmp_path):

@@ -60,10 +60,10 @@ UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedRewa
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    """Shorten an error of the command line's parser to at most five lines.
+    """Shorten an error of the command line's parser; of one of an unknown kind, the first five lines are returned.
 
     Args:
-        message: error message of jsonargparse. Of one of an unknown kind, the first five lines are returned.
+        message: error message of jsonargparse.
         keys: dotted paths of all settings, for suggestions.
         arguments: the command line; its YAML files are searched for the line with the error.
     """

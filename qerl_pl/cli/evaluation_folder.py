@@ -18,11 +18,8 @@ SAME_PROBLEMS = ("batch_size", "max_dropped_share", "show_prompt", "val_batch_si
 def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
     """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that has no evaluation yet, or this one.
 
-    If that is not ``wanted``, a message names the folder and the settings that differ from those in ``wanted``.
-
-    Args:
-        wanted: the folder.
-        now: settings of this evaluation, as config.yaml will have them.
+    If that is not ``wanted``, a message names the folder and the settings that differ from those in ``wanted``. ``now``
+    has the settings of this evaluation, as config.yaml will have them.
     """
     reason, folder = "", wanted
     for number in itertools.count(2):

@@ -33,7 +33,8 @@ class Parser(LightningArgumentParser):
                 group.title = "settings that follow from others and are not set themselves"
             elif not str(group.title).startswith("settings that follow"):
                 group.title = TITLES.get(section, section if "." in section else group.title)
-        self._action_groups.sort(key=lambda group: group.title == TITLES["trainer"])
+        groups: Any = self._action_groups
+        groups.sort(key=lambda group: group.title == TITLES["trainer"])
         return super().format_help(*args, **named)
 
     def dump(self, namespace: Namespace, *args: Any, **named: Any) -> str:

@@ -132,11 +132,7 @@ def check_yaml(path: Path) -> None:
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
     """Read a YAML file as nodes, and refuse duplicate keys (YAML takes the last), cyclic aliases, and aliases of
-    aliases that stand for more than ``MOST_VALUES`` values.
-
-    Args:
-        path: the file.
-        expected: what the file should hold, for messages.
+    aliases that stand for more than ``MOST_VALUES`` values. ``expected`` says in messages what the file should hold.
 
     Raises:
         ValueError: with the file and the line.

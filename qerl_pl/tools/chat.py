@@ -104,7 +104,8 @@ def answer(
     date: str | None = None,
     stop: Sequence[str] = (),
 ) -> str:
-    """Sample an answer to a chat and print it token by token.
+    """Sample an answer to a chat and print it token by token; returns its text, with special tokens such as marks of
+    thoughts, but without end tokens.
 
     Args:
         policy: the policy, in evaluation mode.
@@ -116,9 +117,6 @@ def answer(
         arguments: further variables of the chat template.
         date: date that the chat template writes, in ISO form; None is today.
         stop: strings that end an answer.
-
-    Returns:
-        The text of the answer, with special tokens such as marks of thoughts, but without end tokens.
     """
     text = render(tokenizer, chat, date=date, add_generation_prompt=True, **arguments)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)

@@ -42,8 +42,8 @@ Check = tuple[str, Callable[[], str]]
 
 
 def main(argv: list[str]) -> int:
-    """Run the checks of machine and configuration, and print a line for each; returns 0 if the given configuration (or
-    the quickstart) can run, else 1."""
+    """Print a line per check of machine and configuration; returns 0 if the configuration (or the quickstart) can run,
+    else 1."""
     parser = CommandParser(
         prog=called_as("doctor"),
         description="Check what this machine can run. With -c: also check everything in that configuration that can "
@@ -96,12 +96,8 @@ def print_checks(
     optional: Collection[str] = (),
     left_out: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> int:
-    """Run checks and print one line per check, with [no] if a required check failed, and [--] if an optional one failed
-    or the check was left out, that is, raised ``left_out``.
-
-    Returns:
-        The number of required checks that failed.
-    """
+    """Print one line per check, with [no] if a required one failed, and [--] if an optional one failed or a check was
+    left out, that is, raised ``left_out``; returns the number of required checks that failed."""
     failed = 0
     for name, check in checks:
         try:

@@ -69,16 +69,10 @@ def _local_folder(base: str) -> Path:
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write the settings, weights and model card of a run's adapter to a new folder, which is removed after an error;
-    returns the adapter's settings.
+    """Write the settings, weights and model card of a run's adapter to a new folder; returns the adapter's settings.
 
     The export names its base model by absolute path, or by name and commit on the hub; if the run quantised the model
-    itself, by the folder of the quantised model in the cache.
-
-    Args:
-        run: folder of the run.
-        output: folder to create.
-        checkpoint: "last", "best", or the path of a checkpoint.
+    itself, by the folder of the quantised model in the cache. ``checkpoint`` is "last", "best", or a path.
 
     Raises:
         ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files here are not

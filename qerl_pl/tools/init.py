@@ -110,11 +110,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_files(folder: Path, *, base: str) -> list[Path]:
-    """Write configuration, reward and problems into a folder, all of them or none; returns their paths.
-
-    Args:
-        folder: made if it does not exist.
-        base: value of ``model.base``; a folder is written as an absolute path.
+    """Write configuration, reward and problems into a new or existing folder, all of them or none; returns their paths.
+    ``base`` is the value of ``model.base``; a folder is written as an absolute path.
 
     Raises:
         ValueError: one of the files exists, or the folder is a file.
@@ -132,14 +129,12 @@ def write_files(folder: Path, *, base: str) -> list[Path]:
     }
     if existing := [str(path) for path in texts if path.exists()]:
         raise ValueError(f"{', '.join(existing)} exists already and is not overwritten; give another folder")
-    done = []
     try:
         for path, text in texts.items():
-            done.append(path)
             write_whole(path, text)
     except OSError:
-        for path in done:
+        for path in texts:
             with suppress(OSError):
                 path.unlink()
         raise
-    return done
+    return list(texts)

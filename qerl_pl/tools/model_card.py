@@ -60,15 +60,8 @@ base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="bfloat16", quantiza
 
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
-    """Describe an exported adapter in Markdown.
-
-    Args:
-        checkpoint: checkpoint of the adapter.
-        settings: settings of the adapter.
-        base: path or name of the base model.
-        folder: name of the export's folder.
-        run: folder of the run, from whose curves the results in the text are taken.
-    """
+    """Describe in Markdown an adapter that was exported from a checkpoint to ``folder``; ``base`` is a path or a name,
+    and the results in the text are from the curves in the run's folder."""
     identity = checkpoint["identity"]
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(

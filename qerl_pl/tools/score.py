@@ -93,10 +93,7 @@ def main(argv: list[str]) -> int:
 
 def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
     """Score every completion of a JSON-lines file; write its rows with score and reason to ``target``, nothing after an
-    error.
-
-    Returns:
-        The number of rows by score, and the number of unscored rows by reason.
+    error. Returns the number of rows by score, and the number of unscored rows by reason.
 
     Raises:
         ValueError: a row is malformed; the message names file and line.

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +141,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     """Create the model with random fp32 weights, which depend on the seed alone."""
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -181,12 +182,8 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, 
 
 
 def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Tokenise chat prompts of expressions, each followed by its solution and the end token.
-
-    Returns:
-        tokens: [B, S] int64, right-padded.
-        mask: [B, S] bool, True on the tokens of the solution including the end token.
-    """
+    """Tokenise chat prompts of expressions, each followed by its solution and the end token, as [B, S] int64,
+    right-padded; and a mask [B, S] bool, True on the tokens of the solution including the end token."""
     chats = [[{"role": "user", "content": question(expression)}] for expression in expressions]
     prompts = [str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
     heads = tokenizer(prompts, add_special_tokens=False).input_ids
@@ -205,11 +202,8 @@ def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
     """Test for each of B expressions whether greedy decoding would produce exactly the given solution; returns [B]
-    bool.
-
-    One forward pass suffices: greedy decoding produces a text if each of its tokens is the most likely one given the
-    tokens before it.
-    """
+    bool."""
+    # One forward pass suffices: a text is produced if each token is the most likely one after those before it.
     tokens, mask = encode(tokenizer, expressions, solutions)
     most_likely = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)  # [B, S - 1]
     return ((most_likely == tokens[:, 1:]) | ~mask[:, 1:]).all(1)
@@ -236,11 +230,7 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) ->
 
 
 def check(record: dict[str, float]) -> None:
-    """Refuse a policy that reinforcement learning could not visibly improve.
-
-    Raises:
-        ValueError: accuracy or skill is out of range.
-    """
+    """Refuse a policy whose accuracy or skill is out of the range in which reinforcement learning visibly helps."""
     low, high = ACCURACY_RANGE
     if not low <= record["accuracy"] <= high:
         raise ValueError(

@@ -1,12 +1,14 @@
-"""Seeded cases of bad input: a command line each, with its files, environment and limits of the process."""
+"""Cases of bad input: a command line each, with its files, environment and limits of the process."""
 
 from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,19 +17,48 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.tools.tiny import make_tiny
 
 TOY = Path(__file__).with_name("toy.yaml")
-STEPS = ["--trainer.max_steps", "4"]
+FIT = "fit -c {toy} --model.base {dense} --run_dir {folder}/run"
 
 
 class Case(NamedTuple):
     """One call of the program."""
 
-    name: str
-    arguments: list[str]
+    words: str
+    """Command line with names in braces for the folder of the case, the toy's configuration and parts of ``Bases``."""
+    make: Callable[[Bases, Path], object] | None = None
+    """Writes files of this case into its folder."""
+    what: str = ""
+    """What these files are."""
     environment: Mapping[str, str] = {}
     file_bytes: int | None = None
     """Largest size of a file that the process may write, as where a disk is full; None: any."""
     unprivileged: bool = False
     """Whether the process gives up the privileges of root, if it has them."""
+
+    @property
+    def name(self) -> str:
+        limit = f" with files of at most {self.file_bytes} bytes" if self.file_bytes is not None else ""
+        return f"{self.words.replace(FIT, 'fit')} {self.what} {self.environment or ''}{limit}"
+
+    def arguments(self, bases: Bases, folder: Path) -> list[str]:
+        """The words of the command line, whose files are written to the folder."""
+        (folder / "some").mkdir()
+        for name in ("file", "some/config.yaml", "problems.jsonl"):
+            (folder / name).write_text("{}\n")
+        for name, rows in (("rows", 1), ("many", 3000)):
+            (folder / name).write_text('{"completion": "1", "answer": "1"}\n' * rows)
+        (folder / "text.txt").write_text("One plus two is three. " * 200)
+        (folder / "empty.txt").write_text("")
+        (folder / "study.yaml").write_text(f"output: {folder}/out\narms: {{a: {{}}, b: {{}}}}\nseeds: [1, 2]\n")
+        os.mkfifo(folder / "pipe")
+        (folder / "shut").mkdir(mode=0o555)
+        (folder / "secret").write_text(TOY.read_text())
+        (folder / "secret").chmod(0o000)
+        if self.make:
+            self.make(bases, folder)
+        made = {name: getattr(bases, name) for name in ("dense", "nvfp4", "run") if f"{{{name}}}" in self.words}
+        places = {"folder": folder, "letters": "a" * 5000, "toy": TOY, **made}
+        return [word.format(**places) for word in shlex.split(self.words)]
 
 
 class Bases:
@@ -58,14 +89,10 @@ class Bases:
     @cached_property
     def run(self) -> Path:
         """The folder of a finished run."""
-        assert train.exit_status([*fit(self.dense, self.folder / "run"), *STEPS]) == 0
+        fit = ["fit", "-c", str(TOY), "--model.base", str(self.dense), "--trainer.max_steps", "4"]
+        assert train.exit_status([*fit, "--run_dir", str(self.folder / "run")]) == 0
         (self.folder / "run" / "checkpoints" / "previous.ckpt").unlink()  # a damaged last.ckpt would not be missed
         return self.folder / "run"
-
-
-def fit(base: Path, run: Path) -> list[str]:
-    """The command line of the toy run."""
-    return ["fit", "-c", str(TOY), "--run_dir", str(run), "--model.base", str(base)]
 
 
 WRONG = ("nan", ".nan", "-1", "-.inf", "abc", "[1, 2]", "{a: 1}")
@@ -93,14 +120,6 @@ SETTINGS = (
     "trainer.gradient_clip_val",
 )
 HARMLESS = {("trainer.devices", "-1"), ("model.max_grad_norm", ".inf")}
-
-
-def setting(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A wrong value of a setting."""
-    name, value = drawn.choice(SETTINGS), drawn.choice(WRONG)
-    if (name, value) in HARMLESS:
-        value = "abc"
-    return Case(f"{name}={value}", [*fit(bases.dense, folder / "run"), f"--{name}={value}"])
 
 
 TOGETHER = (
@@ -142,12 +161,6 @@ TOGETHER = (
 """Settings that have no effect with the others or that contradict them, and options that do not exist."""
 
 
-def together(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """Settings that do not go together."""
-    words = drawn.choice(TOGETHER)
-    return Case(words, [*fit(bases.dense, folder / "run"), *words.split()])
-
-
 CALLBACKS = (
     "[{class_path: callbacks.aqn.AdaptiveQuantizationNoise, init_args: {decay: constant, sigma_end: 1.0e-3}}]",
     "[{class_path: callbacks.aqn.AdaptiveQuantizationNoise, init_args: {sigma_start: .inf}}]",
@@ -176,12 +189,6 @@ OPTIMIZERS = (
     "{class_path: torch.optim.NoSuch}",
     "[torch.optim.AdamW]",
 )
-
-
-def part(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A callback or an optimizer that cannot be used."""
-    key, values = drawn.choice((("trainer: {callbacks+: ", CALLBACKS), ("model: {optimizer: ", OPTIMIZERS)))
-    return of_yaml(f"{key}{drawn.choice(values)}}}\n".encode(), bases, folder)
 
 
 YAML = (
@@ -213,40 +220,6 @@ YAML = (
 )
 
 
-def of_yaml(content: bytes, bases: Bases, folder: Path) -> Case:
-    """A run with one more configuration file."""
-    file, (name, *rest) = folder / "more.yaml", fit(bases.dense, folder / "run")
-    file.write_bytes(content)
-    return Case(f"yaml {content[:200].decode(errors='replace')!r}", [name, *rest[:2], "-c", str(file), *rest[2:]])
-
-
-def yaml_file(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A configuration file that is wrong as a whole."""
-    return of_yaml(drawn.choice(YAML), bases, folder)
-
-
-def strange(drawn: random.Random, path: Path) -> str:
-    """Put something else in place of a file or folder; returns in words what."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    what = drawn.choice(("a pipe", "a folder", "a link to nothing", "a link to itself", "a socket's like", "empty"))
-    if what == "a pipe":
-        os.mkfifo(path)
-    elif what == "a folder":
-        path.mkdir()
-    elif what == "a link to nothing":
-        path.symlink_to("nothing")
-    elif what == "a link to itself":
-        path.symlink_to(path.name)
-    elif what == "a socket's like":
-        path.symlink_to("/dev/zero")
-        what = "a link to /dev/zero"
-    else:
-        path.write_bytes(b"")
-    return what
-
-
 NAMES = (
     "a\0b",
     "a\udcffb",
@@ -260,53 +233,10 @@ NAMES = (
 )
 
 
-def place(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A place that is no file or folder, for the base, a file of it, a configuration or a run's folder."""
-    arguments, kind = fit(bases.dense, folder / "run"), drawn.choice(("base", "file", "config", "run", "name"))
-    if kind == "name":
-        name, at = drawn.choice(NAMES), drawn.choice((2, 4, 6))
-        if at == 4 and (name.startswith("https") or name == "a" * 300):
-            name = "a\0b"
-        arguments[at] = name
-        return Case(f"{arguments[at - 1]} {name[:60]!r}", arguments)
-    if kind == "config":
-        arguments[2] = str(folder / "toy.yaml")
-        return Case(f"-c is {strange(drawn, folder / 'toy.yaml')}", arguments)
-    if kind == "run":
-        name = drawn.choice(("checkpoints", "config.yaml", "checkpoints/last.ckpt", "completions"))
-        shutil.copytree(bases.run, folder / "run")
-        what = strange(drawn, there := folder / "run" / name)
-        if name in ("checkpoints", "completions") and what == "a folder":
-            there.rmdir()
-            there.write_text(what := "a file")
-        return Case(f"{name} of the run is {what}", [*arguments, *STEPS, "--ckpt_path", "last"])
-    own = folder / "base"
-    arguments[6] = str(own)
-    if kind == "base":
-        return Case(f"the base is {strange(drawn, own)}", arguments)
-    shutil.copytree(bases.dense, own)
-    name = drawn.choice(("config.json", "tokenizer.json", "model.safetensors"))
-    return Case(f"{name} of the base is {strange(drawn, own / name)}", arguments)
-
-
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
 CONTENT = (b"", b"{", b"{}", b"[]", b"null", b"\xff\xfe", b"3", b"\x00" * 64, b'{"a": ' * 9000)
-
-
-def file(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """Other content of a file of the base."""
-    own = folder / "base"
-    shutil.copytree(bases.dense, own)
-    name, content = drawn.choice(FILES), drawn.choice(CONTENT)
-    if name == "generation_config.json":
-        content = b"{"
-    if name == "tokenizer_config.json" and content in (b"{}", b""):
-        content = b"[]"
-    (own / name).write_bytes(content)
-    return Case(f"{name} is {content[:40]!r}", fit(own, folder / "run"))
-
-
-STUDY = "output: {out}\narms: {{a: {{}}, b: {{}}}}\nseeds: [1, 2]\n"
+HARMLESS_FILES = {("tokenizer_config.json", content) for content in (b"", b"{}")}
+HARMLESS_FILES |= {("generation_config.json", content) for content in CONTENT if content != b"{"}
 COMMANDS = (
     "quantize --model {dense} --output {folder}/file",
     "quantize --model {dense} --output {folder}/out --samples 0",
@@ -372,9 +302,8 @@ COMMANDS = (
 )
 
 
-FIT = "fit -c {toy} --model.base {dense} --run_dir "
 FULL = (
-    FIT + "{folder}/run",
+    FIT,
     "quantize --model {dense} --output {folder}/out",
     "score --reward gsm8k --input {folder}/many --output {folder}/scored",
     "export --run {run} --output {folder}/out --merge bf16",
@@ -383,9 +312,9 @@ FULL = (
     "init {folder}/new",
 )
 READ_ONLY = (
-    FIT + "{folder}/shut/run",
-    FIT + "{folder}/shut",
-    FIT + "{folder}/run -c {folder}/secret",
+    FIT + " --run_dir {folder}/shut/run",
+    FIT + " --run_dir {folder}/shut",
+    FIT + " -c {folder}/secret",
     "quantize --model {dense} --output {folder}/shut/out",
     "score --reward math --input {folder}/rows --output {folder}/shut/scored",
     "score --reward math --input {folder}/secret --output {folder}/scored",
@@ -400,43 +329,6 @@ READ_ONLY = (
 )
 
 
-def call(text: str, bases: Bases, folder: Path) -> list[str]:
-    """The words of a command line, whose files are written to the folder."""
-    (folder / "some").mkdir()
-    for name in ("file", "some/config.yaml"):
-        (folder / name).write_text("{}\n")
-    for name, rows in (("rows", 1), ("many", 3000)):
-        (folder / name).write_text('{"completion": "1", "answer": "1"}\n' * rows)
-    (folder / "text.txt").write_text("One plus two is three. " * 200)
-    (folder / "empty.txt").write_text("")
-    (folder / "study.yaml").write_text(STUDY.format(out=folder / "out"))
-    os.mkfifo(folder / "pipe")
-    (folder / "shut").mkdir(mode=0o555)
-    (folder / "secret").write_text(TOY.read_text())
-    (folder / "secret").chmod(0o000)
-    made = {name: getattr(bases, name) for name in ("dense", "nvfp4", "run") if f"{{{name}}}" in text}
-    places = {"folder": folder, "letters": "a" * 5000, "toy": TOY, **made}
-    return [word.format(**places) for word in text.split()]
-
-
-def words(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A wrong call of one of the other commands."""
-    text = drawn.choice(COMMANDS)
-    return Case(text, call(text, bases, folder))
-
-
-def full(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A process whose files may not become large, as on a full disk."""
-    text, size = drawn.choice(FULL), drawn.choice((0, 20, 100) if drawn.random() < 0.7 else (200,))
-    return Case(f"files of at most {size} bytes: {text}", call(text, bases, folder), file_bytes=size)
-
-
-def read_only(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A folder that the user may not write to, or a file that they may not read."""
-    text = drawn.choice(READ_ONLY)
-    return Case(f"read-only: {text}", call(text, bases, folder), unprivileged=True)
-
-
 ENVIRONMENT = (
     {"LOCAL_RANK": "x"},
     {"SLURM_NTASKS": "x", "SLURM_JOB_NAME": "a"},
@@ -447,56 +339,92 @@ ENVIRONMENT = (
 )
 
 
-def environment(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A variable of the environment that something reads during a run."""
-    values = drawn.choice(ENVIRONMENT)
-    arguments = fit(bases.dense, folder / "run")
-    if any("CACHE" in name for name in values):
-        arguments += ["--model.quantize.format", "nvfp4"]
-    return Case(f"environment {values}", arguments, environment=values)
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "empty": lambda path: path.write_bytes(b""),
+}
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "text": lambda content: b"text\n",
+    "a list": lambda content: b"[1, 2]",
+    "flipped": lambda content: bytes(byte ^ 0xFF for byte in content),
+}
 
 
-def _flipped(content: bytes, start: int, stop: int) -> bytes:
-    raw = bytearray(content)
-    raw[start:stop] = bytes(byte ^ 0xFF for byte in raw[start:stop])
-    return bytes(raw)
+def in_copy(part: str, name: str, change: Callable[[Path], object], bases: Bases, folder: Path) -> None:
+    """Copy a part of ``Bases`` into the folder and change one file or folder of it."""
+    path = shutil.copytree(getattr(bases, part), folder / part) / name
+    change(path)
 
 
-def damaged(drawn: random.Random, path: Path) -> str:
-    """Damage a file; returns in words how."""
-    content, how = (
-        path.read_bytes(),
-        drawn.choice(("is cut", "is empty", "is flipped", "is missing", "is text", "is a list")),
-    )
-    if how == "is missing":
-        path.unlink()
-        return how
-    middle = len(content) // 2
-    other = {"is cut": content[:middle], "is empty": b"", "is text": b"text\n", "is a list": b"[1, 2]"}
-    path.write_bytes(other.get(how, _flipped(content, 0, middle)))
-    return how
+def replaced(by: Callable[[Path], object], path: Path) -> None:
+    """Put something else in place of a file or folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    by(path)
 
 
-RUN_FILES = ("config.yaml", "checkpoints/last.ckpt")
+def damaged(how: Callable[[bytes], bytes], path: Path) -> None:
+    path.write_bytes(how(path.read_bytes()))
 
 
-def run(drawn: random.Random, bases: Bases, folder: Path) -> Case:
-    """A finished run of which one file is damaged, given to the commands that read it."""
-    own, file = folder / "run", drawn.choice(RUN_FILES)
-    shutil.copytree(bases.run, own)
-    how = damaged(drawn, own / file)
-    calls = [["export", "--run", str(own), "--output", str(folder / "out")], ["chat", str(own)]]
-    if file != "config.yaml" and how != "is missing":  # without a checkpoint, fit begins anew
-        calls += [[*fit(bases.dense, own), *STEPS, "--ckpt_path", "last"]]
-        calls += [["test", *fit(bases.dense, folder / "t")[1:], "--ckpt_path", str(own / file)]]
-    arguments = drawn.choice(calls)
-    return Case(f"{arguments[0]}: {file} {how}", arguments)
+def quoted(*words: str) -> str:
+    return shlex.join(words).replace("{", "{{").replace("}", "}}")
 
 
-KINDS = (setting, together, part, yaml_file, place, file, words, words, environment, run, full, read_only)
+def cases() -> Iterator[Case]:
+    """Yield all cases."""
+    for name, value in product(SETTINGS, WRONG):
+        if (name, value) not in HARMLESS:
+            yield Case(f"{FIT} {quoted(f'--{name}={value}')}")
+    yield from (Case(f"{FIT} {quoted(*words.split())}") for words in TOGETHER)
+    contents = [f"trainer: {{callbacks+: {callbacks}}}\n".encode() for callbacks in CALLBACKS]
+    contents += [f"model: {{optimizer: {optimizer}}}\n".encode() for optimizer in OPTIMIZERS]
+    for content in (*contents, *YAML):
+        write = partial(lambda content, _, folder: (folder / "more.yaml").write_bytes(content), content)
+        yield Case(f"{FIT} -c {{folder}}/more.yaml", write, repr(content[:200]))
+    for option, name in product(("-c", "--run_dir", "--model.base"), NAMES):
+        if option != "--run_dir" or not name.startswith(("https", "aaa")):
+            yield Case(f"{FIT} {option} {quoted(name)}")
+    yield from (Case(words) for words in COMMANDS)
+    for words, size in product(FULL, (0, 20, 100, 200)):
+        yield Case(words, file_bytes=size)
+    yield from (Case(words, unprivileged=True) for words in READ_ONLY)
+    for values in ENVIRONMENT:
+        more = " --model.quantize.format nvfp4" if any("CACHE" in name for name in values) else ""
+        yield Case(FIT + more, environment=values)
+
+    other_base, own_run = FIT.replace("{dense}", "{folder}/dense"), "--trainer.max_steps 4 --ckpt_path last"
+    for (what, by), name in product(STRANGE.items(), ("config.json", "tokenizer.json", "model.safetensors")):
+        yield Case(other_base, partial(in_copy, "dense", name, partial(replaced, by)), f"{name} is {what}")
+    for what, by in STRANGE.items():
+        yield Case(other_base, partial(lambda by, _, folder: by(folder / "dense"), by), f"the base is {what}")
+        write = partial(lambda by, _, folder: by(folder / "toy.yaml"), by)
+        yield Case(FIT.replace("{toy}", "{folder}/toy.yaml"), write, f"the configuration is {what}")
+    for (what, by), name in product(STRANGE.items(), ("config.yaml", "checkpoints/last.ckpt")):
+        yield Case(f"{FIT} {own_run}", partial(in_copy, "run", name, partial(replaced, by)), f"{name} is {what}")
+    for (what, by), name in product(STRANGE.items(), ("checkpoints", "completions")):
+        if what != "a folder":
+            yield Case(f"{FIT} {own_run}", partial(in_copy, "run", name, partial(replaced, by)), f"{name} is {what}")
+    for name, content in product(FILES, CONTENT):
+        if (name, content) in HARMLESS_FILES:
+            continue
+        write = partial(in_copy, "dense", name, partial(lambda content, path: path.write_bytes(content), content))
+        yield Case(other_base, write, f"{name} is {content[:40]!r}")
+    readers = ["export --run {folder}/run --output {folder}/out", "chat {folder}/run"]
+    resumed = [f"{FIT} {own_run}", f"test {FIT[4:]}/test --ckpt_path {{folder}}/run/checkpoints/last.ckpt"]
+    for (what, how), name in product(DAMAGES.items(), ("config.yaml", "checkpoints/last.ckpt")):
+        for words in readers if name == "config.yaml" else [*readers, *resumed]:
+            yield Case(words, partial(in_copy, "run", name, partial(damaged, how)), f"{name} is {what}")
+    for words, name in product(readers, ("config.yaml", "checkpoints/last.ckpt")):
+        yield Case(words, partial(in_copy, "run", name, Path.unlink), f"{name} is missing")
 
 
-def draw(seed: int, bases: Bases, folder: Path) -> Case:
-    """Make the case of a seed; its files are written to ``folder``."""
-    drawn = random.Random(seed)
-    return drawn.choice(KINDS)(drawn, bases, folder)
+CASES = list(cases())
+random.Random(0).shuffle(CASES)  # so that any few of them are of several kinds

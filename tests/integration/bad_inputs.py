@@ -1,4 +1,4 @@
-"""Bad input from a seeded generator: python -m tests.integration.bad_inputs [--number 300] [--seed 0].
+"""Bad input: python -m tests.integration.bad_inputs [--number 300] [--first 0].
 
 Every case of ``bad_cases`` calls a command with one thing wrong, in a fork of this process, so that packages are
 imported once and a case may change its environment, privileges and limits. It prints one JSON line: ``refused`` (a
@@ -31,14 +31,14 @@ import torch
 
 from qerl_pl.__main__ import COMMANDS
 from qerl_pl.__main__ import main as command
-from tests.integration.bad_cases import Bases, Case, draw
+from tests.integration.bad_cases import CASES, Bases, Case
 
 SECONDS = 60
 MOST_CPU = 10.0
 MOST_LINES = 10
 
 
-def outcome(case: Case) -> tuple[str, str, float]:
+def outcome(case: Case, arguments: list[str]) -> tuple[str, str, float]:
     """Call the program in a fork of this process.
 
     Returns:
@@ -48,9 +48,9 @@ def outcome(case: Case) -> tuple[str, str, float]:
     if not (child := os.fork()):
         try:
             os.close(reading)
-            found = _called(case)
+            called = _called(case, arguments)
             with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(found, pipe)
+                pickle.dump(called, pipe)
         finally:
             os._exit(0)
     os.close(writing)
@@ -68,11 +68,11 @@ def outcome(case: Case) -> tuple[str, str, float]:
     return ("slow" if word == "refused" and seconds > MOST_CPU else word), said, seconds
 
 
-def _called(case: Case) -> tuple[str, str]:
+def _called(case: Case, arguments: list[str]) -> tuple[str, str]:
     said = io.StringIO()
     torch.set_num_threads(1)  # the threads of this process are not in its fork
     os.environ.update(case.environment)
-    sys.argv = ["qerl_pl", *case.arguments]
+    sys.argv = ["qerl_pl", *arguments]
     with open(os.devnull, "w") as nowhere:
         for stream in (1, 2):  # which loggers have, even where sys.stderr is replaced
             os.dup2(nowhere.fileno(), stream)
@@ -82,7 +82,7 @@ def _called(case: Case) -> tuple[str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (case.file_bytes, case.file_bytes))
     try:
         with redirect_stderr(said), redirect_stdout(io.StringIO()), open(os.devnull) as sys.stdin:
-            status = command(case.arguments)
+            status = command(arguments)
     except SystemExit as stop:
         status = stop.code
         if isinstance(status, str):
@@ -102,31 +102,30 @@ def _drop_privileges() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def try_cases(seeds: range, bases: Bases, folder: Path) -> list[dict[str, object]]:
-    """A record a case."""
-    found = []
-    for seed in seeds:
-        own = folder / str(seed)
-        own.mkdir()
-        own.chmod(0o777)
-        case = draw(seed, bases, own)
-        before = {*own.glob("*/completions/*")}
-        word, said, seconds = outcome(case)
-        if word == "refused" and case.file_bytes is None and {*own.glob("*/completions/*")} - before:
+def try_cases(numbers: range, bases: Bases, folder: Path) -> list[dict[str, object]]:
+    """Return a record for each of the cases with these numbers."""
+    records = []
+    for number in numbers:
+        case, place = CASES[number % len(CASES)], folder / str(number)
+        place.mkdir()
+        place.chmod(0o777)
+        arguments = case.arguments(bases, place)
+        before = {*place.glob("*/completions/*")}
+        word, said, seconds = outcome(case, arguments)
+        if word == "refused" and case.file_bytes is None and {*place.glob("*/completions/*")} - before:
             word = "late"
-        said = said.replace(str(own), "CASE").replace(str(bases.folder), "BASES").replace(f"{Path.cwd()}/", "")
-        name = case.name.replace(str(own), "CASE").replace(f"{Path.cwd()}/", "")
+        said = said.replace(str(place), "CASE").replace(str(bases.folder), "BASES").replace(f"{Path.cwd()}/", "")
         kept = said if word in ("raw", "long") else said[-400:]
-        found.append({"seed": seed, "case": name, "outcome": word, "cpu_s": round(seconds, 1), "said": kept})
-        shutil.rmtree(own)
-    return found
+        records.append({"case": case.name, "outcome": word, "cpu_s": round(seconds, 1), "said": kept})
+        shutil.rmtree(place)
+    return records
 
 
 def main() -> int:
     """Print a line a case, and how many there were of each outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     for name in (*(f"qerl_pl.tools.{name}" for name in COMMANDS), "qerl_pl.cli.training", "datamodules.table"):
         importlib.import_module(name)
@@ -138,9 +137,9 @@ def main() -> int:
         with redirect_stdout(sys.stderr):
             _ = bases.run, bases.nvfp4  # which import all that cases need
         counts: Counter[object] = Counter()
-        for seed in range(options.seed, options.seed + options.number):
+        for number in range(options.first, options.first + options.number):
             with redirect_stdout(sys.stderr):
-                [record] = try_cases(range(seed, seed + 1), bases, folder)
+                [record] = try_cases(range(number, number + 1), bases, folder)
             counts[record["outcome"]] += 1
             print(json.dumps(record), flush=True)
     print(json.dumps(counts))

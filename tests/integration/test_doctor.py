@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.tools.doctor import with_advice
 from tests.integration.conftest import VLLM, arguments
 
 MINE = "def level(prompts, completions):\n    return [float(prompt.row['level']) for prompt in prompts]\n"
@@ -149,8 +150,28 @@ def test_a_reward_that_cannot_tell_answers_apart_is_said_to_have_no_signal(bases
     assert "mine 0.50; of ones without any: the same, so a group of such completions would have no signal" in str(said)
 
 
-def test_outside_of_a_clone_the_quickstart_is_three_commands(tmp_path, capsys):
+def test_every_part_of_the_machine_is_checked_and_outside_of_a_clone_the_quickstart_is_three_commands(tmp_path, capsys):
     assert command(["doctor"]) == 0
-    ready = capsys.readouterr().out.partition("ready: ")[2]
+    checks, _, ready = capsys.readouterr().out.partition("ready: ")
+    for name in ("Python", "vLLM rollouts", "NVFP4 rollouts", "disk"):
+        assert f"[ok] {name} " in checks
+    for name in ("GPU", "hub data sets", "8-bit AdamW", "fused training"):  # not needed for the quickstart
+        assert re.search(rf"^\[(ok|--)\] {name} ", checks, re.MULTILINE)
     assert "make" not in ready
     assert [line.split()[3] for line in ready.splitlines()[1:]] == ["tiny", "quantize", "fit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        ("torch", "2.13.0+cpu", "2.13.0+cpu"),
+        ("torch", "2.12.1", "2.12.1, never tested with this release (tested: 2.11.x, 2.13.x)"),
+        ("torch", "2.110.0", "2.110.0, never tested with this release (tested: 2.11.x, 2.13.x)"),
+        ("vllm", "0.32.0+cpu", "0.32.0+cpu"),
+        ("vllm", "0.32.1", "0.32.1, never tested with this release (tested: 0.32.0)"),
+        ("vllm", "0.33.0", "0.33.0, never tested with this release (tested: 0.32.0)"),
+        ("safetensors", "9.9", "9.9"),
+    ],
+)
+def test_the_doctor_says_which_versions_were_never_tested(name, version, said):
+    assert with_advice(name, version) == said

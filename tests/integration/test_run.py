@@ -24,7 +24,6 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.token_file import read_tokens
-from qerl_pl.tools.doctor import with_advice
 from qerl_pl.tools.model_card import model_card
 from tests.integration.conftest import IN_BACKGROUND, ROOT, VLLM, load_last
 from tests.integration.test_families import assert_stock_libraries_agree
@@ -293,30 +292,6 @@ def test_stock_vllm_answers_with_a_merged_model_as_stock_transformers_does(finis
         assert 0 <= drift["kl"] < kl
         assert drift["same_argmax"] > same
     assert_stock_libraries_agree(tmp_path / "bf16")
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "said"),
-    [
-        ("torch", "2.13.0+cpu", "2.13.0+cpu"),
-        ("torch", "2.12.1", "2.12.1, never tested with this release (tested: 2.11.x, 2.13.x)"),
-        ("torch", "2.110.0", "2.110.0, never tested with this release (tested: 2.11.x, 2.13.x)"),
-        ("vllm", "0.32.0+cpu", "0.32.0+cpu"),
-        ("vllm", "0.32.1", "0.32.1, never tested with this release (tested: 0.32.0)"),
-        ("vllm", "0.33.0", "0.33.0, never tested with this release (tested: 0.32.0)"),
-        ("safetensors", "9.9", "9.9"),
-    ],
-)
-def test_the_doctor_says_which_versions_were_never_tested(name, version, said):
-    assert with_advice(name, version) == said
-
-
-def test_the_doctor_names_every_check(capsys):
-    command(["doctor"])
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("Python", "GPU", "vLLM rollouts", "NVFP4 rollouts", "disk"))
-    for name in ("hub data sets", "8-bit AdamW", "fused training"):  # not needed for the quickstart
-        assert re.search(rf"^\[(ok|--)\] {name}", said, re.MULTILINE)
 
 
 @pytest.mark.slow
