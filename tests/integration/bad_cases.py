@@ -38,7 +38,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         limit = f" with files of at most {self.file_bytes} bytes" if self.file_bytes is not None else ""
-        return f"{self.words.replace(FIT, 'fit')} {self.what} {self.environment or ''}{limit}"
+        return f"{self.words.replace(FIT, 'fit')} {self.what} {self.environment or ''}{limit}".strip()
 
     def arguments(self, bases: Bases, folder: Path) -> list[str]:
         """The words of the command line, whose files are written to the folder."""
@@ -408,6 +408,8 @@ def cases() -> Iterator[Case]:
         write = partial(lambda by, _, folder: by(folder / "toy.yaml"), by)
         yield Case(FIT.replace("{toy}", "{folder}/toy.yaml"), write, f"the configuration is {what}")
     for (what, by), name in product(STRANGE.items(), ("config.yaml", "checkpoints/last.ckpt")):
+        if what == "empty":
+            continue  # a checkpoint: below; and without a config.yaml, a run takes the settings in its checkpoint
         yield Case(f"{FIT} {own_run}", partial(in_copy, "run", name, partial(replaced, by)), f"{name} is {what}")
     for (what, by), name in product(STRANGE.items(), ("checkpoints", "completions")):
         if what != "a folder":

@@ -216,6 +216,10 @@ MISTAKES = [
     ("--model.sampling.max_tokens 4000 --model.micro_batch_tokens 9000", "2048 positions"),
     ("--data.batch_size 4000", "batch_size"),
     ("--trainer.precision bf16-true", "32-true"),
+    (
+        "--trainer.accelerator cpu --trainer.devices [1,2]",
+        "^error: the trainer cannot be made: `devices` .* should be an int",
+    ),
     ("--run_dir=", "run_dir is empty"),
     (added(AQN, sigma_start=1e-4), r"sigma_end.*above"),
     (added(AQN, num_stages=2), "at least 3"),
