@@ -1,4 +1,4 @@
-"""What a run holds besides its files, and gives back however it ends: folder lock, rollout engine, processes."""
+"""Lock a run's folder, and free the rollout engine and end the other processes of a run that fails."""
 
 from __future__ import annotations
 

@@ -74,42 +74,40 @@ class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
     In every rollout that is due, before the update, rows up to ``max_tokens``, chosen by the seed, go through the
-    trainer's model once, with the noise of the rollout. This gives the log-probability of each token under the policy,
-    and under the same logits sampled in other ways:
+    trainer's model once, with the noise of the rollout. The run stops
 
-    - ``evidence/gap`` is mean |trainer - sampler| in nats at the sampling temperature. The run stops above ``max_gap``
-      or ``max_jump`` times the recent median, and warns above ``warn_jump`` times it. A large gap means that tokens or
-      log-probabilities were altered or come from another policy. A less certain policy, or noise, may increase it, too,
-      but also the trainer's own rounding errors, so these are measured first, and what they explain is no jump.
-    - ``evidence/high_gap`` is the mean |trainer - sampler| that a thirty-second of the rows reach, so that a few wrong
-      rows do not vanish among many. The run stops above 1.5 times ``max_jump`` times the recent median.
-    - ``evidence/logit_gap`` is the gap as a difference of logits (``qerl_pl.policy.jumps.logit_gap``), which depends
-      little on how certain the policy is. The run stops above 0.8 times ``max_jump`` times the recent median.
-    - ``evidence/far_share`` is the share of tokens whose probabilities in trainer and sampler differ by more than a
-      factor of 8. The run stops if it exceeds 1/256.
-    - ``evidence/other_sampling`` is evidence in nats that tokens of all rows, a quarter or a sixteenth were sampled in
-      another way (``qerl_pl.policy.evidence.ALTERNATIVES``: another temperature, top_p, top_k, end tokens more or less
-      often, random tokens) and scored in the reported one afterwards.
+    - if ``evidence/gap``, mean |trainer - sampler| in nats, exceeds ``max_gap`` or ``max_jump`` times the recent median
+      (above ``warn_jump`` times it warns): tokens or log-probabilities were altered or come from another policy. A less
+      certain policy, or noise, may increase the gap, too, but also the trainer's own rounding errors, so these are
+      measured first, and what they explain is no jump;
+    - if ``evidence/high_gap``, which a thirty-second of the rows reach, exceeds its median by 1.5 times ``max_jump``,
+      so that a few wrong rows do not vanish among many;
+    - if ``evidence/logit_gap``, the gap as a difference of logits, which depends little on how certain the policy is,
+      exceeds its median by 0.8 times ``max_jump``;
+    - if ``evidence/far_share``, the share of tokens whose probabilities in trainer and sampler differ by more than a
+      factor of 8, exceeds 1/256;
+    - if tokens of all rows, a quarter or a sixteenth were sampled in another way (``evidence/other_sampling``: another
+      temperature, top_p, top_k, end tokens more or less often, random tokens) and scored in the reported one.
 
-    In every rollout, with all completions:
+    In every rollout, with all completions, it stops
 
-    - ``evidence/copies`` is evidence in nats that completions of the same prompt, in this and earlier rollouts, are
-      copies, as with a seed that does not change; or that they avoid each other.
-    - ``evidence/branches`` is evidence in nats that an engine chooses among completions by length or reward
-      (``qerl_pl.policy.branches``): they go the ways of earlier completions of their group with short, long, good or
-      bad ends more often than their log-probabilities say.
-    - ``evidence/order`` is evidence in nats that the length or the mean log-probability of completions depends on their
-      place in the group, as when the engine chooses among them, or samples some with another policy.
-    - After the update, the trainer's log-probabilities of all rows, which the update has computed, are compared with
-      the sampler's as above, without noise: in rollouts with noise only the share of tokens that are far apart counts.
-      With ``lora.dropout`` they are only logged. The stop leaves the checkpoint of the step before.
-    - A warning tells if length, share of finished completions, reward or share of distinct completions is not what it
-      was in the rollout before (``qerl_pl.policy.jumps.change``): a policy may change so fast, so the run goes on.
-      Another tells what to do if no group had a signal for several rollouts.
+    - if completions of the same prompt, in this and earlier rollouts, are copies, as with a seed that does not change,
+      or avoid each other (``evidence/copies``);
+    - if an engine chooses among completions by length or reward: they go the ways of earlier completions of their group
+      with short, long, good or bad ends more often than their log-probabilities say (``evidence/branches``);
+    - if length or mean log-probability depends on the place in the group (``evidence/order``), as when the engine
+      chooses among completions, or samples some with another policy;
+    - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
+      the sampler's, as above. They are without noise: in rollouts with noise only the share of tokens that are far
+      apart counts, and with ``lora.dropout`` they are only logged. The checkpoint of the step before is left.
 
-    Evidence is a likelihood ratio that accumulates over rollouts (``qerl_pl.policy.evidence.accumulated``), so a fault
-    that one rollout does not show is found after several. If a policy is nearly certain of every token, its completions
-    are nearly equal however they are sampled, and these tests can find little.
+    A warning tells if length, share of finished completions, reward or share of distinct completions is not what it was
+    in the rollout before: a policy may change so fast, so the run goes on. Another tells what to do if no group had a
+    signal for several rollouts.
+
+    Evidence is a likelihood ratio in nats that accumulates over rollouts (``qerl_pl.policy.evidence``), so a fault that
+    one rollout does not show is found after several. If a policy is nearly certain of every token, its completions are
+    nearly equal however they are sampled, and these tests can find little.
 
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
