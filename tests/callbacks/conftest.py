@@ -33,7 +33,7 @@ def callbacks() -> list[dict[str, Any]]:
     return [*base["callbacks"], *toy["callbacks+"]]
 
 
-def given_callbacks(given: list[dict[str, Any]], file: Path) -> str:
+def given_callbacks(chosen: list[dict[str, Any]], file: Path) -> str:
     """The file's path."""
-    file.write_text(yaml.safe_dump({"trainer": {"callbacks": given}}))
+    file.write_text(yaml.safe_dump({"trainer": {"callbacks": chosen}}))
     return str(file)

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from qerl_pl.common.types import Completion
 from qerl_pl.noise.norm_noise import NormNoise
-from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
+
+Adapter = dict[str, Tensor]
 
 
 class Instead:
@@ -26,50 +29,47 @@ class Instead:
         return self._others[name] if name in self._others else getattr(self._real, name)
 
 
-def old_adapter(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def loading(engine: Any, change: Callable[[Adapter], Adapter]) -> Any:
+    """What arrives of an adapter is changed."""
+    return Instead(engine, load_adapter=lambda adapter: engine.load_adapter(change(adapter)))
+
+
+def old_adapter(engine: Any, adapter: Adapter) -> Any:
     """Adapters no longer arrive."""
-    kept = {name: tensor.clone() for name, tensor in adapter.items()}
-    return Instead(engine, load_adapter=lambda _: engine.load_adapter(kept))
+    old = {name: tensor.clone() for name, tensor in adapter.items()}
+    return loading(engine, lambda _: old)
 
 
-def lost_update(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def lost_update(engine: Any, adapter: Adapter) -> Any:
     """The next adapter does not arrive, those after it do."""
-    arrived: list[Any] = []
+    arrived: list[Adapter] = []
 
-    def load(given: dict[str, torch.Tensor]) -> None:
+    def load(new: Adapter) -> None:
         if arrived:
-            engine.load_adapter(given)
-        arrived.append(given)
+            engine.load_adapter(new)
+        arrived.append(new)
 
     return Instead(engine, load_adapter=load)
 
 
-def no_adapter(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def no_adapter(engine: Any, adapter: Adapter) -> Any:
     """What arrives are zeros."""
     zeros = {name: torch.zeros_like(tensor) if ".lora_" in name else tensor for name, tensor in adapter.items()}
-    return Instead(engine, load_adapter=lambda _: engine.load_adapter(zeros))
+    return loading(engine, lambda _: zeros)
 
 
-def swapped_matrix(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def swapped_matrix(engine: Any, adapter: Adapter) -> Any:
     """One matrix is that of another layer."""
-
-    def load(given: dict[str, torch.Tensor]) -> None:
-        wrong = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
-        engine.load_adapter({**given, wrong: given[wrong.replace("layers.1", "layers.0")]})
-
-    return Instead(engine, load_adapter=load)
+    wrong = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
+    return loading(engine, lambda new: {**new, wrong: new[wrong.replace("layers.1", "layers.0")]})
 
 
-def unused_adapter(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def unused_adapter(engine: Any, adapter: Adapter) -> Any:
     """The adapter is there, and samples come from the base."""
-
-    def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
-        return engine.generate(prompts, sampling, seed, adapter=False)
-
-    return Instead(engine, generate=generate)
+    return Instead(engine, generate=lambda *new: engine.generate(*new, adapter=False))
 
 
-def noise_left(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def noise_left(engine: Any, adapter: Adapter) -> Any:
     """Noise of an earlier rollout never comes off."""
 
     def set_norm_noise(noise: NormNoise) -> int:
@@ -78,23 +78,23 @@ def noise_left(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
     return Instead(engine, set_norm_noise=set_norm_noise)
 
 
-def noise_missing(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def noise_missing(engine: Any, adapter: Adapter) -> Any:
     """Noise is said to be on, and is not."""
 
     def set_norm_noise(noise: NormNoise) -> int:
-        count = engine.set_norm_noise(noise)
+        norms = engine.set_norm_noise(noise)
         engine.set_norm_noise(NormNoise())
-        return count
+        return norms
 
     return Instead(engine, set_norm_noise=set_norm_noise)
 
 
-def other_noise(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def other_noise(engine: Any, adapter: Adapter) -> Any:
     """Noise of another seed."""
     return Instead(engine, set_norm_noise=lambda noise: engine.set_norm_noise(replace(noise, seed=noise.seed + 1)))
 
 
-def stale_prefixes(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
+def stale_prefixes(engine: Any, adapter: Adapter) -> Any:
     """What was computed for the beginning of a prompt once is used for it ever after.
 
     Without a cache, all that follows the beginning comes from the adapter that was loaded when it was new.
@@ -102,11 +102,11 @@ def stale_prefixes(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
     if isinstance(engine, VLLMEngine):
         engine._llm = Instead(engine._llm, reset_prefix_cache=lambda: True)  # pyright: ignore[reportAttributeAccessIssue]
         return engine
-    loaded, of_beginning = [adapter], dict[tuple[int, ...], dict[str, torch.Tensor]]()
+    loaded, of_beginning = [adapter], dict[tuple[int, ...], Adapter]()
 
-    def load(given: dict[str, torch.Tensor]) -> None:
-        engine.load_adapter(given)
-        loaded.append({name: tensor.clone() for name, tensor in given.items()})
+    def load(new: Adapter) -> None:
+        engine.load_adapter(new)
+        loaded.append({name: tensor.clone() for name, tensor in new.items()})
 
     def generate(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Completion]]:
         groups = []
@@ -119,18 +119,11 @@ def stale_prefixes(engine: Any, adapter: dict[str, torch.Tensor]) -> Any:
     return Instead(engine, load_adapter=load, generate=generate)
 
 
-FAULTS: dict[str, Callable[[RolloutEngine, dict[str, torch.Tensor]], Any]] = {
+FAULTS: dict[str, Callable[[Any, Adapter], Any]] = {
     fault.__name__: fault
     for fault in (
-        lost_update,
-        old_adapter,
-        no_adapter,
-        swapped_matrix,
-        unused_adapter,
-        noise_left,
-        noise_missing,
-        other_noise,
-        stale_prefixes,
+        *(lost_update, old_adapter, no_adapter, swapped_matrix, unused_adapter),
+        *(noise_left, noise_missing, other_noise, stale_prefixes),
     )
 }
 
@@ -139,11 +132,9 @@ class Sabotage(Callback):
     """Puts the fault into a run's engine when a rollout begins, or the first validation."""
 
     def __init__(self, fault: str, at: int = 0, in_validation: bool = False) -> None:
-        self.fault = fault
-        self.at = at
-        self.in_validation = in_validation
+        self.fault, self.at, self.in_validation = fault, at, in_validation
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if not self.in_validation and pl_module.rollout_index == self.at:
             self._break(pl_module)
 

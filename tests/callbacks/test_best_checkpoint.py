@@ -26,8 +26,8 @@ class Scored(Counts):
 
 def fit_scored(folder: Path, steps: int, scores: Mapping[int, float], *, ckpt_path: Path | None = None) -> None:
     every_third = {"max_epochs": -1, "val_check_interval": 3, "check_val_every_n_epoch": None}
-    more = {"last": AT_ONCE, "module": Scored(scores), "ckpt_path": ckpt_path, "num_sanity_val_steps": 0}
-    fit(folder, BestCheckpoint("score"), steps=steps, **more, **every_third)
+    options = {"last": AT_ONCE, "module": Scored(scores), "ckpt_path": ckpt_path, "num_sanity_val_steps": 0}
+    fit(folder, BestCheckpoint("score"), steps=steps, **options, **every_third)
 
 
 def best(folder: Path) -> tuple[int, float]:
@@ -37,16 +37,16 @@ def best(folder: Path) -> tuple[int, float]:
     return kept(folder)["best"], round(state["best_model_score"].item(), 6)
 
 
-@pytest.mark.parametrize(("later", "found"), [(0.5, (3, 0.9)), (0.95, (6, 0.95))])
+@pytest.mark.parametrize(("later", "expected"), [(0.5, (3, 0.9)), (0.95, (6, 0.95))])
 @pytest.mark.parametrize("moved", [False, True], ids=["there", "moved"])
-def test_a_run_that_goes_on_knows_the_best_score(tmp_path, later, found, moved):
+def test_a_run_that_goes_on_knows_the_best_score(tmp_path, later, expected, moved):
     scores, folder = {3: 0.9, 6: later}, tmp_path / "run"
     fit_scored(folder, 3, scores)
     assert best(folder) == (3, 0.9)
     if moved:
         folder = folder.rename(tmp_path / "elsewhere")
     fit_scored(folder, 6, scores, ckpt_path=folder / "checkpoints" / "last.ckpt")
-    assert best(folder) == found
+    assert best(folder) == expected
 
 
 def test_a_run_that_starts_anew_does_not_know_what_was_there(tmp_path):

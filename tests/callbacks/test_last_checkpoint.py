@@ -149,24 +149,28 @@ def fit(
     last: dict[str, int] | None = None,
     module: LightningModule | None = None,
     ckpt_path: Path | None = None,
-    **more: Any,
+    **options: Any,
 ) -> None:
     settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [LastCheckpoint(**(last or IN_BACKGROUND)), *others]
     trainer = Trainer(
-        default_root_dir=folder, max_steps=steps, callbacks=callbacks, plugins=SafeCheckpointIO(), **(settings | more)
+        default_root_dir=folder,
+        max_steps=steps,
+        callbacks=callbacks,
+        plugins=SafeCheckpointIO(),
+        **(settings | options),
     )
     trainer.fit(module or Counts(), ckpt_path=ckpt_path, weights_only=True)
 
 
 def kept(folder: Path) -> dict[str, int]:
     """The step of each checkpoint, by its name; its state must be that step's."""
-    found = {}
+    steps = {}
     for path in (folder / "checkpoints").iterdir():
         checkpoint = torch.load(path, weights_only=True)
         assert checkpoint["state_dict"]["count"].tolist() == [checkpoint["global_step"]] * 3
-        found[path.stem] = checkpoint["global_step"]
-    return found
+        steps[path.stem] = checkpoint["global_step"]
+    return steps
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ NO_NOISE = (
 )
 
 
-def fit(run, folder, curve, *more: str) -> dict[str, list[float]]:  # noqa: F811
+def fit(run, folder, curve, *arguments: str) -> dict[str, list[float]]:  # noqa: F811
     callback = f"--trainer.callbacks.curve={curve}"
-    run("fit", folder, NO_NOISE[0], callback, *NO_NOISE[1:], *more)
+    run("fit", folder, NO_NOISE[0], callback, *NO_NOISE[1:], *arguments)
     return {tag: curve.values for tag, curve in read_curves(folder).items()}
 
 
@@ -59,15 +59,6 @@ def test_a_curve_that_is_none_is_refused(tmp_path, content, message):
     MatchedTemperature(str(path)).setup(nothing, nothing, "test")
     with pytest.raises(ValueError, match=message):
         MatchedTemperature(str(path)).setup(nothing, nothing, "fit")
-
-
-def test_settings_out_of_their_range_are_refused(tmp_path):
-    path = tmp_path / "curve.json"
-    path.write_text("[1]")
-    with pytest.raises(ValueError, match="gain is 0"):
-        MatchedTemperature(str(path), gain=0)
-    with pytest.raises(ValueError, match="limits are"):
-        MatchedTemperature(str(path), limits=(2, 1))
 
 
 def test_the_curve_of_a_run_is_that_of_its_event_files(tmp_path):

@@ -45,11 +45,9 @@ from lightning.pytorch import Callback
 import train
 from qerl_pl.common.types import Completion
 from tests.bench.harness import DEVICE, DTYPE, emit
-from tests.callbacks import partial_faults, rollout_faults
+from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
 from tests.integration.conftest import ROOT
 
-OF_ANY_ENGINE = rollout_faults.OF_ANY_ENGINE | partial_faults.OF_ANY_ENGINE
-OF_THE_MODEL = rollout_faults.OF_THE_MODEL | partial_faults.OF_THE_MODEL
 AT, LAST = 2, 7  # rollouts at which faults of the quickstart begin; those of a pretrained model all begin at AT
 LATER = re.compile(
     "old adapter|lost update|noise missing|other noise|of the rollout before"

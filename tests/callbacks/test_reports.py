@@ -1,0 +1,155 @@
+"""What callbacks print and log of rollouts and evaluations."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from callbacks.completion_table import completion_table, spread_over_rewards
+from callbacks.evaluation import summarize
+from callbacks.signal_report import Scores, signal_words
+from callbacks.statistics import reward_statistics
+from qerl_pl.common.types import Prompt
+from qerl_pl.evaluation.cache import EvaluationCache
+from qerl_pl.evaluation.evaluation import never_right
+
+
+class TestCompletionTable:
+    @staticmethod
+    def record(reward: float | None, completion: str = "so it is 3", **others: object) -> dict:
+        scores = {"rewards": {"accuracy": reward}, "reasons": {"accuracy": "no number" if reward is None else ""}}
+        return {
+            "reward": reward,
+            "completion": completion,
+            "prompt": "<|user|>1+2=?",
+            "answer": "3",
+            **scores,
+            **others,
+        }
+
+    @staticmethod
+    def shown(*rows: dict, max_chars: int = 300) -> str:
+        """On a terminal with colours."""
+        output = io.StringIO()
+        table = completion_table(rows, title="rollout 1", max_chars=max_chars)
+        Console(file=output, width=160, force_terminal=True).print(table)
+        return output.getvalue()
+
+    @pytest.mark.parametrize(
+        ("count", "rewards"), [(1, [3.0]), (2, [3.0, None]), (3, [3.0, 1.0, None]), (5, [3.0, 2.0, 1.0, 0.0, None])]
+    )
+    def test_rows_are_spread_from_the_best_to_the_worst(self, count, rewards):
+        rows = [self.record(reward) for reward in (1.0, None, 3.0, 0.0, 2.0)]
+        assert [row["reward"] for row in spread_over_rewards(rows, count)] == rewards
+        assert len(spread_over_rewards(rows, 9)) == 5
+        assert spread_over_rewards([], 3) == []
+
+    def test_a_row_has_question_scores_reason_and_answer(self):
+        text = self.shown(self.record(None), self.record(0.5, question="What is 1+2?"))
+        for part in ("not scored", "no number", "0.5", "What is 1+2?", "so it is 3", "<|user|>1+2=?"):
+            assert part in text
+        assert text.count("<|user|>") == 1, "the template is shown only where the question is not known"
+
+    def test_what_a_model_wrote_does_not_steer_the_terminal(self):
+        text = self.shown(self.record(1.0, "[bold]kept[/bold] \x1b]0;title\x07\x1b[2J\r\x9b1m \u202etxet\ttab"))
+        assert "[bold]kept[/bold]" in text
+        for sign in ("\x1b]", "\x1b[2J", "\r", "\x07", "\x9b", "\u202e", "\t"):
+            assert sign not in text
+
+    def test_of_a_long_text_the_end_is_shown(self):
+        text = self.shown(self.record(1.0, "begin" + "x" * 500 + "the end"), max_chars=20)
+        assert "the end" in text
+        assert "begin" not in text
+
+
+class TestEvaluation:
+    @staticmethod
+    def row(score: float | None, *, finished: bool = True) -> dict:
+        return {"rewards": {"answer": score}, "reward": score, "finished": finished, "num_tokens": 10}
+
+    def test_accuracies_are_over_problems_and_unscored_counts_as_wrong(self):
+        rows = [*map(self.row, (1.0, 0.0, 1.0, 1.0, None)), self.row(0.0, finished=False)]
+        summary = summarize(rows, n=2, name="answer", level=0.95)
+        assert summary["num_problems"] == 3
+        assert summary["right"] == "answer = 1"
+        assert summary["accuracy"]["avg@2"]["mean"] == pytest.approx(0.5)
+        assert summary["accuracy"]["pass@2"]["mean"] == pytest.approx(2 / 3)
+        assert summary["accuracy"]["avg@2"]["low"] <= 0.5 <= summary["accuracy"]["avg@2"]["high"]
+        assert summary["unscored_share"] == pytest.approx(1 / 6)
+        assert summary["truncated_share"] == pytest.approx(1 / 6)
+        with pytest.raises(ValueError, match="no whole number of problems"):
+            summarize(rows[:5], n=2, name="answer", level=0.95)
+
+    @pytest.mark.parametrize(
+        ("scores", "expected"),
+        [((0.9, 0.0, None), True), ((2.0, 0.0), True), ((1.0, 0.5), False), ((0.0, None), False), ((), False)],
+    )
+    def test_a_reward_that_cannot_say_what_is_right_is_recognised(self, scores, expected):
+        assert never_right(list(map(self.row, scores)), "answer") == expected
+
+    def test_finished_batches_are_found_again_by_the_same_policy_alone(self, tmp_path):
+        prompts, rows = [Prompt((1, 2), "3")], [{"completion": "\u00e9", "reward": 1.0}]
+        EvaluationCache(tmp_path, {"adapter": 1}).write(prompts, rows)
+        assert EvaluationCache(tmp_path, {"adapter": 1}).read(prompts, num_rows=1) == rows
+        assert EvaluationCache(tmp_path, {"adapter": 2}).read(prompts, num_rows=1) is None
+        assert EvaluationCache(tmp_path, {"adapter": 1}).read([Prompt((1, 2), "4")], num_rows=1) is None
+
+    @pytest.mark.parametrize("damaged", [b"", b'{"completion": "', b"{}\n{}\n", b"\xff\n"])
+    def test_a_batch_whose_file_is_damaged_is_not_finished(self, tmp_path, damaged):
+        prompts, rows = [Prompt((1, 2), "3")], [{"completion": "\u2028", "reward": 1.0}]
+        cache = EvaluationCache(tmp_path, {})
+        cache.write(prompts, rows)
+        [file] = tmp_path.glob("*/*.jsonl")
+        file.write_bytes(damaged)
+        assert cache.read(prompts, num_rows=1) is None
+        cache.write(prompts, rows)
+        assert cache.read(prompts, num_rows=1) == rows
+
+
+class TestSignalReport:
+    @pytest.mark.parametrize(
+        ("batches", "text"),
+        [
+            ([[0.0, 0.0], [0.0]], "0 for each of 3"),
+            ([[1.0], [0.0, math.nan]], "0.5 on average (0 to 1), 1 unscored"),
+            ([[math.nan], [math.nan]], "scored none of 2"),
+            ([[-2.0, math.nan, -2.0]], "-2 for each of 2, 1 unscored"),
+            ([[], [0.25, 0.75]], "0.5 on average (0.25 to 0.75)"),
+        ],
+    )
+    def test_scores_are_told_with_their_bounds(self, batches, text):
+        scores = Scores()
+        for batch in batches:
+            scores.add(torch.tensor(batch))
+        assert str(scores) == text
+
+    @pytest.mark.parametrize(
+        ("with_signal", "unscored", "cut_off", "text"),
+        [
+            (2, 1, 0, "2 of 6 groups had one: their completions earned different rewards"),
+            (0, 0, 0, "none of 6 groups had one: all completions of each prompt earned the same, so nothing was"),
+            (0, 24, 0, "none of 6 groups had one: of 24 completions 24 could not be scored, so nothing"),
+            (0, 2, 3, "2 could not be scored and 3 were cut off at max_tokens (model.objective.filter_truncated); all"),
+            (0, 0, 24, "24 completions 24 were cut off at max_tokens (model.objective.filter_truncated), so nothing"),
+        ],
+    )
+    def test_no_signal_is_told_apart_from_some_and_has_its_cause(self, with_signal, unscored, cut_off, text):
+        assert text in signal_words(with_signal, 6, rows=24, unscored=unscored, cut_off=cut_off)
+
+
+@pytest.mark.parametrize(("rewards", "names"), [([], set()), ([2.0], {""}), ([1.0, 3.0], {"", "_std"})])
+def test_only_statistics_that_are_defined_are_logged(rewards, names):
+    statistics = reward_statistics(torch.tensor(rewards))
+    assert statistics.keys() == names
+    assert all(value.isfinite() for value in statistics.values())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_rewards_of_any_size_have_the_spread_of_their_definition(scale):
+    statistics = reward_statistics(torch.tensor([1.0, 2.0, 6.0]) * scale)
+    assert statistics[""].item() == pytest.approx(3 * scale)
+    assert statistics["_std"].item() == pytest.approx(7**0.5 * scale)
