@@ -22,11 +22,10 @@ from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.tools.tiny import END_ID, make_tokenizer
-from tests.bench.harness import DEVICE
+from tests.bench.harness import DEVICE, FORMATS
 from tests.random_models import SIZES, model_config, random_weight
 
 SHARD_BYTES = 4 * 2**30
-FORMATS = ("nvfp4", "bf16")
 
 
 def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:

@@ -43,15 +43,6 @@ FUSED = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-PROJECTION_INPUTS = {  # the activation that each linear of a block reads
-    "q_proj": "attention",
-    "k_proj": "attention",
-    "v_proj": "attention",
-    "o_proj": "heads",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "down_proj": "gated",
-}
 
 
 def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:

@@ -1,6 +1,6 @@
-"""Every benchmark, each in a process of its own: python -m tests.bench [NAME ...]
+"""Every benchmark, or those that are named, each in a process of its own: python -m tests.bench [NAME ...]
 
-One JSON line a result on stdout; a benchmark whose check is red prints none and makes this exit with 1.
+The exit status is 1 if a benchmark failed, such as one whose check is red, which prints no line.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 
 
 def main(names: list[str]) -> int:
-    """Run the named benchmarks (bench_NAME.py), or all. Returns the number of those that failed, 1 at most."""
-    found = {path.stem.removeprefix("bench_"): path.stem for path in sorted(Path(__file__).parent.glob("bench_*.py"))}
-    if unknown := set(names) - set(found):
-        print(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(found)}", file=sys.stderr)
+    """Run the named benchmarks (bench_NAME.py), or all; returns the exit status."""
+    there_are = [path.stem.removeprefix("bench_") for path in sorted(Path(__file__).parent.glob("bench_*.py"))]
+    if unknown := set(names) - set(there_are):
+        print(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(there_are)}", file=sys.stderr)
         return 2
     failed = []
-    for name in names or found:
-        print(f"tests.bench.{found[name]}", file=sys.stderr)
-        if subprocess.run([sys.executable, "-m", f"tests.bench.{found[name]}"], check=False).returncode:
+    for name in names or there_are:
+        print(f"tests.bench.bench_{name}", file=sys.stderr)
+        if subprocess.run([sys.executable, "-m", f"tests.bench.bench_{name}"], check=False).returncode:
             failed.append(name)
     if failed:
         print("failed:", ", ".join(failed), file=sys.stderr)

@@ -9,7 +9,6 @@ was measured, and whether it is the chosen one. Takes about a minute per size.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from itertools import product
 
@@ -20,8 +19,8 @@ from torch.nn import functional as F
 from qerl_pl.kernels import hopper, nvfp4_batch
 from qerl_pl.kernels.dequantize import dequantize_tiles
 from qerl_pl.kernels.nvfp4_batch import Schedule
-from tests.bench.bench_decode import CACHE_BYTES, random_weight
-from tests.bench.harness import captured, check, emit, native_kernels_run, relative_error, timed
+from tests.bench.bench_decode import random_weights
+from tests.bench.harness import captured, check, emit, native_kernels_run, parser_with, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape
 
 SAMPLE_S = 0.03
@@ -45,7 +44,7 @@ def linear(size: str, name: str, tokens: int, repeats: int) -> None:
     """Check and measure one fused linear with each candidate, and dequantised."""
     widths, inputs = fused_shape(size, name)
     outputs = sum(widths)
-    weights = [random_weight(outputs, inputs) for _ in range(max(2, int(CACHE_BYTES / (outputs * inputs * 0.5625))))]
+    weights = random_weights(outputs, inputs)
     scale, x = torch.full((1,), inputs**-0.5, device="cuda"), torch.randn(tokens, inputs, device="cuda").bfloat16()
     chosen, *others = candidates(tokens, outputs, inputs)
 
@@ -64,19 +63,17 @@ def linear(size: str, name: str, tokens: int, repeats: int) -> None:
     times = timed(runs, repeats=repeats, inner=1 + int(SAMPLE_S / once))
     shape = {"model": size, "linear": name, "tokens": tokens}
     for schedule in (chosen, *others):
-        each = [seconds / len(weights) for seconds in times[str(schedule)]]
+        of_one = [seconds / len(weights) for seconds in times[str(schedule)]]
         about = {"variant": schedule.variant._asdict(), "splits": schedule.splits, "blocks": schedule.blocks}
-        emit("batch/gemm", shape, "bfloat16", each, **about, chosen=schedule == chosen)
+        emit("batch/gemm", shape, "bfloat16", of_one, **about, chosen=schedule == chosen)
     emit("batch/dequantised", shape, "bfloat16", [seconds / len(weights) for seconds in times[""]])
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_with(__doc__, tokens=[128, 192, 256, 512, 1024, 2048], repeats=5)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["7B", "32B"])
     parser.add_argument("--linears", nargs="+", choices=FUSED, default=list(FUSED))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192, 256, 512, 1024, 2048])
-    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     if not native_kernels_run("batch"):
         return

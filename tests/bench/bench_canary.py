@@ -8,10 +8,8 @@ ones.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +22,10 @@ from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.rollout.probe import find_strength, probe_adapter
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.tools.tiny import make_tokenizer
-from tests.bench.harness import DEVICE, emit
+from tests.bench.harness import DEVICE, FORMATS, RANK, emit, parser_with
 from tests.callbacks.faults import FAULTS, Instead
-from tests.random_checkpoints import FORMATS, write_random_checkpoint
-from tests.random_models import SIZES, fixed_tokens
+from tests.random_checkpoints import write_random_checkpoint
+from tests.random_models import fixed_tokens
 
 TRAINED = 1e-3 * 32**0.5  # strength: of a B with std 1e-3, a few hundred steps of AdamW at 1e-5, and of rank 32
 NUM_TOKENS = 160  # the canary's
@@ -36,29 +34,25 @@ BROKEN = ("old_adapter", "no_adapter", "swapped_matrix", "unused_adapter", "stal
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("models/random"), help="of random checkpoints")
-    parser.add_argument("--size", choices=SIZES, default="7B" if DEVICE == "cuda" else "tiny")
+    parser = parser_with(__doc__, "--size", "--folder", adapters=5)
     parser.add_argument("--layers", type=int, help="instead of the size's own")
     parser.add_argument("--format", choices=FORMATS, default="nvfp4")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--adapters", type=int, default=5)
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     base = write_random_checkpoint(args.folder, args.size, args.format, num_layers=args.layers)
-    policy = load_policy(
-        str(base), dtype=getattr(torch, args.dtype), lora=LoraSettings(rank=32, alpha=32), seed=0, device=DEVICE
-    )
+    lora = LoraSettings(rank=RANK, alpha=RANK)
+    policy = load_policy(str(base), dtype=getattr(torch, args.dtype), lora=lora, seed=0, device=DEVICE)
     engine = VLLMEngine(kv_cache_bytes=2**28)
     engine.start(policy, max_model_len=2 * NUM_TOKENS)
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for seed in range(args.adapters):
         for state, gaps in states(engine, policy, seed=seed).items():
             for comparison, gap in gaps.items():
-                found[state][comparison].append(gap)
+                samples[state][comparison].append(gap)
     engine.close()
     shape = {"size": args.size, "layers": policy.num_layers, "tokens": NUM_TOKENS, "adapters": args.adapters}
-    for state, comparisons in found.items():
+    for state, comparisons in samples.items():
         nats = {name: [min(gaps), statistics.median(gaps), max(gaps)] for name, gaps in comparisons.items()}
         emit(f"canary/{state}", shape, args.dtype, format=args.format, nats=nats)
 
@@ -72,19 +66,14 @@ def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[s
     def measure(faulty: Any, noise: NormNoise) -> dict[str, float]:
         loop = RolloutLoop(faulty, (), make_tokenizer())
         loop.sync(adapter, noise)
-        tokens, own = fixed_tokens(policy.config.vocab_size, NUM_TOKENS), 1000 + seed
+        probe: dict[str, Any] = {"tokens": fixed_tokens(policy.config.vocab_size, NUM_TOKENS), "seed": 1000 + seed}
         with trainers_engine(policy, noise, max_model_len=2 * NUM_TOKENS) as oracle:
-            strength = find_strength(oracle, policy, tokens, policy.dtype, seed=own)
-            gaps = score_gaps(
-                loop, oracle, policy, policy.dtype, tokens=tokens, seed=own, strength=strength, scores=True
-            )
-        found = {what: gap.nats for what, gap in gaps.items()}
-        return found | ({"what that adapter changes": gaps[PROBE].change} if PROBE in gaps else {})
+            strength = find_strength(oracle, policy, dtype=policy.dtype, **probe)
+            gaps = score_gaps(loop, oracle, policy, policy.dtype, **probe, strength=strength, scores=True)
+        nats = {what: gap.nats for what, gap in gaps.items()}
+        return nats | ({"what that adapter changes": gaps[PROBE].change} if PROBE in gaps else {})
 
-    gaps = {
-        "healthy": measure(engine, NormNoise()),
-        "healthy, with noise": measure(engine, NormNoise(1e-2, seed)),
-    }
+    gaps = {"healthy": measure(engine, NormNoise()), "healthy, with noise": measure(engine, NormNoise(1e-2, seed))}
     for fault in BROKEN:
         gaps[fault] = measure(FAULTS[fault](engine, old), NormNoise())
     assert isinstance(engine._llm, Instead)

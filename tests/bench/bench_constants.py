@@ -7,7 +7,6 @@ capability 9.0 and takes about a minute.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch
 from qerl_pl.kernels.nvfp4_batch import K_BLOCK, TILE, Schedule, Variant
+from tests.bench.bench_decode import random_weights
 from tests.bench.bench_schedules import CACHE_BYTES, CALLS, rounds
-from tests.bench.harness import RANK, captured, emit, native_kernels_run, timed
+from tests.bench.harness import RANK, captured, emit, native_kernels_run, parser_with, timed
 
 DEPTHS = (2048, 4096, 8192)  # inputs K
 CLUSTERS_OF_EIGHT = 14
@@ -76,8 +76,8 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
         return gemm_s(*shape, fuses_lora=True) - gemm_s(*shape)
 
     for (tokens, tiles), today in costs.ADAPTER_S.items():
-        more = adapter_s(Variant(tokens, tiles)) - adapter_s(Variant(128, 4))
-        yield Constant(f"ADAPTER_S[{tokens}, {tiles}]", today, more)
+        extra = adapter_s(Variant(tokens, tiles)) - adapter_s(Variant(128, 4))
+        yield Constant(f"ADAPTER_S[{tokens}, {tiles}]", today, extra)
 
 
 def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant]:
@@ -99,17 +99,10 @@ def time_gemm(
         hidden = torch.randn(1, num_tokens, RANK, device="cuda").bfloat16()
         update = lora_hopper.Update(hidden, [torch.randn(outputs, RANK, device="cuda").bfloat16()])
 
-    def random_weights() -> dict[str, Tensor]:
-        words = torch.randint(-(2**31), 2**31, (inputs // K_BLOCK, 2 * outputs), device="cuda", dtype=torch.int32)
-        scales = torch.randint(0x60, 0x7F, (inputs // K_BLOCK, outputs), device="cuda", dtype=torch.uint8)
-        return {"weight": words, "scales": scales.view(torch.float8_e4m3fn)}
+    def run(weight: tuple[Tensor, Tensor]) -> Tensor:
+        return nvfp4_batch.batch_linear(x, *weight, one, None, schedule=schedule, update=update)
 
-    def run(weights: dict[str, Tensor]) -> Tensor:
-        return nvfp4_batch.batch_linear(
-            x, weights["weight"], weights["scales"], one, None, schedule=schedule, update=update
-        )
-
-    copies = [random_weights() for _ in range(1 + int(CACHE_BYTES / (outputs * inputs * 9 / 16)))]
+    copies = random_weights(outputs, inputs)
     seconds = timed({"gemm": rounds(run, copies)}, repeats=repeats)["gemm"]
     return median(seconds) / (CALLS * len(copies))
 
@@ -145,15 +138,13 @@ def gpu_constants() -> Iterator[Constant]:
         dimension = shape.value.clusterDim
         dimension.x, dimension.y, dimension.z = 1, size, 1
         config.attrs, config.numAttrs = [shape], 1
-        [found] = hopper.checked(driver.cuOccupancyMaxActiveClusters(hopper.load(kernel, device.index), config))
-        yield Constant(f"RESIDENT_CLUSTERS[{size}]", today, found)
+        [resident] = hopper.checked(driver.cuOccupancyMaxActiveClusters(hopper.load(kernel, device.index), config))
+        yield Constant(f"RESIDENT_CLUSTERS[{size}]", today, resident)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the constants."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    args = parser.parse_args(argv)
+    args = parser_with(__doc__, repeats=7).parse_args(argv)
     if not native_kernels_run("constants"):
         return
     sources = (

@@ -8,20 +8,17 @@ more rows at a time, which costs it little. Prints a line for each run, with its
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.results.curves import read_curves
 from tests.bench.bench_grpo import GROUP, model_settings
-from tests.bench.harness import CUDA, DEVICE, DTYPE, PHASES, decoding_kernel, emit, parser_with
+from tests.bench.harness import CUDA, DEVICE, DTYPE, PHASES, decoding_kernel, emit, fit_command, parser_with
 from tests.bench.together import run_together
 from tests.random_checkpoints import written_apart
 
@@ -31,23 +28,20 @@ CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "ga
 
 def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Reward: the share of even tokens. It depends on every token, so a few other tokens change it by little."""
-    del prompts
     return [sum(token % 2 == 0 for token in row.tokens) / len(row.tokens) for row in completions]
 
 
-def settings(args: argparse.Namespace, base: str, folder: Path, gpus: int) -> dict[str, Any]:
-    """Make the settings that differ from configs/base.yaml."""
+def prepare(args: argparse.Namespace, base: str, gpus: int) -> list[str]:
+    """Make the folder of a run; returns its command line."""
+    folder = args.folder / f"ddp-{gpus}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     source = {"num_train": 4 * args.prompts, "num_validation": gpus}
     engine = {"max_num_seqs": args.max_num_seqs, "enforce_eager": args.eager}
-    return {
+    trainer = {"accelerator": DEVICE, "devices": gpus, "max_steps": args.steps, "limit_val_batches": 0}
+    settings = {
         "run_dir": str(folder),
-        "trainer": {
-            "accelerator": DEVICE,
-            "devices": gpus,
-            "max_steps": args.steps,
-            "limit_val_batches": 0,
-            "callbacks+": [{"class_path": "tests.bench.together.Turn"}],
-        },
+        "trainer": {**trainer, "callbacks+": [{"class_path": "tests.bench.together.Turn"}]},
         "model": model_settings(args, base, engine, "tests.bench.bench_ddp.even_tokens"),
         "data": {
             "source": {"class_path": "datamodules.arithmetic.Arithmetic", "init_args": source},
@@ -56,50 +50,35 @@ def settings(args: argparse.Namespace, base: str, folder: Path, gpus: int) -> di
             "max_prompt_tokens": PROMPT_TOKENS,
         },
     }
-
-
-def prepare(args: argparse.Namespace, base: str, gpus: int) -> list[str]:
-    """Make the folder of a run; returns its command line."""
-    folder = folder_of(args, gpus)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    config = folder / "bench.yaml"
-    config.write_text(json.dumps(settings(args, base, folder, gpus)))  # JSON is YAML
-    return [sys.executable, "train.py", "fit", "-c", str(config)]
-
-
-def folder_of(args: argparse.Namespace, gpus: int) -> Path:
-    """Folder of the run on so many GPUs."""
-    return args.folder / f"ddp-{gpus}"
-
-
-def read(args: argparse.Namespace, gpus: int) -> None:
-    """Print a run's line."""
-    curves = read_curves(folder_of(args, gpus))
-    steps = curves["time/step_s"].values[1:]  # the first is a warm-up
-    phases = {name: median(curves[f"time/{name}_s"].values[1:]) for name in (*PHASES, "wait")}
-    names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps", "eager"
-    shape = {name: getattr(args, name) for name in names}
-    shape |= {"gpus": gpus, "decoding_kernel": decoding_kernel("auto", "nvfp4", DTYPE)}
-    found = {name: curves[name].values for name in CURVES}
-    emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=found)
+    return fit_command(folder, settings)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Do a run for each number of GPUs, and print its line."""
-    parser = parser_with(__doc__, "--size", "--folder", "--eager", "--micro-batch-tokens")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, torch.cuda.device_count() if CUDA else 2])
-    parser.add_argument("--prompts", type=int, default=64 if CUDA else 4)
-    parser.add_argument("--completion", type=int, default=256 if CUDA else 16)
-    parser.add_argument("--max-num-seqs", type=int, default=256 if CUDA else 16)
-    parser.add_argument("--steps", type=int, default=4)
+    parser = parser_with(
+        __doc__,
+        *("--size", "--folder", "--eager", "--micro-batch-tokens"),
+        gpus=[1, torch.cuda.device_count() if CUDA else 2],
+        prompts=64 if CUDA else 4,
+        completion=256 if CUDA else 16,
+        max_num_seqs=256 if CUDA else 16,
+        steps=4,
+    )
     parser.set_defaults(group=GROUP, updates=1, plain=False)
     args = parser.parse_args(argv)
-    base = written_apart(args.folder, args.size, "nvfp4")
+    base = str(written_apart(args.folder, args.size, "nvfp4"))
     numbers = sorted(set(args.gpus))
-    run_together({f"{gpus} GPUs": (prepare(args, str(base), gpus), {}) for gpus in numbers}, stdout=sys.stderr)
+    run_together({f"{gpus} GPUs": (prepare(args, base, gpus), {}) for gpus in numbers}, stdout=sys.stderr)
+    names = "size", "prompts", "completion", "max_num_seqs", "micro_batch_tokens", "steps", "eager"
     for gpus in numbers:
-        read(args, gpus)
+        curves = read_curves(args.folder / f"ddp-{gpus}")
+        shape = {name: getattr(args, name) for name in names}
+        shape |= {"gpus": gpus, "decoding_kernel": decoding_kernel("auto", "nvfp4", DTYPE)}
+        times = {name: curves[f"time/{name}_s"].values[1:] for name in (*PHASES, "wait", "step")}  # after a warm-up
+        steps = times.pop("step")
+        phases = {name: median(seconds) for name, seconds in times.items()}
+        values = {name: curves[name].values for name in CURVES}
+        emit("ddp/step", shape, DEVICE, sorted(steps), phases_s=phases, curves=values)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ was measured, and whether it is the chosen one. Takes about a minute per size; `
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
 from qerl_pl.kernels.nvfp4_decode import Schedule, Variant
-from tests.bench.harness import RANK, captured, check, emit, native_kernels_run, relative_error, timed
+from tests.bench.harness import RANK, captured, check, emit, native_kernels_run, parser_with, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape, linear_shapes
 
 CACHE_BYTES, LAYERS, FASTEST = 3e8, 6, 4
@@ -60,20 +59,15 @@ def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
     outputs = sum(widths)
     chosen = nvfp4_decode.choose_schedule(tokens, outputs, inputs)
     assert chosen is not None, (size, name, tokens)
-    weights = [
-        random_weight(outputs, inputs) for _ in range(max(2, int(CACHE_BYTES / (outputs * inputs * 0.5625)) + 1))
-    ]
+    weights = random_weights(outputs, inputs)
     scale, x = torch.full((1,), inputs**-0.5, device="cuda"), torch.randn(tokens, inputs, device="cuda").bfloat16()
     a = [torch.randn(RANK, inputs, device="cuda").bfloat16() * inputs**-0.5 for _ in widths]
     b = [torch.randn(width, RANK, device="cuda").bfloat16() * 0.1 for width in widths]
     adapter = lora_hopper.Adapter(a, b, torch.zeros(tokens, dtype=torch.int64, device="cuda"))
 
     def run(schedule: Schedule) -> Tensor:
-        products = [
-            nvfp4_decode.decode_linear(x, weight, scales, scale, None, schedule, adapter=adapter)
-            for weight, scales in weights
-        ]
-        return products[-1]
+        linear = partial(nvfp4_decode.decode_linear, x, adapter=adapter)
+        return [linear(*weight, scale, None, schedule) for weight in weights][-1]
 
     tried = dict.fromkeys([chosen, *schedules(chosen.variant.tokens, outputs, inputs)])
     hopper.prepare({nvfp4_decode.kernel(schedule.variant) for schedule in tried}, x.device)
@@ -83,10 +77,10 @@ def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
     times = timed(runs, repeats=3)
     fastest = sorted(tried, key=lambda schedule: times[str(schedule)])[:FASTEST]
     again = timed({str(schedule): runs[str(schedule)] for schedule in {chosen, *fastest}}, repeats=repeats, inner=4)
+    shape = {"model": size, "linear": name, "tokens": tokens}
     for schedule in dict.fromkeys([chosen, *fastest]):
-        each = [seconds / len(weights) for seconds in again[str(schedule)]]
-        shape = {"model": size, "linear": name, "tokens": tokens}
-        emit("decode/alone", shape, "bfloat16", each, **about(schedule), chosen=schedule == chosen)
+        of_one = [seconds / len(weights) for seconds in again[str(schedule)]]
+        emit("decode/alone", shape, "bfloat16", of_one, **about(schedule), chosen=schedule == chosen)
     return fastest
 
 
@@ -98,27 +92,32 @@ def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule
     indices = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     decode = partial(bench_layer.decode, layers, bench_layer.variants()["together"], x, indices)
     choose, runs = nvfp4_decode.choose_schedule, {"chosen": captured(decode)}
-    tried = {f"{name} {number}": (name, each) for name, some in fastest.items() for number, each in enumerate(some)}
+    tried = {f"{name} {place}": (name, schedule) for name in fastest for place, schedule in enumerate(fastest[name])}
     for key, (name, schedule) in tried.items():
         widths, inputs = fused_shape(size, name)
         shape = tokens, sum(widths), inputs
 
-        def instead(*given: int, shape: tuple[int, ...] = shape, schedule: Schedule = schedule) -> Schedule | None:
-            return schedule if given == shape else choose(*given)
+        def instead(*asked: int, shape: tuple[int, ...] = shape, schedule: Schedule = schedule) -> Schedule | None:
+            return schedule if asked == shape else choose(*asked)
 
         with patch.object(nvfp4_decode, "choose_schedule", instead):
             runs[key] = captured(decode)
     for key, seconds in timed(runs, repeats=repeats, inner=4).items():
         name, schedule = tried.get(key, (None, None))
-        each = [second / LAYERS for second in seconds]
-        more: dict[str, Any] = about(schedule) if schedule else {"chosen": True}
-        emit("decode/layer", {"model": size, "linear": name, "tokens": tokens}, "bfloat16", each, **more)
+        details: dict[str, Any] = about(schedule) if schedule else {"chosen": True}
+        shape = {"model": size, "linear": name, "tokens": tokens}
+        emit("decode/layer", shape, "bfloat16", [second / LAYERS for second in seconds], **details)
 
 
 def random_weight(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """Draw a weight and its scales in the order of ``nvfp4_decode.fragments``."""
     words = torch.randint(-(2**31), 2**31 - 1, (inputs // 16, 2 * outputs), dtype=torch.int32, device="cuda")
     return words, (torch.rand(inputs // 16, outputs, device="cuda") + 0.5).to(torch.float8_e4m3fn)
+
+
+def random_weights(outputs: int, inputs: int) -> list[tuple[Tensor, Tensor]]:
+    """Draw so many copies that none is in the cache when its turn comes again."""
+    return [random_weight(outputs, inputs) for _ in range(2 + int(CACHE_BYTES / (outputs * inputs * 0.5625)))]
 
 
 def about(schedule: Schedule) -> dict[str, Any]:
@@ -128,10 +127,9 @@ def about(schedule: Schedule) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_with(__doc__, repeats=9)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["7B", "14B"])
     parser.add_argument("--tokens", type=int, nargs="+", choices=range(1, 33), default=[8, 16, 32], metavar="T")
-    parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args(argv)
     if not native_kernels_run("decode"):
         return

@@ -14,11 +14,7 @@ the mean of |log-probability - the dense policy's|, and the share of equal most 
 standard error, which counts completions and not tokens as independent. ``kl_over_first`` is the difference to the first
 variant, paired. With ``--accuracy``, all test problems are answered greedily by the rollout engine, and the line has
 the accuracy by the answer in a box (strict) and by any answer (lenient), and the differences to the dense policy,
-paired. The first line of a model has the dense policy's own values.
-
-Everything runs in one process. For each variant the model is quantised one block at a time, loaded once, and used by
-one batched pass over all completions and, with ``--accuracy``, by one start of the engine; ``parts_s`` has the seconds
-of each part.
+paired. The first line of a model has the dense policy's own values; ``parts_s`` has the seconds of each part.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.decode import completion_texts
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.bench.harness import DEVICE, DTYPE, RANK, emit, now
+from tests.bench.harness import DEVICE, DTYPE, GIB, RANK, emit, now, parser_with
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 VERDICTS = {"strict": NumericAnswer("boxed"), "lenient": NumericAnswer("any", "last_number")}
@@ -76,20 +72,15 @@ class Variant(NamedTuple):
     def ignored(self, num_blocks: int) -> list[str]:
         """Return what stays dense, as ``quantize_checkpoint`` takes it."""
         dense = "|".join(str(num_blocks - 1 - index) for index in range(self.last))
-        return [
-            "lm_head",
-            *([rf"re:.*\.{self.linear}$"] if self.linear else []),
-            *([rf"re:.*\.layers\.({dense})\."] if dense else []),
-        ]
+        linear = [rf"re:.*\.{self.linear}$"] if self.linear else []
+        return ["lm_head", *linear, *([rf"re:.*\.layers\.({dense})\."] if dense else [])]
 
 
 class Sample(NamedTuple):
     """Completions as right-padded rows."""
 
-    tokens: Tensor
-    """[B, S] int64, prompts and completions."""
-    mask: Tensor
-    """[B, S] bool, True for tokens of completions."""
+    tokens: Tensor  # [B, S] int64, prompts and completions
+    mask: Tensor  # [B, S] bool, True for tokens of completions
 
 
 class Statistics(NamedTuple):
@@ -103,13 +94,13 @@ class Statistics(NamedTuple):
 
 def variant_of(name: str) -> Variant:
     """Parse a variant."""
-    found = VARIANT.fullmatch(name)
-    if found is None:
+    parts = VARIANT.fullmatch(name)
+    if parts is None:
         raise argparse.ArgumentTypeError(
             f"{name!r} is no variant; expected e.g. rtn, gptq+32, rtn/down_proj or mse/last4"
         )
-    rank = found["rank"] and int(found["rank"])
-    return Variant(name, cast(Method, found["method"]), rank or None, found["linear"], int(found["last"] or 0))
+    rank = parts["rank"] and int(parts["rank"])
+    return Variant(name, cast(Method, parts["method"]), rank or None, parts["linear"], int(parts["last"] or 0))
 
 
 def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
@@ -139,7 +130,7 @@ def compare(
         cap: the model's soft cap of logits.
     """
     rows = max(1, LOGIT_BYTES // (4 * len(dense[1])))
-    found: list[tuple[Tensor, ...]] = []
+    columns: list[tuple[Tensor, ...]] = []
     for start in range(0, len(targets), rows):
         part = slice(start, start + rows)
         p, q = (
@@ -150,8 +141,8 @@ def compare(
         equal = p.argmax(-1) == q.argmax(-1)
         moved = (q.gather(1, chosen) - p.gather(1, chosen)).abs()[:, 0]
         entropy = -(q.exp() * q).sum(-1)
-        found.append(((p.exp() * p.sub_(q)).sum(-1), entropy, moved, equal))
-    return Statistics(*(torch.cat(column).double().cpu() for column in zip(*found, strict=True)))
+        columns.append(((p.exp() * p.sub_(q)).sum(-1), entropy, moved, equal))
+    return Statistics(*(torch.cat(column).double().cpu() for column in zip(*columns, strict=True)))
 
 
 @torch.no_grad()
@@ -178,7 +169,7 @@ def rows_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -
 @contextmanager
 def engine_of(policy: Policy, args: argparse.Namespace) -> Iterator[RolloutEngine]:
     """Start an engine with the policy's adapter."""
-    cache = int(args.kv_cache_gib * 2**30)
+    cache = int(args.kv_cache_gib * GIB)
     engine = VLLMEngine(max_num_seqs=256, kv_cache_bytes=cache) if args.engine == "vllm" else TransformersEngine()
     engine.start(policy, max_model_len=PROMPT_TOKENS + max(args.tokens, args.answer_tokens))
     engine.load_adapter(policy.adapter_state())
@@ -190,32 +181,30 @@ def engine_of(policy: Policy, args: argparse.Namespace) -> Iterator[RolloutEngin
 
 def own_text(engine: RolloutEngine, prompts: Sequence[Prompt], args: argparse.Namespace) -> Calibration:
     """Sample calibration data from the policy: prompts with completions, one after another."""
-    wanted, found = args.calibration_samples * args.calibration_length, []
+    wanted, tokens = args.calibration_samples * args.calibration_length, []
     for start in range(0, len(prompts), 32):
         some = prompts[start : start + 32]
         sampling = Sampling(num_completions=1, max_tokens=args.tokens, temperature=1.0)
         groups = engine.generate([prompt.tokens for prompt in some], sampling, 1)
         for prompt, [completion] in zip(some, groups, strict=True):
-            found += [*prompt.tokens, *completion.tokens]
-        if len(found) >= wanted:
+            tokens += [*prompt.tokens, *completion.tokens]
+        if len(tokens) >= wanted:
             break
     else:
-        raise SystemExit(f"the training problems give {len(found)} tokens; {wanted} are wanted")
-    return Calibration(torch.tensor(found[:wanted]).view(-1, args.calibration_length), POLICY)
+        raise SystemExit(f"the training problems give {len(tokens)} tokens; {wanted} are wanted")
+    return Calibration(torch.tensor(tokens[:wanted]).view(-1, args.calibration_length), POLICY)
 
 
 def verdicts(engine: RolloutEngine, prompts: Sequence[Prompt], tokenizer: Any, *, tokens: int) -> dict[str, Tensor]:
     """Answer problems greedily: 1 or 0 of each, [number of problems] fp64."""
-    groups = engine.generate(
-        [prompt.tokens for prompt in prompts], Sampling(num_completions=1, max_tokens=tokens, temperature=0.0), 0
-    )
-    rows = [group[0] for group in groups]
+    sampling = Sampling(num_completions=1, max_tokens=tokens, temperature=0.0)
+    rows = [group[0] for group in engine.generate([prompt.tokens for prompt in prompts], sampling, 0)]
     texts = completion_texts(tokenizer, rows, stop=())
     rows = [replace(row, text=text) for row, text in zip(rows, texts, strict=True)]
     return {name: torch.tensor(judge(prompts, rows), dtype=torch.float64) for name, judge in VERDICTS.items()}
 
 
-def accuracies(own: dict[str, Tensor], dense: dict[str, Tensor]) -> dict[str, Any]:
+def accuracies(answered: dict[str, Tensor], dense: dict[str, Tensor]) -> dict[str, Any]:
     """Compare verdicts with those of the dense policy: pairs of mean and standard error."""
 
     def summary(values: Tensor) -> list[float]:
@@ -227,7 +216,7 @@ def accuracies(own: dict[str, Tensor], dense: dict[str, Tensor]) -> dict[str, An
             "over_dense": summary(right - dense[name]),
             "verdicts_differ": int((right != dense[name]).sum()),
         }
-        for name, right in own.items()
+        for name, right in answered.items()
     }
 
 
@@ -283,8 +272,8 @@ class Bench:
         begin = now()
         if not self.args.accuracy:
             return {}, 0.0
-        found = verdicts(engine, self.problems, self.tokenizer, tokens=self.args.answer_tokens)
-        return found, now() - begin
+        right = verdicts(engine, self.problems, self.tokenizer, tokens=self.args.answer_tokens)
+        return right, now() - begin
 
     def measure(self, variant: Variant, source: str | None) -> None:
         """Quantise, load, compare and print."""
@@ -305,29 +294,28 @@ class Bench:
             seconds["load"] = now() - begin
             packed = sum(math.prod(layer.shape) for layer in layers)
             about = {"variant": variant.name, "calibration": source, "packed_weights": packed}
-            own: dict[str, Tensor] = {}
+            right: dict[str, Tensor] = {}
             if self.args.accuracy:
                 begin = now()
                 with engine_of(policy, self.args) as engine:
                     seconds["engine"] = now() - begin
-                    own, seconds["accuracy"] = self.answered(engine)
-            self.line(about, policy, seconds, own)
+                    right, seconds["accuracy"] = self.answered(engine)
+            self.line(about, policy, seconds, right)
 
-    def line(self, about: dict[str, Any], policy: Policy, seconds: dict[str, float], own: dict[str, Tensor]) -> None:
+    def line(self, about: dict[str, Any], policy: Policy, seconds: dict[str, float], right: dict[str, Tensor]) -> None:
         """Compare a policy with the dense one, and print."""
         begin = now()
         hidden = hidden_states(policy, self.sample, batch_tokens=self.args.batch_tokens)
-        found = compare(
-            self.dense, (hidden, policy._head), self.targets, divisor=policy._divisor, cap=policy._logit_cap
-        )
+        limits = {"divisor": policy._divisor, "cap": policy._logit_cap}
+        values = compare(self.dense, (hidden, policy._head), self.targets, **limits)
         seconds["compare"] = now() - begin
-        means = {name: mean_and_error(values, self.rows) for name, values in found._asdict().items()}
+        means = {name: mean_and_error(values, self.rows) for name, values in values._asdict().items()}
         if about["variant"] == "dense":
-            self.num_blocks, self.entropy = policy.num_layers, found.entropy
+            self.num_blocks, self.entropy = policy.num_layers, values.entropy
         else:
-            self.first = found.kl if self.first is None else self.first
-            means["kl_over_first"] = mean_and_error(found.kl - self.first, self.rows)
-            means["entropy_over_dense"] = mean_and_error(found.entropy - self.entropy, self.rows)
+            self.first = values.kl if self.first is None else self.first
+            means["kl_over_first"] = mean_and_error(values.kl - self.first, self.rows)
+            means["entropy_over_dense"] = mean_and_error(values.entropy - self.entropy, self.rows)
         args = self.args
         shape = {
             "prompts": args.prompts,
@@ -336,41 +324,33 @@ class Bench:
             "tokens": len(self.targets),
             "calibration_tokens": [args.calibration_samples, args.calibration_length],
         }
-        results = accuracies(own, self.dense_verdicts)
-        emit(
-            f"four_bits/{self.name}",
-            shape,
-            args.dtype,
-            output=args.output,
-            **about,
-            **means,
-            **results,
-            parts_s=seconds,
-        )
+        results = accuracies(right, self.dense_verdicts)
+        details = {**about, **means, **results, "parts_s": seconds}
+        emit(f"four_bits/{self.name}", shape, args.dtype, output=args.output, **details)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders or GGUF files of dense models")
-    parser.add_argument("--train", type=Path, required=True, help="GSM8K's training problems, JSON lines")
-    parser.add_argument("--test", type=Path, required=True, help="GSM8K's test problems, JSON lines")
+    parser = parser_with(__doc__, "--output")
+    add = parser.add_argument
+    add("--models", type=Path, nargs="+", required=True, help="folders or GGUF files of dense models")
+    add("--train", type=Path, required=True, help="GSM8K's training problems, JSON lines")
+    add("--test", type=Path, required=True, help="GSM8K's test problems, JSON lines")
     variants = [variant_of(name) for name in ("rtn", "mse", "awq", "gptq", "rtn+32", "mse+32", "gptq+32")]
-    parser.add_argument("--variants", type=variant_of, nargs="+", default=variants)
-    parser.add_argument("--calibrations", nargs="+", default=[POLICY], help='"policy", or .txt or .jsonl files')
-    parser.add_argument("--calibration-samples", type=int, default=64)
-    parser.add_argument("--calibration-length", type=int, default=256, help="tokens of a calibration sample")
-    parser.add_argument("--prompts", type=int, default=64, help="test problems whose completions are compared")
-    parser.add_argument("--completions", type=int, default=1, help="of each of these problems")
-    parser.add_argument("--tokens", type=int, default=512, help="longest sampled completion")
-    parser.add_argument("--accuracy", action="store_true", help="also answer all test problems greedily")
-    parser.add_argument("--answer-tokens", type=int, default=1024, help="longest greedy completion")
-    parser.add_argument("--problems", type=int, help="number of test problems (default: all)")
-    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
-    parser.add_argument("--kv-cache-gib", type=float, default=8.0)
-    parser.add_argument("--batch-tokens", type=int, default=16384, help="of a pass, with padding")
-    parser.add_argument("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
-    parser.add_argument("--output", type=Path, help="file to append the lines to")
+    add("--variants", type=variant_of, nargs="+", default=variants)
+    add("--calibrations", nargs="+", default=[POLICY], help='"policy", or .txt or .jsonl files')
+    add("--calibration-samples", type=int, default=64)
+    add("--calibration-length", type=int, default=256, help="tokens of a calibration sample")
+    add("--prompts", type=int, default=64, help="test problems whose completions are compared")
+    add("--completions", type=int, default=1, help="of each of these problems")
+    add("--tokens", type=int, default=512, help="longest sampled completion")
+    add("--accuracy", action="store_true", help="also answer all test problems greedily")
+    add("--answer-tokens", type=int, default=1024, help="longest greedy completion")
+    add("--problems", type=int, help="number of test problems (default: all)")
+    add("--engine", choices=("vllm", "transformers"), default="vllm")
+    add("--kv-cache-gib", type=float, default=8.0)
+    add("--batch-tokens", type=int, default=16384, help="of a pass, with padding")
+    add("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
     args = parser.parse_args(argv)
     for model in args.models:
         bench = Bench(args, model)

@@ -3,7 +3,6 @@
 The setting is QeRL's: a prompt of 256 tokens, a group of 8, completions as long as they may be (random weights hardly
 ever end one), gradient checkpointing. Rewards are drawn, so that every row has a gradient. With ``--cap`` another
 process holds all but so much of the GPU's memory, as if the GPU were smaller; that it was too small is a result, too.
-Results are appended to ``--output``, and what is there already is not measured again.
 
 With ``--mean`` the completions are as long as a recipe's: each has a limit of its own, drawn once from a lognormal
 distribution with this mean that ends at ``--completion``, the same for every base and setting. GSM8K's steps are
@@ -32,7 +31,6 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 import torch
-import yaml
 from lightning.pytorch import Callback
 
 from qerl_pl.common.checks import EARLY
@@ -40,13 +38,12 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import used_bytes
 from qerl_pl.results.curves import Curve, read_curves
 from tests.bench import harness
-from tests.bench.harness import CUDA, DEVICE, DTYPE, RANK
+from tests.bench.harness import CUDA, DEVICE, DTYPE, GIB, RANK
 from tests.bench.together import is_together
 from tests.random_checkpoints import written_apart
 
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
 PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
-ROOT = Path(__file__).parents[2]
 LIMITS = {"callbacks.canary.SyncCanary": "tolerance", "callbacks.rollout_evidence.RolloutEvidence": "max_gap"}
 CHECKS_PERIOD = 8  # rollouts; configs/base.yaml
 LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's refusal is the second
@@ -54,7 +51,6 @@ LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's ref
 
 def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Reward of 0 or 1 for each completion, by a hash of its tokens."""
-    del prompts
     return [float(zlib.crc32(str(completion.tokens).encode()) & 1) for completion in completions]
 
 
@@ -78,11 +74,11 @@ class Lengths(Callback):
         whole = requests.sampling_params
 
         def limited(sampling: Any, seeds: Iterable[int], end_tokens: list[int]) -> list[Any]:
-            found = whole(sampling, seeds, end_tokens)
+            rows = whole(sampling, seeds, end_tokens)
             if sampling == pl_module.sampling:
-                for each, limit in zip(found, lengths(self._mean, sampling.max_tokens, len(found)), strict=True):
-                    each.max_tokens = limit
-            return found
+                for row, limit in zip(rows, lengths(self._mean, sampling.max_tokens, len(rows)), strict=True):
+                    row.max_tokens = limit
+            return rows
 
         requests.sampling_params = limited
 
@@ -108,21 +104,25 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     rows = folder / "problems.jsonl"
     problems = [{"question": f"{index:03} " + "what is it " * 20, "answer": "1"} for index in range(32)]
     rows.write_text("\n".join(json.dumps(problem) for problem in problems))
-    source = {"train_path": str(rows), "validation_share": 0.1}
-    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": STAGES}
-    aqn = [{"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}]
     engine = {"sleep_level": args.sleep_level, "max_num_seqs": args.group * args.prompts, "enforce_eager": args.eager}
     engine["decoding_kernel"] = harness.decoding_kernel(args.decoding_kernel, args.base, DTYPE)
-    trainer = {"max_steps": args.steps * args.updates, "limit_val_batches": 0}
-    own = [{"class_path": "tests.bench.bench_grpo.Lengths", "init_args": {"mean": args.mean}}] if args.mean else []
-    turn = [{"class_path": "tests.bench.together.Turn"}]
-    more = [*own, *(aqn if args.aqn else []), *(turn if is_together() else [])]
-    trainer["callbacks"] = [*usual_callbacks(args.tolerance), *more]
+    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": STAGES}
+    callbacks = harness.base_callbacks()
+    for callback in callbacks:
+        if args.tolerance and (name := LIMITS.get(callback["class_path"])):
+            callback["init_args"][name] = args.tolerance
+    if args.mean:
+        callbacks.append({"class_path": "tests.bench.bench_grpo.Lengths", "init_args": {"mean": args.mean}})
+    if args.aqn:
+        callbacks.append({"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise})
+    if is_together():
+        callbacks.append({"class_path": "tests.bench.together.Turn"})
+    model = model_settings(args, base, engine, "tests.bench.bench_grpo.coin")
+    source = {"train_path": str(rows), "validation_share": 0.1}
     return {
         "run_dir": str(folder / "run"),
-        "trainer": trainer,
-        "model": model_settings(args, base, engine, "tests.bench.bench_grpo.coin")
-        | {"gpu_memory": args.cap or args.memory},
+        "trainer": {"max_steps": args.steps * args.updates, "limit_val_batches": 0, "callbacks": callbacks},
+        "model": model | {"gpu_memory": args.cap or args.memory},
         "data": {
             "source": {"class_path": "datamodules.table.Table", "init_args": source},
             "batch_size": args.prompts,
@@ -131,24 +131,13 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
     }
 
 
-def usual_callbacks(tolerance: float | None) -> list[dict[str, Any]]:
-    """Read the callbacks of configs/base.yaml, and give those that compare log-probabilities this limit, in nats."""
-    found = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
-    for callback in found:
-        if tolerance and (name := LIMITS.get(callback["class_path"])):
-            callback["init_args"][name] = tolerance
-    return found
-
-
 def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     """Train in a process of its own, and print the line of results.
 
     Raises:
         SystemExit: the run failed for another reason than memory, or came to the end of no step but the first.
     """
-    config = folder / "config.yaml"
-    config.write_text(json.dumps(settings(args, base, folder)))  # JSON is YAML
-    command = [sys.executable, "train.py", "fit", "-c", str(config)]
+    command = harness.fit_command(folder, settings(args, base, folder))
     start, errors = time.perf_counter(), deque[str](maxlen=LAST_ERRORS)
     with capped(args.cap), peak_memory() as peak:
         process = subprocess.Popen(
@@ -160,7 +149,6 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         usage = follow(process, args.limit)
         reader.join(timeout=PIPE_S)
     total_s = time.perf_counter() - start
-    finished = process.returncode == 0
     if process.returncode > 0:
         reason = memory_reason(errors) if args.cap else None
         if reason is None:
@@ -172,7 +160,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     times = {name: curve.values[warm_up:] for name, curve in curves.items() if name.startswith("time/")}
     phases = {phase: times[f"time/{phase}_s"] for phase in harness.PHASES if f"time/{phase}_s" in times}
     steps = times.get("time/step_s", [])
-    if not steps or not (finished or args.limit):
+    if not steps or not (process.returncode == 0 or args.limit):
         raise SystemExit(f"the run ended with {process.returncode} and {len(steps)} steps after {warm_up} of warm-up")
     memory = {name.split("/")[1]: max(curve.values) for name, curve in curves.items() if name.startswith("memory/")}
     if is_together():  # what the GPU's driver counts is everybody's
@@ -189,7 +177,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
         gap=curves["gap/mean_abs"].values[-1],
         peak_bytes=peak["bytes"],
         logged=memory,
-        finished=finished,
+        finished=process.returncode == 0,
         steps_done=len(steps) + warm_up,
         quarters=quarters(curves, usage) if len(steps) >= 40 else None,
         total_s=total_s,
@@ -210,36 +198,32 @@ def memory_reason(errors: Iterable[str]) -> str | None:
 
 
 class Usage(NamedTuple):
-    """Resources that a process uses at one time."""
+    """Resources that a process uses at one time, in seconds since the epoch."""
 
     time: float
-    """In seconds since the epoch."""
-    gpu_bytes: int
-    """Taken on the GPU by all processes."""
-    host_bytes: int
-    """Resident, pages of mapped files included."""
-    files: int
-    """Open file handles."""
+    gpu_bytes: int  # taken on the GPU by all processes
+    host_bytes: int  # resident, pages of mapped files included
+    files: int  # open file handles
 
 
 def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]:
-    """Wait for a process, or kill it after ``limit_s`` seconds; returns what it used, twice per second."""
-    start, found = time.perf_counter(), []
+    """Wait for a process, or kill it after ``limit_s`` seconds; returns what it used at intervals of half a second."""
+    start, samples = time.perf_counter(), []
     watched = psutil.Process(process.pid)
     while process.poll() is None:
         now = time.perf_counter()
         with suppress(psutil.Error):  # it has just ended
             gpu = used_bytes(torch.device(DEVICE)) if CUDA else 0
-            found.append(Usage(time.time(), gpu, watched.memory_info().rss, watched.num_fds()))
+            samples.append(Usage(time.time(), gpu, watched.memory_info().rss, watched.num_fds()))
         if limit_s is not None and now - start > limit_s:
             process.kill()
         time.sleep(0.5)
-    return found
+    return samples
 
 
 def check_share(curves: Mapping[str, Curve]) -> float | None:
     """Share of the steps' time that checks take, over whole periods of ``CHECKS_PERIOD`` steps after the first
-    ``EARLY`` ones, all of which have every check; None if the run has no whole period."""
+    ``EARLY`` ones, all of which have every check; None if there is no whole period."""
     check, step = (curves[f"time/{name}_s"].values[EARLY:] for name in ("check", "step"))
     whole = len(step) // CHECKS_PERIOD * CHECKS_PERIOD
     return sum(check[:whole]) / sum(step[:whole]) if whole else None
@@ -249,13 +233,16 @@ def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, l
     """Median seconds per step, and the most that was used, in each quarter of the steps after the first."""
     steps = curves["time/step_s"]
     edges = [round(part * (len(steps.times) - 1) / 4) for part in range(5)]
-    found: dict[str, list[float]] = {"step_s": [], "gpu_bytes": [], "host_bytes": [], "files": []}
-    for first, last in pairwise(edges):
-        part = [use for use in usage if steps.times[first] <= use.time <= steps.times[last]]
-        found["step_s"].append(median(steps.values[1:][first:last]))
-        for name in ("gpu_bytes", "host_bytes", "files"):
-            found[name].append(max(getattr(use, name) for use in part))
-    return found
+    parts = [
+        [use for use in usage if steps.times[first] <= use.time <= steps.times[last]] for first, last in pairwise(edges)
+    ]
+    return {
+        "step_s": [median(steps.values[1:][first:last]) for first, last in pairwise(edges)],
+        **{
+            name: [max(getattr(use, name) for use in part) for part in parts]
+            for name in ("gpu_bytes", "host_bytes", "files")
+        },
+    }
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -271,20 +258,20 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
     """Measure the most by which the GPU's used memory grows, of all processes, every 5 ms."""
-    found = {"bytes": 0}
+    peak = {"bytes": 0}
     if not CUDA:
-        yield found
+        yield peak
         return
     before, stop = torch.cuda.mem_get_info()[0], threading.Event()
 
     def watch() -> None:
         while not stop.wait(0.005):
-            found["bytes"] = max(found["bytes"], before - torch.cuda.mem_get_info()[0])
+            peak["bytes"] = max(peak["bytes"], before - torch.cuda.mem_get_info()[0])
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield found
+        yield peak
     finally:
         stop.set()
         thread.join()
@@ -295,7 +282,7 @@ def capped(gib: float | None) -> Iterator[None]:
     """Leave other processes ``gib`` GiB of the GPU's memory, by holding the rest."""
     ballast = None
     if gib and CUDA:
-        ballast = torch.empty(torch.cuda.mem_get_info()[0] - int(gib * 2**30), dtype=torch.uint8, device=DEVICE)
+        ballast = torch.empty(torch.cuda.mem_get_info()[0] - int(gib * GIB), dtype=torch.uint8, device=DEVICE)
     yield
     del ballast
     torch.cuda.empty_cache()
@@ -303,22 +290,22 @@ def capped(gib: float | None) -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> None:
     """Do one run of train.py, unless ``--output`` has its line."""
-    parser = harness.parser_with(__doc__, "--size", "--folder", "--output", "--eager", "--micro-batch-tokens")
-    parser.add_argument("--base", default="nvfp4", choices=["nvfp4", "bf16"])
-    parser.add_argument("--aqn", action="store_true", help="noise on the norms of rollouts")
-    parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--completion", type=int, default=2048 if CUDA else 32)
-    parser.add_argument("--group", type=int, default=GROUP, help="completions per prompt")
-    parser.add_argument("--mean", type=int, help="mean length of completions that are as different as a recipe's")
-    parser.add_argument("--updates", type=int, default=1, help="passes over each rollout")
-    parser.add_argument("--plain", action="store_true", help="recompute every block, by chains of kernels")
-    parser.add_argument("--steps", type=int, default=3, help="rollouts; of several, the first is a warm-up")
-    parser.add_argument("--cap", type=float, help="GiB of the GPU that the run gets")
-    parser.add_argument("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
-    parser.add_argument("--sleep-level", type=int, default=0)
-    parser.add_argument("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of an NVFP4 base")
-    parser.add_argument("--tolerance", type=float, help="nats; random weights of 80 layers differ by more than 0.3")
-    parser.add_argument("--limit", type=float, help="seconds after which the run is ended")
+    parser = harness.parser_with(
+        __doc__, "--size", "--base", "--folder", "--output", "--eager", "--micro-batch-tokens", prompts=1, group=GROUP
+    )
+    add = parser.add_argument
+    add("--aqn", action="store_true", help="noise on the norms of rollouts")
+    add("--completion", type=int, default=2048 if CUDA else 32)
+    add("--mean", type=int, help="mean length of completions that are as different as a recipe's")
+    add("--updates", type=int, default=1, help="passes over each rollout")
+    add("--plain", action="store_true", help="recompute every block, by chains of kernels")
+    add("--steps", type=int, default=3, help="rollouts; of several, the first is a warm-up")
+    add("--cap", type=float, help="GiB of the GPU that the run gets")
+    add("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")
+    add("--sleep-level", type=int, default=0)
+    add("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of an NVFP4 base")
+    add("--tolerance", type=float, help="nats; random weights of 80 layers differ by more than 0.3")
+    add("--limit", type=float, help="seconds after which the run is ended")
     args = parser.parse_args(argv)
     if args.aqn and args.steps < STAGES:
         parser.error(f"--aqn has {STAGES} stages of noise: expected at least so many --steps, not {args.steps}")

@@ -9,7 +9,6 @@ kernels for other bases, ``matmul`` with cuBLAS, and ``none`` not at all.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from qerl_pl.kernels import lora
 from tests.bench.bench_schedules import random_linear
-from tests.bench.harness import RANK, captured, check, emit, relative_error, timed
+from tests.bench.harness import RANK, captured, check, emit, parser_with, relative_error, timed
 from tests.random_models import FUSED, fused_shape, linear_shapes
 
 REPLAYS = 8
@@ -32,8 +31,7 @@ Add = Callable[["Linear", Tensor, Tensor], Tensor]
 class Linear(NamedTuple):
     """Fused NVFP4 linear and its adapter."""
 
-    operands: tuple[Any, ...]
-    """Operands of the engine's operator after x."""
+    operands: tuple[Any, ...]  # of the engine's operator after x
     a: list[Tensor]
     b: list[Tensor]
 
@@ -83,8 +81,8 @@ def variants() -> dict[str, Add]:
         return y
 
     matmul = partial(after, add=lora.add_lora_by_matmul)
-    own = {"none": none, "together": together, "unfetched": unfetched}
-    return {**own, "apart": partial(after, add=lora.add_lora), "matmul": matmul}
+    apart = partial(after, add=lora.add_lora)
+    return {"none": none, "together": together, "unfetched": unfetched, "apart": apart, "matmul": matmul}
 
 
 def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Tensor) -> Tensor:
@@ -98,11 +96,7 @@ def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Te
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", nargs="+", default=["7B", "14B"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = parser_with(__doc__, sizes=["7B", "14B"], tokens=[1, 8, 32, 64, 128, 256], layers=6, repeats=7)
     args = parser.parse_args(argv)
     missing = [package for package in ("humming", "vllm") if importlib.util.find_spec(package) is None]
     if not torch.cuda.is_available() or missing:
@@ -118,8 +112,8 @@ def main(argv: list[str] | None = None) -> None:
             check((name, relative_error(products[name], products["matmul"]), 2**-6) for name in ("together", "apart"))
             runs = {name: captured(partial(decode, layers, add, x, indices)) for name, add in adds.items()}
             for name, seconds in timed(runs, repeats=args.repeats, inner=REPLAYS).items():
-                each = [second / args.layers for second in seconds]
-                emit(f"layer-ours/{name}", {"model": size, "tokens": tokens, "layers": args.layers}, "bfloat16", each)
+                shape = {"model": size, "tokens": tokens, "layers": args.layers}
+                emit(f"layer-ours/{name}", shape, "bfloat16", [second / args.layers for second in seconds])
         del layers, runs
 
 

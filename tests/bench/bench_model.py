@@ -117,9 +117,8 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
         stats = policy.token_stats(tokens, mask, temperature=1.0)
         stats.logprobs.sum().backward()
         gradients = [p.grad.flatten().float() for p in policy.parameters() if p.grad is not None]
-        found = stats.logprobs.detach(), torch.cat(gradients)
         policy.model.unload()
-        return found
+        return stats.logprobs.detach(), torch.cat(gradients)
 
     packed = outcome(ours(model, gradient_checkpointing=True), DTYPE)
     dense = densify(model, DTYPE)
@@ -129,14 +128,9 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
     yield "packed base against dense base", harness.relative_error(packed[0], same[0]), 1e-6
     # The attention's backward adds up in any order.
     yield "its gradient", harness.relative_error(packed[1], same[1]), 2**-8
-    for name, found in (("nvfp4", packed), ("bf16+peft", stock)):
-        yield f"{name} against fp32", harness.relative_error(found[0], exact[0]), 0.02
-        yield f"{name}'s gradient against fp32", harness.relative_error(found[1], exact[1]), 0.05
-
-
-def last_columns(mask: Tensor) -> Tensor:
-    """Return the column of the last True of each row, [B]."""
-    return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(dim=1)
+    for name, (logprobs, gradient) in (("nvfp4", packed), ("bf16+peft", stock)):
+        yield f"{name} against fp32", harness.relative_error(logprobs, exact[0]), 0.02
+        yield f"{name}'s gradient against fp32", harness.relative_error(gradient, exact[1]), 0.05
 
 
 def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
@@ -153,7 +147,7 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
         harness.emit(
             f"step/{name}",
             {"model": size, "tokens": tokens, "rows": len(batch[0]), "rank": RANK},
-            "bfloat16",
+            DTYPE,
             seconds,
             tokens_per_s=speeds[name],
             ratio=speeds[name] / speeds["bf16+peft"] if "bf16+peft" in speeds else None,
@@ -164,14 +158,7 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
 
 
 def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
-    """Measure every way of gradient checkpointing on one model, from the least memory to the most, plain and fused.
-
-    Args:
-        size: name of the model's size.
-        tokens: tokens per pass.
-        repeats: number of samples.
-        only: names of the ways to measure, such as ``fused-none``; empty: all.
-    """
+    """Measure every way of gradient checkpointing, or those that are named, from the least memory to the most."""
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
     shape = config_shape(config, NVFP4, DTYPE)
@@ -199,12 +186,12 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 policy.set_recompute(how)
                 clear()
                 seconds, peak = measured(policy, batch, held, repeats=repeats, warmups=1)
-                found = gradients(policy, *batch)
+                logprobs, gradient = gradients(policy, *batch)
             except torch.OutOfMemoryError as error:
                 policy.zero_grad()
                 print(f"{name}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
                 continue
-            exact = exact or found  # of the first: plain, with every block recomputed
+            exact = exact or (logprobs, gradient)  # of the first: plain, with every block recomputed
             options = {"rank": RANK, "targets": PROJECTIONS, "fused": fused}
             predicted = (
                 parts.checkpoints(shape, tokens, DTYPE.itemsize, how=how)
@@ -222,8 +209,8 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 peak_error=predicted / peak - 1 if peak else None,
                 predicted_time=time_per_token(how, config.num_hidden_layers, tokens, fused=fused),
                 resident_bytes=held,
-                logprob_error=harness.relative_error(found[0], exact[0]),
-                gradient_error=harness.relative_error(found[1], exact[1]),
+                logprob_error=harness.relative_error(logprobs, exact[0]),
+                gradient_error=harness.relative_error(gradient, exact[1]),
             )
         del policy
 
@@ -232,9 +219,9 @@ def gradients(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     """Compute log-probabilities of a step, and all its gradients as one vector."""
     stats = policy.token_stats(tokens, mask, temperature=1.0)
     (stats.logprobs.sum() / mask.sum()).backward()
-    found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     policy.zero_grad()
-    return stats.logprobs.detach(), found
+    return stats.logprobs.detach(), gradient
 
 
 def clear() -> None:
@@ -245,10 +232,8 @@ def clear() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = harness.parser_with(__doc__)
-    parser.add_argument("--sizes", nargs="*", default=["7B", "3B", "14B", "32B"] if CUDA else ["tiny"])
-    parser.add_argument("--tokens", type=int, default=16384 if CUDA else 256)
-    parser.add_argument("--repeats", type=int, default=3)
+    sizes = ["7B", "3B", "14B", "32B"] if CUDA else ["tiny"]
+    parser = harness.parser_with(__doc__, sizes=sizes, tokens=16384 if CUDA else 256, repeats=3)
     parser.add_argument("--rungs", action="store_true", help="measure gradient checkpointing, and nothing else")
     parser.add_argument("--only", nargs="*", default=[], help="with --rungs: these, such as fused-none")
     args = parser.parse_args(argv)

@@ -35,22 +35,24 @@ from callbacks.gradient_guard import GradientGuard
 from callbacks.rollout_evidence import FLOORS
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.results.curves import Curve, read_curves
-from tests.bench.harness import DTYPE, emit
+from tests.bench.harness import DTYPE, ROOT, base_callbacks, emit, parser_with
 from tests.bench.noted import Readings, canary_share, jumps, longest_run, pass_overhead
 from tests.correctness.faults import ENGINES, aqn, heard_in, sources
-from tests.integration.conftest import ROOT
 
 EVERY = {  # arguments with the rollouts from one check to the next
     "callbacks.canary.SyncCanary": ("sample_every", "score_every"),
     "callbacks.ledger.MismatchLedger": ("every",),
 }
 GAPS = tuple(kind + rows for kind in FLOORS for rows in ("", "_of_all"))
+CANARY = ("probe_share", "probe_excess", "probe_gap", "probe_change", "probe_rounding")
+CANARY += ("score_excess", "score_gap", "score_rounding")
+CAUSES = ("kernel", "noise", "decode", "staleness")
 EVIDENCE = (*GAPS, "far_share", "far_share_of_all", "copies", "order", "branches", "other_sampling")
 
 
 def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder: Path) -> dict[str, Any]:
     """Make the settings that differ from the task's."""
-    callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+    callbacks = base_callbacks()
     for callback in callbacks:
         schedule = dict.fromkeys(EVERY.get(callback["class_path"], ()), args.every)
         callback.setdefault("init_args", {}).update(schedule)
@@ -77,8 +79,11 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
     }
 
 
-def readings(curves: Mapping[str, Curve], dtype: torch.dtype) -> dict[str, Any]:
-    """Summarise what the checks read: [median, largest] over rollouts, in nats if nothing else is said."""
+def readings(curves: Mapping[str, Curve], dtype: torch.dtype, *, shared: bool) -> dict[str, Any]:
+    """Summarise what the checks read: [median, largest] over rollouts, in nats if nothing else is said.
+
+    With ``shared``, others use the GPU, so memory and the seconds of passes are left out, which would be read wrongly.
+    """
 
     def of(tag: str) -> list[float]:
         return curves[tag].values if tag in curves else []
@@ -86,50 +91,40 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype) -> dict[str, Any]:
     def summary(values: list[float]) -> list[float]:
         return [statistics.median(values), max(values)] if values else []
 
-    names = ("probe_share", "probe_excess", "probe_gap", "probe_change", "probe_rounding")
-    names += ("score_excess", "score_gap", "score_rounding")
+    def shares(top: str, bottom: str) -> list[float]:
+        return [one / other for one, other in zip(of(top), of(bottom), strict=True)]
+
     norms = [norm for norm in of("train/grad_norm") if norm > 0]
-    window = GradientGuard().window
-    usual = [statistics.median(norms[max(0, index - window) : index]) for index in range(1, len(norms))]
-    causes = ("kernel", "noise", "decode", "staleness")
+    guard, noted = GradientGuard(), Readings.noted
+    usual = [statistics.median(norms[max(0, index - guard.window) : index]) for index in range(1, len(norms))]
+    over_usual = [norm / median for norm, median in zip(norms[1:], usual, strict=True)][guard.min_steps :]
+    memory = {
+        phase: {"planned": summary(of(f"memory/predicted_{phase}_gib")), "used": summary(of(f"memory/{phase}_gib"))}
+        for phase in ("rollout", "train", "peak")
+    }
+    of_passes = ("pass_tokens", "passes", "train_s")
     return {
         "rollouts": len(of("train/reward")),
         "probe_strength": sorted(set(of("canary/probe_strength"))),
-        **{name: summary(of(f"canary/{name}")) for name in names},
+        **{name: summary(of(f"canary/{name}")) for name in CANARY},
         "probe_change_least": min(of("canary/probe_change"), default=None),
-        "ledger": {cause: summary(of(f"ledger/{cause}/mean_abs")) for cause in causes},
+        "ledger": {cause: summary(of(f"ledger/{cause}/mean_abs")) for cause in CAUSES},
         "gap": summary(of("gap/mean_abs")),
         "gap_max": summary(of("gap/max")),
         "gap_outside_share": summary(of("gap/outside_share")),
         "evidence": {name: summary(of(f"evidence/{name}")) for name in EVIDENCE},
         "jumps": {name: jumps(curves, name, dtype) for name in GAPS},
         "silent_rollouts": longest_run([share == 0 for share in of("rollout/groups_with_signal")]),
-        "rounding_over_change": summary(
-            [
-                rounding / change
-                for rounding, change in zip(of("canary/probe_rounding"), of("canary/probe_change"), strict=True)
-            ]
-        ),
+        "rounding_over_change": summary(shares("canary/probe_rounding", "canary/probe_change")),
         "canary_share": summary([*canary_share(curves, "probe", dtype), *canary_share(curves, "score", dtype)]),
         "unscored_share": summary(of("rollout/unscored_share")),
         "outside_weights_share": summary(of("correction/outside_share")),
-        "check_share": summary(
-            [check / step for check, step in zip(of("time/check_s"), of("time/step_s"), strict=True)][1:]
-        ),
-        "pass": pass_overhead(Readings.noted),
-        "noted": {
-            name: summary(values)
-            for name, values in Readings.noted.items()
-            if name not in ("pass_tokens", "passes", "train_s")
-        },
+        "check_share": summary(shares("time/check_s", "time/step_s")[1:]),
+        "pass": {} if shared else pass_overhead(noted),
+        "noted": {} if shared else {name: summary(noted[name]) for name in noted if name not in of_passes},
         "grad_norm": summary(norms),
-        "grad_norm_over_median": summary(
-            [norm / median for norm, median in list(zip(norms[1:], usual, strict=True))[GradientGuard().min_steps :]]
-        ),
-        "memory_gib": {
-            phase: {"planned": summary(of(f"memory/predicted_{phase}_gib")), "used": summary(of(f"memory/{phase}_gib"))}
-            for phase in ("rollout", "train", "peak")
-        },
+        "grad_norm_over_median": summary(over_usual),
+        "memory_gib": {} if shared else memory,
         "kv_cache_bytes": Readings.kv_cache_bytes,
         "step_s": summary(of("time/step_s")),
         "check_s": summary(of("time/check_s")),
@@ -138,35 +133,27 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def without_memory(found: dict[str, Any], shared: bool) -> dict[str, Any]:
-    """Leave out what a process reads wrongly if others use its GPU: memory, and the seconds of passes."""
-    return {name: {} if shared and name in ("noted", "memory_gib", "pass") else value for name, value in found.items()}
-
-
 def main(argv: list[str] | None = None) -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders or GGUF files of bases")
-    parser.add_argument("--problems", type=Path, required=True, help="GSM8K's training problems, JSON lines")
-    parser.add_argument("--formats", nargs="+", default=["bf16", "nvfp4"], help="bf16, or a value of model.quantize")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--task", choices=("gsm8k_verl", "gsm8k_boxed"), default="gsm8k_boxed")
-    parser.add_argument("--rollouts", type=int, default=200)
-    parser.add_argument("--every", type=int, default=1, help="rollouts from one check to the next (evidence: always)")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--completions", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="longest completion")
-    parser.add_argument("--val-batches", type=int, default=0, help="batches of 32 problems of each validation")
-    parser.add_argument("--noise", action="store_true", help="adaptive quantization noise, with the paper's sigmas")
-    parser.add_argument("--engine", choices=ENGINES, default="vllm")
-    parser.add_argument("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
-    parser.add_argument("--shared", action="store_true", help="others use the GPU: leave out readings of its memory")
-    parser.add_argument("--curves", type=Path, help="file to append all values of all rollouts to")
+    parser = parser_with(__doc__, seeds=[0], rollouts=200, prompts=16, completions=8)
+    add = parser.add_argument
+    add("--models", type=Path, nargs="+", required=True, help="folders or GGUF files of bases")
+    add("--problems", type=Path, required=True, help="GSM8K's training problems, JSON lines")
+    add("--formats", nargs="+", default=["bf16", "nvfp4"], help="bf16, or a value of model.quantize")
+    add("--task", choices=("gsm8k_verl", "gsm8k_boxed"), default="gsm8k_boxed")
+    add("--every", type=int, default=1, help="rollouts from one check to the next (evidence: always)")
+    add("--tokens", type=int, default=256, help="longest completion")
+    add("--val-batches", type=int, default=0, help="batches of 32 problems of each validation")
+    add("--noise", action="store_true", help="adaptive quantization noise, with the paper's sigmas")
+    add("--engine", choices=ENGINES, default="vllm")
+    add("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
+    add("--shared", action="store_true", help="others use the GPU: leave out readings of its memory")
+    add("--curves", type=Path, help="file to append all values of all rollouts to")
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
     for model, fmt, seed in product(args.models, args.formats, args.seeds):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             changes = folder / "changes.yaml"
             changes.write_text(yaml.safe_dump(settings(args, model, fmt, seed, folder)))
             begin = time.perf_counter()
@@ -176,21 +163,11 @@ def main(argv: list[str] | None = None) -> None:
             if not list((folder / "run").glob("events.*")):
                 raise SystemExit(f"the run of {model} did not start: {alarm['said']}")
             curves = read_curves(folder / "run")
-        shape = {
-            "prompts": args.prompts,
-            "completions": args.completions,
-            "max_tokens": args.tokens,
-            "every": args.every,
-        }
+        shape = {"prompts": args.prompts, "completions": args.completions, "max_tokens": args.tokens}
         about = {"format": fmt, "seed": seed, "noise": args.noise, "engine": args.engine, "alarm": alarm}
-        emit(
-            f"real_checks/{model.name.removesuffix('.gguf')}",
-            shape,
-            args.dtype,
-            **about,
-            run_s=seconds,
-            **without_memory(readings(curves, DTYPES[args.dtype]), args.shared),
-        )
+        read = readings(curves, DTYPES[args.dtype], shared=args.shared)
+        name = f"real_checks/{model.name.removesuffix('.gguf')}"
+        emit(name, {**shape, "every": args.every}, args.dtype, **about, run_s=seconds, **read)
         if args.curves:
             values = {tag: [curve.steps, curve.values] for tag, curve in curves.items()}
             with args.curves.open("a") as file:

@@ -37,55 +37,51 @@ from qerl_pl.results.curves import Curve, read_curves
 from qerl_pl.study import state
 from qerl_pl.study.runner import SHARE_OF_GPU
 from qerl_pl.study.study_file import FIT, Run, Study, read_study
-from tests.bench.harness import CUDA, DTYPE, PHASES, emit, kept, parser_with
-from tests.bench.run_clock import HOST, START, VALIDATION
+from tests.bench.harness import CUDA, DTYPE, GIB, PHASES, ROOT, emit, kept, parser_with
+from tests.bench.noted import HOST, START, VALIDATION
 from tests.correctness.faults import WARNINGS, sources
-from tests.integration.conftest import ROOT
 
 ARMS = ("bf16", "nvfp4", "nvfp4_aqn")
 REWARDS = ("strict", "lenient")  # of both tasks; the first one trains
 DIGITS = 5
-CURVES = {
+CURVES = {  # of a line, with the scalars that they are read from
     "strict": "train/strict",
     "lenient": "train/lenient",
     "entropy": "policy/entropy",
-    "surprisal": "rollout/surprisal",
     "gap": "gap/mean_abs",
-    "completion_tokens": "rollout/completion_tokens",
-    "truncated_share": "rollout/truncated_share",
-    "groups_with_signal": "rollout/groups_with_signal",
     "grad_norm": "train/grad_norm",
+    **{f"{name}": f"rollout/{name}" for name in ("surprisal", "completion_tokens", "truncated_share")},
+    "groups_with_signal": "rollout/groups_with_signal",
     "rollout_tokens_per_s": "throughput/rollout_tokens_per_s",
     "host_bytes": HOST,
     "gpu_gib": "memory/peak_gib",
-    "step_s": "time/step_s",
-    **{f"{phase}_s": f"time/{phase}_s" for phase in PHASES},
+    **{f"{phase}_s": f"time/{phase}_s" for phase in ("step", *PHASES)},
 }
-"""Curves of a line with the scalars that they are read from."""
 
 
 def left_open(arm: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an arm without those that the task has as well."""
-    found = {
+    rest = {
         key: left_open(value, task.get(key) or {}) if isinstance(value, dict) else value
         for key, value in arm.items()
         if isinstance(value, dict) or key not in task
     }
-    return {key: value for key, value in found.items() if value != {}}
+    return {key: value for key, value in rest.items() if value != {}}
 
 
 def study_of(args: argparse.Namespace) -> dict[str, Any]:
     """Make the study's file."""
     task = ROOT / "configs" / "tasks" / f"{args.task}.yaml"
+    of_task = yaml.safe_load(task.read_text())
     arms = {arm: yaml.safe_load((ROOT / "configs" / "arms" / f"{arm}.yaml").read_text()) for arm in args.arms}
     steps = {} if args.rollouts is None else {"max_steps": args.rollouts}
     share = args.share or (SHARE_OF_GPU / args.jobs if args.jobs > 1 else None)
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if CUDA else 0.0
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB if CUDA else 0.0
     return {
         "output": str(args.folder / args.task),
         "config": [str(task), *map(str, args.config)],
         "settings": {
-            "trainer": {"callbacks+": [{"class_path": "tests.bench.run_clock.RunClock"}], **steps},
+            "trainer": {"callbacks+": [{"class_path": "tests.bench.noted.RunClock"}], **steps},
             "model": {"dtype": str(DTYPE).removeprefix("torch.")},
             "data": {"source": {"init_args": sources(args.problems)}},
         },
@@ -93,7 +89,7 @@ def study_of(args: argparse.Namespace) -> dict[str, Any]:
         "jobs": args.jobs,
         "attempts": 1,
         "grid": {"model.base": [str(model.resolve()) for model in args.models]},
-        "arms": {arm: left_open(found, yaml.safe_load(task.read_text())) for arm, found in arms.items()},
+        "arms": {arm: left_open(settings, of_task) for arm, settings in arms.items()},
         "seeds": args.seeds,
         "analysis": {"comparisons": []},
     }
@@ -112,20 +108,15 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 def validation(file: Path, *, verdicts: bool) -> dict[str, Any]:
     """Summarise a file of greedy completions; verdicts are texts of "1" (right) or "0", a character a problem."""
     rows = rows_of(file)
-    found = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
+    right = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
     return {
         "rollouts": int(file.stem.rpartition("-")[2]),
         "problems": len(rows),
-        **{name: text.count("1") / len(rows) for name, text in found.items()},
+        **{name: text.count("1") / len(rows) for name, text in right.items()},
         "completion_tokens": sum(row["num_tokens"] for row in rows) / len(rows),
         "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
-        **({"verdicts": found} if verdicts else {}),
+        **({"verdicts": right} if verdicts else {}),
     }
-
-
-def validations_of(run: Run) -> list[Path]:
-    """List the files of a run's validations, the first one first."""
-    return sorted((run.folder / "completions").glob("validate-*.jsonl"))
 
 
 def compared_completions(before: Path, after: Path, number: int) -> list[dict[str, Any]]:
@@ -134,17 +125,13 @@ def compared_completions(before: Path, after: Path, number: int) -> list[dict[st
     number = min(number, len(first))
     chosen = [index * len(first) // number for index in range(number)]
     names = ("completion", "rewards", "num_tokens", "finished")
-    return [
-        {
-            "problem": index,
-            "question": first[index]["question"],
-            "answer": first[index]["answer"],
-            **{
-                when: {name: rows[index][name] for name in names} for when, rows in (("before", first), ("after", last))
-            },
-        }
-        for index in chosen
-    ]
+
+    def row(index: int) -> dict[str, Any]:
+        both = {"before": first[index], "after": last[index]}
+        about = {"problem": index, **{name: first[index][name] for name in ("question", "answer")}}
+        return about | {when: {name: row_of[name] for name in names} for when, row_of in both.items()}
+
+    return list(map(row, chosen))
 
 
 def alarm_of(log: str) -> str | None:
@@ -154,7 +141,7 @@ def alarm_of(log: str) -> str | None:
 
 def seconds_logged(curves: Mapping[str, Curve]) -> float:
     """Return the seconds of a run whose machine was lost: between its first and its last value, and before them."""
-    times = [time for each in curves.values() for time in each.times]
+    times = [time for values in curves.values() for time in values.times]
     return max(times) - min(times) + sum(curve(curves, START)[:1])
 
 
@@ -183,7 +170,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
         return
     log = state.log_of(run.folder, FIT).read_text(encoding="utf-8", errors="replace")
     done, spent = state.seconds_done(run), state.seconds_spent(run)
-    files = validations_of(run)
+    files = sorted((run.folder / "completions").glob("validate-*.jsonl"))
     steps_done = len(curve(curves, "time/step_s"))
     emit(
         f"real_runs/{name}",
@@ -194,7 +181,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
         bits_per_weight=bits_per_weight(base),
         lr=model["optimizer"]["init_args"]["lr"],
         steps=steps_done,
-        curves={key: found for key, tag in CURVES.items() if (found := curve(curves, tag))},
+        curves={key: values for key, tag in CURVES.items() if (values := curve(curves, tag))},
         validations=[validation(file, verdicts=file in (files[0], files[-1])) for file in files],
         alarm=alarm_of(log) or state.failure(run),
         warnings=[line.strip() for line in log.splitlines() if re.search(WARNINGS, line)],
@@ -207,7 +194,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
             for name, values, unit in (
                 ("planned", curve(curves, "memory/predicted_peak_gib"), 1),
                 ("driver", curve(curves, "memory/peak_gib"), 1),  # with the growth of other runs on the GPU
-                ("torch", curve(curves, "memory/gpu_peak_bytes"), 2**30),
+                ("torch", curve(curves, "memory/gpu_peak_bytes"), GIB),
             )
         },
         gpu_memory=study.gpu_memory,
@@ -229,20 +216,21 @@ def last_line(output: Path | None, name: str, shape: Mapping[str, Any]) -> dict[
 def main(argv: list[str] | None = None) -> int:
     """Train, and append lines; returns the study's exit status (3: the time is up)."""
     parser = parser_with(__doc__, "--output")
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="GGUF files or folders of bases")
-    parser.add_argument("--problems", type=Path, required=True, help="gsm8k_train.jsonl, next to gsm8k_test.jsonl")
-    parser.add_argument("--task", choices=("gsm8k_verl", "gsm8k_boxed"), default="gsm8k_verl")
-    parser.add_argument("--arms", nargs="+", default=ARMS, help="files of configs/arms (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rollouts", type=int, help="of each run (default: the task's)")
-    parser.add_argument("--config", type=Path, nargs="+", default=[], help="further -c files, read after the task's")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time on each GPU")
-    parser.add_argument("--share", type=float, help="of a GPU's memory for each run (default: 0.92 / jobs)")
-    parser.add_argument("--minutes", type=float, help="after which runs stop at a checkpoint")
-    parser.add_argument("--folder", type=Path, required=True, help="for the runs; it also lets them go on")
-    parser.add_argument("--completions", type=int, default=20, help="problems of a line of completions; 0: no line")
-    parser.add_argument("--partial", action="store_true", help="also report runs that have not finished")
-    parser.add_argument("--read", action="store_true", help="train nothing, report the runs in the folder")
+    add = parser.add_argument
+    add("--models", type=Path, nargs="+", required=True, help="GGUF files or folders of bases")
+    add("--problems", type=Path, required=True, help="gsm8k_train.jsonl, next to gsm8k_test.jsonl")
+    add("--task", choices=("gsm8k_verl", "gsm8k_boxed"), default="gsm8k_verl")
+    add("--arms", nargs="+", default=ARMS, help="files of configs/arms (default: %(default)s)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--rollouts", type=int, help="of each run (default: the task's)")
+    add("--config", type=Path, nargs="+", default=[], help="further -c files, read after the task's")
+    add("--jobs", type=int, default=1, help="runs at a time on each GPU")
+    add("--share", type=float, help="of a GPU's memory for each run (default: 0.92 / jobs)")
+    add("--minutes", type=float, help="after which runs stop at a checkpoint")
+    add("--folder", type=Path, required=True, help="for the runs; it also lets them go on")
+    add("--completions", type=int, default=20, help="problems of a line of completions; 0: no line")
+    add("--partial", action="store_true", help="also report runs that have not finished")
+    add("--read", action="store_true", help="train nothing, report the runs in the folder")
     args = parser.parse_args(argv)
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,9 @@ from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine, patches
 from qerl_pl.rollout.vllm.worker import linear_kernels
 from tests.bench import harness
-from tests.bench.harness import CUDA, DEVICE, DTYPE, RANK
+from tests.bench.harness import CUDA, DEVICE, DTYPE, FORMATS, RANK
 from tests.bench.together import is_together, turn
-from tests.random_checkpoints import FORMATS, written_apart
+from tests.random_checkpoints import written_apart
 from tests.random_models import SIZES, model_config
 
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if CUDA else (16, 16)
@@ -40,10 +40,8 @@ DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes of a checkpoint; of a larger one, vL
 
 
 def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
-    """Make what an engine needs of a policy: a base, on the meta device if it is not packed, and a random adapter.
-
-    A packed base is loaded, because an engine on Hopper computes with the trainer's copy of it.
-    """
+    """Make what an engine needs of a policy: a random adapter, and a base, which has values only if it is packed: an
+    engine on Hopper computes with the trainer's copy of it."""
     lora = LoraSettings(rank=rank, alpha=rank)
     if base == "nvfp4":
         policy = load_policy(path, dtype=DTYPE, lora=lora, seed=0, device=DEVICE)
@@ -62,34 +60,28 @@ def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
 def measure(args: argparse.Namespace, size: str, base: str) -> None:
     """Start one engine and print its lines."""
     warnings.filterwarnings("ignore", message="Unsupported layer type")
-    dummy = args.path.endswith(DUMMY)
     policy = policy_of(args.path, size, base, args.rank)
     kernel = harness.decoding_kernel(args.decoding_kernel, base, DTYPE)
-    engine = VLLMEngine(
-        max_num_seqs=max(args.sequences),
-        kv_cache_dtype=args.kv_cache_dtype,
-        decoding_kernel=kernel,
-    )
-    if dummy:
+    sequences = max(args.sequences)
+    engine = VLLMEngine(max_num_seqs=sequences, kv_cache_dtype=args.kv_cache_dtype, decoding_kernel=kernel)
+    if args.path.endswith(DUMMY):
         engine._arguments["load_format"] = "dummy"
     if not args.adapter_only:
         patches.graphs_with_adapter = lambda: None  # else passes without the adapter would run without a graph
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8)
     start_s = time.perf_counter() - start
-    found = engine._call(linear_kernels)
-    assert ("NativeLinear" in found) == (kernel == "native"), found
+    kernels = engine._call(linear_kernels)
+    assert ("NativeLinear" in kernels) == (kernel == "native"), kernels
     if is_together():
         engine.sleep()  # the others may need the room of its cache
     with turn():
         engine.wake()
-        measure_started(args, size, base, engine, start_s, dummy=dummy)
+        measure_started(args, size, base, engine, start_s)
         engine.close()  # the next one may need the room
 
 
-def measure_started(
-    args: argparse.Namespace, size: str, base: str, engine: VLLMEngine, start_s: float, *, dummy: bool
-) -> None:
+def measure_started(args: argparse.Namespace, size: str, base: str, engine: VLLMEngine, start_s: float) -> None:
     """Print the lines of an engine that runs."""
     bytes_per_s = bandwidth()
     generator = torch.Generator().manual_seed(0)
@@ -97,11 +89,8 @@ def measure_started(
     def prompts(count: int) -> list[list[int]]:
         return torch.randint(256, (count, PROMPT_TOKENS), generator=generator).tolist()
 
-    if not dummy:
-        [row] = engine.score(prompts(1))
-        [without] = engine.score(prompts(1), adapter=False)
-        finite = torch.tensor([*row, *without]).isfinite().all()
-        harness.check([("the number of scores that are not finite", float(not finite), 0)])
+    if not args.path.endswith(DUMMY):
+        harness.check_finite(*engine.score(prompts(1)), *engine.score(prompts(1), adapter=False))
     for count in args.sequences:
 
         def seconds(new_tokens: int, seed: int, *, adapter: bool, count: int = count) -> tuple[float, int]:
@@ -115,16 +104,16 @@ def measure_started(
             seconds(8, 0, adapter=adapter)  # a warm-up
             prefill[adapter] = min(seconds(1, repeat, adapter=adapter)[0] for repeat in range(args.repeats))
         for repeat in range(args.repeats):
-            for adapter, found in runs.items():
-                found.append(seconds(NEW_TOKENS, 1 + repeat, adapter=adapter))
-        for adapter, found in runs.items():
+            for adapter, samples in runs.items():
+                samples.append(seconds(NEW_TOKENS, 1 + repeat, adapter=adapter))
+        for adapter, samples in runs.items():
             harness.emit(
                 "rollout/generate",
                 shape_of(args, size, base, count, adapter=adapter),
                 "bfloat16",
-                sorted(took for took, _ in found),
-                tokens_per_s=max(tokens / took for took, tokens in found),
-                decoded_per_s=max((tokens - count) / (took - prefill[adapter]) for took, tokens in found),
+                sorted(took for took, _ in samples),
+                tokens_per_s=max(tokens / took for took, tokens in samples),
+                decoded_per_s=max((tokens - count) / (took - prefill[adapter]) for took, tokens in samples),
                 roof_per_s=count / step_bytes(args, size, base, count, adapter=adapter) * bytes_per_s,
                 prefill_s=prefill[adapter],
                 start_s=start_s,
@@ -163,16 +152,14 @@ def bandwidth() -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure what ``--output`` lacks, each engine in a process of its own."""
-    parser = harness.parser_with(__doc__, "--folder", "--output")
+    parser = harness.parser_with(
+        __doc__, "--folder", "--output", "--path", rank=RANK, sequences=[8, 64, 256] if CUDA else [4], repeats=2
+    )
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["7B", "32B"] if CUDA else ["tiny"])
     parser.add_argument("--bases", nargs="*", choices=FORMATS, default=["nvfp4", "bf16"])
-    parser.add_argument("--rank", type=int, default=RANK)
-    parser.add_argument("--sequences", nargs="*", type=int, default=[8, 64, 256] if CUDA else [4])
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of NVFP4 bases")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--path", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.path:
         measure(args, args.sizes[0], args.bases[0])
@@ -185,9 +172,9 @@ def main(argv: list[str] | None = None) -> None:
     for size, base in product(args.sizes, args.bases):
         if left := [count for count in args.sequences if shape_of(args, size, base, count, adapter=True) not in done]:
             one = ["--sizes", size, "--bases", base, "--path", str(checkpoint(args.folder, size, base))]
+            words = [*options, *one, "--sequences", *map(str, left)]
             try:
-                for line in harness.run_apart("bench_rollout", [*options, *one, "--sequences", *map(str, left)]):
-                    harness.keep(line, args.output)
+                harness.run_apart("bench_rollout", words, output=args.output)
             except subprocess.CalledProcessError:
                 failed.append((size, base))
     if failed:

@@ -6,11 +6,10 @@ take turns, so no weight is in the cache when its turn comes again. Nothing is m
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -22,7 +21,7 @@ from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.quant.formats import pack
 from qerl_pl.quant.tile_order import words_in_tile_order
 from qerl_pl.rollout.vllm.humming import decoding_schedule
-from tests.bench.harness import captured, check, emit, relative_error, timed
+from tests.bench.harness import captured, check, emit, parser_with, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape
 
 COMPUTE = json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"})
@@ -47,11 +46,7 @@ def humming_linear(codes: Tensor, scales: Tensor, bias: Tensor | None = None) ->
     prepare: Any = import_module("humming.transform").prepare_and_transform_humming_tensors
     about = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float", "num_bits": 4}
     weights = schema.BaseWeightSchema.from_config({**about, "strategy": "group", "group_size": 16})
-    packed = {
-        "weight_packed": pack(codes),
-        "weight_scale": scales,
-        "weight_global_scale": torch.ones(1, device="cuda"),
-    }
+    packed = {"weight_packed": pack(codes), "weight_scale": scales, "weight_global_scale": torch.ones(1, device="cuda")}
     outputs, inputs = codes.shape
     weights, tensors = weights.convert_humming(
         tensors=packed, shape_n_stacks=[outputs], shape_k_stacks=[inputs], param_dtype=torch.bfloat16
@@ -73,18 +68,18 @@ def humming_linear(codes: Tensor, scales: Tensor, bias: Tensor | None = None) ->
 def multiply(config: Any, tensors: dict[str, Tensor], schedule: dict[str, Any], locks: Tensor, x: Tensor) -> Tensor:
     """[T, K] -> [T, N] with one schedule."""
     forward: Any = import_module("humming.forward").humming_forward
-    given = {"locks": locks, "tuning_config": json.dumps(schedule), "compute_config": COMPUTE}
+    options = {"locks": locks, "tuning_config": json.dumps(schedule), "compute_config": COMPUTE}
     names = "weight", "weight_scale", "weight_scale_2"
-    return forward(config, inputs=x, **{name: tensors.get(name) for name in names}, **given)
+    return forward(config, inputs=x, **{name: tensors.get(name) for name in names}, **options)
 
 
-def rounds(run: Callable[[dict[str, Tensor]], Tensor], copies: list[dict[str, Tensor]]) -> Callable[[], object]:
+def rounds(run: Callable[[Any], Tensor], copies: Sequence[object]) -> Callable[[], object]:
     """``CALLS`` rounds over all copies in one CUDA graph."""
 
     def calls() -> None:
         for _ in range(CALLS):
-            for tensors in copies:
-                run(tensors)
+            for operands in copies:
+                run(operands)
 
     return captured(calls)
 
@@ -104,15 +99,15 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     ours = decoding_schedule(theirs, outputs=outputs, inputs=inputs, tokens=tokens)
     schedules = {"rule": theirs, "ours": ours} if ours != theirs else {"rule": theirs}
     products: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-        key: lambda each, schedule=schedule: multiply(config, each, schedule, locks, x)
+        key: lambda operands, schedule=schedule: multiply(config, operands, schedule, locks, x)
         for key, schedule in schedules.items()
     }
-    own = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
-    for key, (kernel, linear) in own.items():
+    native = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
+    for key, (kernel, linear) in native.items():
         if schedule := kernel.choose_schedule(tokens, outputs, inputs):
             hopper.prepare(kernel.kernels_for(outputs, inputs), x.device)
-            products[key] = lambda each, linear=linear, schedule=schedule: linear(
-                x, each["in tile order"], each["weight_scale"], each["weight_scale_2"], None, schedule
+            products[key] = lambda operands, linear=linear, schedule=schedule: linear(
+                x, operands["in tile order"], operands["weight_scale"], operands["weight_scale_2"], None, schedule
             )
             about = schedule._asdict()
             schedules[key] = {**about.pop("variant")._asdict(), **about}
@@ -121,19 +116,16 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     check((key, relative_error(run(tensors), exact), 2**-6) for key, run in products.items())  # sums in another order
     runs = {key: rounds(run, copies) for key, run in products.items()}
     for key, seconds in timed(runs, repeats=repeats).items():
-        calls = CALLS * len(copies)
-        each = [second / calls for second in seconds]
+        of_a_call = [second / CALLS / len(copies) for second in seconds]
         shape = {"model": model, "linear": name, "tokens": tokens}
-        emit(f"schedules/{key}", shape, "bfloat16", each, schedule=schedules[key])
+        emit(f"schedules/{key}", shape, "bfloat16", of_a_call, schedule=schedules[key])
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_with(__doc__, tokens=[8, 32, 64, 128, 256], repeats=7)
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["7B", "14B"])
     parser.add_argument("--linears", nargs="*", choices=FUSED, default=list(FUSED))
-    parser.add_argument("--tokens", type=int, nargs="*", default=[8, 32, 64, 128, 256])
-    parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() or importlib.util.find_spec("humming") is None:
         print("schedules: nothing is measured without a CUDA GPU and Humming", file=sys.stderr)

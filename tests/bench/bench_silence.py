@@ -7,7 +7,6 @@ machine that does other work all take longer; ``cpu_s`` is the time for which th
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.__main__ import COMMANDS, TRAINING
-from tests.bench.harness import emit
+from tests.bench.harness import ROOT, emit, parser_with
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = "-c own/mine.yaml --data.source.train_path own/problems.jsonl --run_dir run --trainer.max_steps 4"
 HOUR = [
     "--version",
@@ -45,7 +43,7 @@ HOUR = [
 
 
 def observe(arguments: list[str], folder: Path) -> dict[str, Any]:
-    """Run a command of the program; returns its exit status and the measurements that the module's docstring names."""
+    """Run a command of the program; returns its exit status and measurements."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     words = [sys.executable, "-m", "qerl_pl", *arguments]
     variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder / 'own'}"}
@@ -53,18 +51,18 @@ def observe(arguments: list[str], folder: Path) -> dict[str, Any]:
         words, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert process.stdout is not None
-    first, last, silence, said, after = None, begin, 0.0, "", ""
+    first, last, silence, line, after = None, begin, 0.0, "", ""
     while True:
         chunk = os.read(process.stdout.fileno(), 65536)
         now = time.monotonic()
         if now - last > silence:
-            silence, after = now - last, said
+            silence, after = now - last, line
         last = now
         if not chunk:
             break
         first = now - begin if first is None else first
         lines = re.findall(r"[^\r\n]+", chunk.decode(errors="replace"))
-        said = lines[-1][:80] if lines else said
+        line = lines[-1][:80] if lines else line
     status, used = process.wait(), resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "status": status,
@@ -78,9 +76,7 @@ def observe(arguments: list[str], folder: Path) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the commands one after the other, each of which prints a line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="file to append the lines to")
-    args = parser.parse_args(argv)
+    args = parser_with(__doc__, "--output").parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rows.jsonl").write_text('{"completion": "so \\\\boxed{18}", "answer": "18"}\n')
         for line in HOUR:

@@ -9,53 +9,45 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 import warnings
-
-import torch
 
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.bench.bench_rollout import checkpoint, policy_of
-from tests.bench.harness import DTYPE, RANK, check, decoding_kernel, emit, keep, parser_with, run_apart
-from tests.random_checkpoints import FORMATS
+from tests.bench.harness import DTYPE, RANK, check_finite, decoding_kernel, emit, now, parser_with, run_apart
 
 CACHES = "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"
 SETTINGS = {"first": (64, 512), "again": (64, 512), "other": (32, 768)}  # sequences, and tokens of one
 
 
-def start(args: argparse.Namespace, kind: str) -> None:
+def start(args: argparse.Namespace) -> None:
     """Start an engine and print the line."""
     warnings.filterwarnings("ignore", message="Unsupported layer type")
-    sequences, tokens = SETTINGS[kind]
+    sequences, tokens = SETTINGS[args.kind]
     policy = policy_of(args.path, args.size, args.base, RANK)
     engine = VLLMEngine(max_num_seqs=sequences)
-    begin = time.perf_counter()
+    begin = now()
     engine.start(policy, max_model_len=tokens)
-    seconds, phases = time.perf_counter() - begin, engine.start_s
-    [scores] = engine.score([list(range(16))])
-    check([("the number of scores that are not finite", float(not torch.tensor(scores).isfinite().all()), 0)])
+    seconds, phases = now() - begin, engine.start_s
+    check_finite(*engine.score([list(range(16))]))
     engine.close()
     shape = {"model": args.size, "base": args.base, "sequences": sequences, "tokens": tokens}
-    kernel = decoding_kernel("auto", args.base, DTYPE)
-    emit(f"start/{kind}", {**shape, "decoding": kernel}, str(DTYPE).removeprefix("torch."), [seconds], phases_s=phases)
+    shape["decoding"] = decoding_kernel("auto", args.base, DTYPE)
+    emit(f"start/{args.kind}", shape, DTYPE, [seconds], phases_s=phases)
 
 
 def main(argv: list[str] | None = None) -> None:
     """One start of each kind, in turn."""
-    parser = parser_with(__doc__, "--size", "--folder")
-    parser.add_argument("--base", choices=FORMATS, default="nvfp4")
-    parser.add_argument("--path", help=argparse.SUPPRESS)
+    parser = parser_with(__doc__, "--size", "--folder", "--base", "--path")
     parser.add_argument("--kind", choices=SETTINGS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.kind:
-        start(args, args.kind)
+        start(args)
         return
     options = ["--size", args.size, "--base", args.base, "--path", str(checkpoint(args.folder, args.size, args.base))]
     with tempfile.TemporaryDirectory() as caches:
         environment = {name: f"{caches}/{name}" for name in CACHES}
         for kind in SETTINGS:
-            for line in run_apart("bench_start", [*options, "--kind", kind], **environment):
-                keep(line, None)
+            run_apart("bench_start", [*options, "--kind", kind], variables=environment)
 
 
 if __name__ == "__main__":

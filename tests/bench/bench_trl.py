@@ -37,7 +37,7 @@ from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rollout.vllm.setup import prepare_environment
 from tests.bench.bench_grpo import GROUP, PROMPT_TOKENS, coin, lengths, peak_memory
-from tests.bench.harness import CUDA, DEVICE, RANK, emit, keep, kept, now, parser_with, run_apart
+from tests.bench.harness import CUDA, DEVICE, GIB, RANK, emit, kept, now, parser_with, run_apart
 from tests.random_checkpoints import written_apart
 
 PACKAGES = ("trl", "vllm", "transformers", "peft")
@@ -45,7 +45,6 @@ PACKAGES = ("trl", "vllm", "transformers", "peft")
 
 def reward(completion_ids: list[list[int]], **others: Any) -> list[float | None]:
     """The reward of bench_grpo, with TRL's arguments."""
-    del others
     return coin([], [Completion(tuple(tokens), (), False) for tokens in completion_ids])
 
 
@@ -78,15 +77,21 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(args: argparse.Namespace, base: str) -> None:
-    """Train, and print a line after each step."""
+def imported_trl(*, vllm: bool = True) -> Any:
+    """Import TRL, which is optional, for a process in which vLLM is as it comes, without this repository's kernels."""
     warnings.filterwarnings("ignore")
     prepare_environment()
-    os.environ["VLLM_PLUGINS"] = ""  # vLLM as it comes, without the kernels of this repository
-    trl: Any = importlib.import_module("trl")  # optional
-    if not CUDA:  # or vLLM gives the weights to oneDNN, and new ones cannot be loaded
+    os.environ["VLLM_PLUGINS"] = ""
+    trl = importlib.import_module("trl")
+    if vllm and not CUDA:  # or vLLM gives the weights to oneDNN, and new ones cannot be loaded
         ops: Any = importlib.import_module("vllm._custom_ops")
         ops._supports_onednn = False
+    return trl
+
+
+def run(args: argparse.Namespace, base: str) -> None:
+    """Train, and print a line after each step."""
+    trl = imported_trl()
     questions = [f"{index:03} " + "what is it " * 20 for index in range(32)]
     with tempfile.TemporaryDirectory() as name, peak_memory() as peak:
         lines = Lines(args, peak)
@@ -94,7 +99,9 @@ def run(args: argparse.Namespace, base: str) -> None:
             model=base,
             reward_funcs=reward,
             args=trl.GRPOConfig(**settings(args, Path(name))),
-            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": each}]} for each in questions]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": [{"role": "user", "content": question}]} for question in questions]
+            ),
             peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"),
             callbacks=[lines],
         )
@@ -110,8 +117,8 @@ def limit_each(llm: Any, mean: int) -> None:
 
     def limited(prompts: list[Any], *, sampling_params: Any, **others: Any) -> Any:
         params = [copy(sampling_params) for _ in prompts]
-        for each, limit in zip(params, lengths(mean, sampling_params.max_tokens, len(prompts)), strict=True):
-            each.max_tokens = limit
+        for row, limit in zip(params, lengths(mean, sampling_params.max_tokens, len(prompts)), strict=True):
+            row.max_tokens = limit
         return whole(prompts, sampling_params=params, **others)
 
     llm.generate = limited
@@ -170,22 +177,18 @@ class Lines(TrainerCallback):
         self._others = others_bytes(torch.device(DEVICE)) if CUDA else 0
         self._logs: dict[str, float] = {}
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if state.global_step % self._args.updates == 0:
             self.times.begin()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if state.global_step % self._args.updates == 0:
             self.times.end()
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, float] | None = None, **kwargs: Any
-    ) -> None:
-        assert logs is not None
+    def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
         self._logs |= logs  # what is of a rollout is logged at its first update
-        if (
-            state.global_step % self._args.updates or "train_runtime" in logs
-        ):  # an update that is not the last, or the summary at the end
+        # an update that is not the last, or the summary at the end
+        if state.global_step % self._args.updates or "train_runtime" in logs:
             return
         steps, phases = self.times.steps, self.times.phases
         timed = phases[1:] or phases
@@ -197,11 +200,11 @@ class Lines(TrainerCallback):
             sorted(steps[1:]),
             measured=len(steps) - 1,
             first_s=steps[0],
-            phases_s={phase: median(each[phase] for each in timed) for phase in timed[0]},
+            phases_s={phase: median(step[phase] for step in timed) for phase in timed[0]},
             tokens=self._logs["completions/mean_length"] * self._args.group * self._args.prompts,
             gap=self._logs.get("sampling/sampling_logp_difference/mean"),
             peak_bytes=self._peak["bytes"],
-            logged={"peak_gib": max(used, self._peak["bytes"]) / 2**30},
+            logged={"peak_gib": max(used, self._peak["bytes"]) / GIB},
             total_s=now() - self._began,
             versions=versions(),
         )
@@ -219,25 +222,22 @@ def name_of(args: argparse.Namespace) -> str:
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     """Make the settings by which lines are told apart."""
-    names = "size", "prompts", "completion", "steps", "rows", "utilization", "sleep"
-    if args.mean:
-        names += "group", "mean", "updates"
-    shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
-    return {**shape, "base": "bf16", "aqn": False}
+    names = ("prompts", "completion", "steps", "rows", "utilization", "sleep")
+    names += ("group", "mean", "updates") if args.mean else ()
+    return {"model": args.size, **{name: getattr(args, name) for name in names}, "base": "bf16", "aqn": False}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Do one run of TRL, unless ``--output`` has all its steps."""
-    parser = parser_with(__doc__, "--size", "--folder", "--output")
-    parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--completion", type=int, default=2048 if CUDA else 32)
-    parser.add_argument("--group", type=int, default=GROUP, help="completions per prompt")
-    parser.add_argument("--mean", type=int, help="mean length of completions that are as different as a recipe's")
-    parser.add_argument("--updates", type=int, default=1, help="passes over each rollout")
-    parser.add_argument("--steps", type=int, default=3, help="rollouts")
-    parser.add_argument("--rows", type=int, default=GROUP, help="completions of a micro-batch")
-    parser.add_argument("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")
-    parser.add_argument("--sleep", action="store_true", help="vLLM gives its memory back during updates")
+    parser = parser_with(__doc__, "--size", "--folder", "--output", prompts=1, completion=2048 if CUDA else 32)
+    add = parser.add_argument
+    add("--group", type=int, default=GROUP, help="completions per prompt")
+    add("--mean", type=int, help="mean length of completions that are as different as a recipe's")
+    add("--updates", type=int, default=1, help="passes over question rollout")
+    add("--steps", type=int, default=3, help="rollouts")
+    add("--rows", type=int, default=GROUP, help="completions of a micro-batch")
+    add("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")
+    add("--sleep", action="store_true", help="vLLM gives its memory back during updates")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
@@ -250,8 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     if any(line["measured"] == args.steps - 1 for line in before):
         return
     base = written_apart(args.folder, args.size, "bf16")
-    for line in run_apart("bench_trl", [*(argv or sys.argv[1:]), "--child", str(base)]):
-        keep(line, args.output)
+    run_apart("bench_trl", [*(argv or sys.argv[1:]), "--child", str(base)], output=args.output)
 
 
 if __name__ == "__main__":

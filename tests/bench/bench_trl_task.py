@@ -21,13 +21,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import os
 import signal
 import sys
 import tempfile
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -46,11 +45,9 @@ from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.model.tokenizer import read_tokenizer
 from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rollout.decode import completion_texts
-from qerl_pl.rollout.vllm.setup import prepare_environment
-from tests.bench.bench_trl import StepTimes, versions
-from tests.bench.harness import CUDA, DEVICE, emit, now, parser_with
+from tests.bench.bench_trl import StepTimes, imported_trl, versions
+from tests.bench.harness import CUDA, DEVICE, DTYPE, GIB, ROOT, emit, now, parser_with
 from tests.correctness.faults import sources
-from tests.integration.conftest import ROOT
 
 LOGGED = ("kl", "entropy", "grad_norm", "completions/clipped_ratio")  # by TRL, for each step
 FIXED = {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized", "correction": "none", "kl": "k3"}
@@ -58,27 +55,22 @@ FIXED = {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized
 
 
 class Scorer:
-    """Scores completions by all rewards of a task, also those that have the weight 0.
-
-    Args:
-        rewards: as in the configuration file.
-        tokenizer: of the model.
-        ends: tokens that end a completion.
-    """
+    """Scores completions by all rewards of a task, also those that have the weight 0; ``ends`` are tokens that end a
+    completion."""
 
     def __init__(
         self, rewards: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
     ) -> None:
-        self.weights = {each["name"]: float(each["weight"]) for each in rewards}
-        self._rewards = {each["name"]: made(each["reward"]) for each in rewards}
+        self.weights = {reward["name"]: float(reward["weight"]) for reward in rewards}
+        self._rewards = {reward["name"]: made(reward["reward"]) for reward in rewards}
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
 
     def scores(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> dict[str, list[float]]:
         """Return the scores of completions by the name of the reward; a row that cannot be scored gets 0."""
         cut = [Completion(tuple(row), (), bool(row) and row[-1] in self._ends) for row in rows]
         texts = completion_texts(self._tokenizer, cut)
-        read = [Completion(row.tokens, (), row.finished, text) for row, text in zip(cut, texts, strict=True)]
-        return {name: [score or 0.0 for score in reward(prompts, read)] for name, reward in self._rewards.items()}
+        rows_read = [replace(row, text=text) for row, text in zip(cut, texts, strict=True)]
+        return {name: [score or 0.0 for score in reward(prompts, rows_read)] for name, reward in self._rewards.items()}
 
     def total(self, scores: Mapping[str, Sequence[float]]) -> list[float]:
         """Return the weighted sum of scores, for each completion."""
@@ -94,11 +86,7 @@ def made(spec: Mapping[str, Any]) -> Any:
 
 
 def objective_settings(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a task's objective, optimizer and sampling to settings of TRL's GRPOConfig.
-
-    Raises:
-        SystemExit: the task has a setting that TRL is not known to have.
-    """
+    """Translate a task's objective, optimizer and sampling to settings of TRL's GRPOConfig, or exit if it cannot."""
     model = task["model"]
     objective, optimizer = model["objective"], model["optimizer"]
     other = {name: objective.get(name) for name, value in FIXED.items() if objective.get(name) != value}
@@ -133,7 +121,7 @@ def speed_settings(args: argparse.Namespace, task: Mapping[str, Any]) -> dict[st
     whole = task["data"]["batch_size"] * task["model"]["sampling"]["num_completions"]
     if whole % args.rows:
         raise SystemExit(f"--rows is {args.rows}; expected a divisor of the {whole} completions of a step")
-    found = {
+    settings = {
         "bf16": CUDA,
         "model_init_kwargs": {"dtype": "bfloat16" if CUDA else "float32", "attn_implementation": "sdpa"},
         "optim": "adamw_torch_fused",
@@ -143,9 +131,9 @@ def speed_settings(args: argparse.Namespace, task: Mapping[str, Any]) -> dict[st
         "gradient_accumulation_steps": whole // args.rows,
         "use_vllm": args.generation == "vllm",
     }
-    if not found["use_vllm"]:
-        return found
-    return found | {
+    if not settings["use_vllm"]:
+        return settings
+    return settings | {
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": args.utilization,
         "vllm_max_model_length": task["data"]["max_prompt_tokens"] + task["model"]["sampling"]["max_tokens"],
@@ -154,13 +142,9 @@ def speed_settings(args: argparse.Namespace, task: Mapping[str, Any]) -> dict[st
 
 
 class Course(TrainerCallback):
-    """Evaluates a GRPOTrainer at some steps, and collects what its line says.
+    """Evaluates a GRPOTrainer at some steps on test prompts, and collects what its line says.
 
-    Args:
-        args: options of the benchmark.
-        scorer: scores completions.
-        tests: prompts of the evaluations.
-        settings: for the line.
+    ``settings`` are for the line.
     """
 
     def __init__(
@@ -183,21 +167,21 @@ class Course(TrainerCallback):
         scores = self._scorer.scores(prompts, rows)
         lengths, heads = [len(row) for row in rows], [len(prompt.tokens) for prompt in prompts]
         self._note_memory()
-        self._rollout = {name: fmean(found) for name, found in scores.items()} | {"mean_tokens": fmean(lengths)}
+        self._rollout = {name: fmean(values) for name, values in scores.items()} | {"mean_tokens": fmean(lengths)}
         padded = len(rows) * (max(lengths) + max(heads))
         self._count = {"generated": sum(lengths), "trained": sum(lengths) + sum(heads), "computed": padded}
         return self._scorer.total(scores)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._startup_s = now() - self._started
         self._evaluate(state.global_step)
         self._evaluating_s = 0.0
         self._began = now()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.times.begin()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.times.end()
         self._note_memory()
         self._counts.append(self._count)
@@ -208,9 +192,7 @@ class Course(TrainerCallback):
         print(f"step {state.global_step} of {self._args.steps}: {shown}", file=sys.stderr, flush=True)
         self._evaluate(state.global_step)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Mapping[str, float] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         for name in LOGGED:
             if logs and name in logs:
                 self._curve[name].append(round(float(logs[name]), 6))
@@ -227,7 +209,7 @@ class Course(TrainerCallback):
                 "step": step,
                 "train_s": self._curve["train_s"][-1] if self._curve["train_s"] else 0.0,
                 "problems": len(rows),
-                **{name: fmean(found) for name, found in scores.items()},
+                **{name: fmean(values) for name, values in scores.items()},
                 "mean_tokens": fmean(map(len, rows)),
                 "sampling_s": seconds,
             }
@@ -247,13 +229,12 @@ class Course(TrainerCallback):
         if not steps:
             return
         timed, counts = (phases[1:], self._counts[1:]) if len(steps) > 1 else (phases, self._counts)
-        sums = {phase: sum(each[phase] for each in timed) for phase in StepTimes.PHASES}
-        sums["train"] = sum(each["train"] for each in timed)
-        tokens = {name: sum(each[name] for each in counts) for name in counts[0]}
+        sums = {phase: sum(step[phase] for step in timed) for phase in (*StepTimes.PHASES, "train")}
+        tokens = {name: sum(step[name] for step in counts) for name in counts[0]}
         emit(
             "task/trl",
             shape_of(self._args),
-            "bfloat16" if CUDA else "float32",
+            DTYPE,
             sorted(steps[1:] or steps),
             output=self._args.output,
             ended=ended,
@@ -269,8 +250,8 @@ class Course(TrainerCallback):
             padded_share=1 - tokens["trained"] / tokens["computed"],
             evaluations=self._evaluations,
             curve=dict(self._curve),
-            peak_gib=self._peak / 2**30,
-            allocated_gib=torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
+            peak_gib=self._peak / GIB,
+            allocated_gib=torch.cuda.max_memory_allocated() / GIB if CUDA else 0.0,
             settings=dict(self._settings),
             versions=versions(),
         )
@@ -306,13 +287,7 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
     Raises:
         SystemExit: TRL would read a prompt as other tokens than ``train.py``.
     """
-    warnings.filterwarnings("ignore")
-    prepare_environment()
-    os.environ["VLLM_PLUGINS"] = ""  # vLLM as it comes, without the kernels of this repository
-    trl: Any = importlib.import_module("trl")  # optional
-    if not CUDA and args.generation == "vllm":  # or vLLM gives the weights to oneDNN, and new ones cannot be loaded
-        ops: Any = importlib.import_module("vllm._custom_ops")
-        ops._supports_onednn = False
+    trl = imported_trl(vllm=args.generation == "vllm")
     tokenizer = read_tokenizer(args.model)
     data = task["data"]
     module = PromptDataModule(
@@ -383,29 +358,30 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
 def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion: the tokenizer's, and those of the generation settings."""
     file = model / "generation_config.json"
-    found = yaml.safe_load(file.read_text()).get("eos_token_id") if file.exists() else None
-    ends: list[int | None] = found if isinstance(found, list) else [found]
-    own: Any = tokenizer.eos_token_id
-    return [token for token in {*ends, own} if token is not None]
+    ends_of_file = yaml.safe_load(file.read_text()).get("eos_token_id") if file.exists() else None
+    ends: list[int | None] = ends_of_file if isinstance(ends_of_file, list) else [ends_of_file]
+    of_tokenizer: Any = tokenizer.eos_token_id
+    return [token for token in {*ends, of_tokenizer} if token is not None]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Do one run of TRL."""
     parser = parser_with(__doc__, "--output")
-    parser.add_argument("--model", type=Path, help="folder of the model, in bf16")
-    parser.add_argument("--problems", type=Path, help="GSM8K's training problems, beside gsm8k_test.jsonl")
-    parser.add_argument("--task", type=Path, default=ROOT / "configs" / "tasks" / "gsm8k_verl.yaml")
-    parser.add_argument("--steps", type=int, help="default: the task's")
-    parser.add_argument("--at", type=int, nargs="*", help="steps to evaluate at; default: 0, the middle and the end")
-    parser.add_argument("--test", type=int, help="test problems of an evaluation, from the first on; default: all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=8, help="completions of a micro-batch")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations, to save memory")
-    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=CUDA, help="Liger's fused layers")
-    parser.add_argument("--generation", choices=["vllm", "transformers"], default="vllm")
-    parser.add_argument("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")
-    parser.add_argument("--sleep", action="store_true", help="vLLM gives its memory back during updates")
-    parser.add_argument("--tiny", action="store_true", help="4 prompts with completions of 16 tokens, to try it out")
+    add = parser.add_argument
+    add("--model", type=Path, help="folder of the model, in bf16")
+    add("--problems", type=Path, help="GSM8K's training problems, beside gsm8k_test.jsonl")
+    add("--task", type=Path, default=ROOT / "configs" / "tasks" / "gsm8k_verl.yaml")
+    add("--steps", type=int, help="default: the task's")
+    add("--at", type=int, nargs="*", help="steps to evaluate at; default: 0, the middle and the end")
+    add("--test", type=int, help="test problems of an evaluation, from the first on; default: all")
+    add("--seed", type=int, default=0)
+    add("--rows", type=int, default=8, help="completions of a micro-batch")
+    add("--checkpointing", action="store_true", help="recompute activations, to save memory")
+    add("--liger", action=argparse.BooleanOptionalAction, default=CUDA, help="Liger's fused layers")
+    add("--generation", choices=["vllm", "transformers"], default="vllm")
+    add("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")
+    add("--sleep", action="store_true", help="vLLM gives its memory back during updates")
+    add("--tiny", action="store_true", help="4 prompts with completions of 16 tokens, to try it out")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("trl") is None or args.model is None or args.problems is None:
         print("nothing measured: it needs trl, --model and --problems", file=sys.stderr)

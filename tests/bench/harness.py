@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
+import yaml
 from torch import Tensor
 
 from qerl_pl.common.program import use_expandable_segments
@@ -26,29 +27,35 @@ from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.random_models import SIZES
 
 use_expandable_segments()  # as the program does
+ROOT = Path(__file__).parents[2]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # of policies that a vLLM engine samples from
-
-
 RANK = 32
+GIB = 2**30
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")  # of a step, as runs log them
 DECODING_KERNELS = ("auto", "native", "humming")
-OPTIONS: dict[str, dict[str, Any]] = {
+FORMATS = ("nvfp4", "bf16")
+OPTIONS: dict[str, dict[str, Any]] = {  # that several benchmarks have
     "--size": {"choices": SIZES, "default": "7B" if CUDA else "tiny", "help": "of the model"},
     "--folder": {"type": Path, "default": Path(tempfile.gettempdir()) / "qerl-bench", "help": "of random checkpoints"},
+    "--base": {"choices": FORMATS, "default": "nvfp4", "help": "format of the base's weights"},
     "--output": {"type": Path, "help": "file to append the lines to; what it has already is not measured again"},
     "--eager": {"action": "store_true", "help": "vLLM without CUDA graphs"},
     "--micro-batch-tokens": {"type": int, "help": "default: by the memory plan"},
+    "--path": {"help": argparse.SUPPRESS},  # of the checkpoint, for a process that measures one engine
 }
-"""Options that several benchmarks have."""
 
 
-def parser_with(description: str | None, *options: str) -> argparse.ArgumentParser:
-    """Make a parser that knows some of ``OPTIONS``; a benchmark adds its own ones."""
+def parser_with(description: str | None, *options: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Make a parser that knows some of ``OPTIONS`` and, for each default, an option of its type, or of a list's."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in options:
         parser.add_argument(name, **OPTIONS[name])
+    for name, default in defaults.items():
+        several = isinstance(default, list)
+        kind, number = type(default[0] if several else default), "*" if several else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, nargs=number)
     return parser
 
 
@@ -66,14 +73,14 @@ def timed(
     for run in variants.values():
         for _ in range(warmups):
             run()
-    found: dict[str, list[float]] = {name: [] for name in variants}
+    samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, run in variants.items():
             start = now()
             for _ in range(inner):
                 run()
-            found[name].append((now() - start) / inner)
-    return {name: sorted(seconds) for name, seconds in found.items()}
+            samples[name].append((now() - start) / inner)
+    return {name: sorted(seconds) for name, seconds in samples.items()}
 
 
 def now() -> float:
@@ -85,12 +92,11 @@ def now() -> float:
 
 def native_kernels_run(benchmark: str) -> bool:
     """Return whether this machine runs the native kernels; if it does not, print that a benchmark measures nothing."""
-    if hopper.is_available(torch.device(DEVICE)):
-        return True
-    print(
-        f"{benchmark}: nothing is measured without a GPU of compute capability 9.0 and cuda-bindings", file=sys.stderr
-    )
-    return False
+    available = hopper.is_available(torch.device(DEVICE))
+    if not available:
+        needed = "a GPU of compute capability 9.0 and cuda-bindings"
+        print(f"{benchmark}: nothing is measured without {needed}", file=sys.stderr)
+    return available
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -104,17 +110,6 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def device_seconds(run: Callable[[], object], *, times: int = 5) -> float | None:
-    """Measure the seconds that the kernels of one run take, without the gaps between launches; None without a GPU."""
-    if not CUDA:
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(times):
-            run()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages()) / times * 1e-6
-
-
 def reset_peak() -> int:
     """Let ``torch.cuda.max_memory_allocated`` start anew; returns the bytes that are allocated now, 0 without a GPU."""
     if CUDA:
@@ -122,22 +117,24 @@ def reset_peak() -> int:
     return torch.cuda.memory_allocated()
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
+def relative_error(value: Tensor, exact: Tensor) -> float:
     """Divide the norm of the difference by the norm of ``exact``, in fp64."""
-    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+    return ((value.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def check(errors: Iterable[tuple[str, float, float]]) -> None:
-    """Refuse to go on where an error exceeds its bound or is NaN: (what, error, bound).
-
-    Raises:
-        SystemExit: names every error.
-    """
+    """Exit without a line, and name every error, where one of (what, error, bound) exceeds its bound or is NaN."""
     wrong = [
         f"{what} is off by {error:.1e}, more than {bound:.1e}" for what, error, bound in errors if not error <= bound
     ]
     if wrong:
         raise SystemExit("no result, the check is red: " + "; ".join(wrong))
+
+
+def check_finite(*scores: Sequence[float]) -> None:
+    """Exit where a score that an engine gave is not finite."""
+    finite = torch.tensor([value for row in scores for value in row]).isfinite().all()
+    check([("the number of scores that are not finite", float(not finite), 0)])
 
 
 def decoding_kernel(
@@ -147,29 +144,44 @@ def decoding_kernel(
     return vllm_setup.decoding_kernel(wanted, NVFP4, dtype) if base == "nvfp4" else "humming"
 
 
+def base_callbacks() -> list[dict[str, Any]]:
+    """Read the callbacks of configs/base.yaml."""
+    return yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+
+
+def fit_command(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Write what differs from configs/base.yaml to a file in a folder; returns the command that trains with it."""
+    config = folder / "bench.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    return [sys.executable, "train.py", "fit", "-c", str(config)]
+
+
 def child_environment() -> dict[str, str]:
     """Environment of a program of this repository that a benchmark starts: it finds the same modules."""
-    found = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([".", found] if found else ["."])}
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([".", path] if path else ["."])}
 
 
-def run_apart(module: str, arguments: Sequence[str], **variables: str) -> Iterator[str]:
-    """Run a benchmark in a process of its own; yields each line of results, the rest goes to stderr.
+def run_apart(
+    module: str, arguments: Sequence[str], *, output: Path | None = None, variables: Mapping[str, str] | None = None
+) -> None:
+    """Run a benchmark in a process of its own; keeps each line of results, the rest goes to stderr.
 
     Args:
         module: its name in tests/bench.
         arguments: of its command line.
+        output: file that its lines are appended to.
         variables: of its environment, beside the present ones.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
     command = [sys.executable, "-m", f"tests.bench.{module}", *arguments]
-    environment = child_environment() | variables
+    environment = {**child_environment(), **(variables or {})}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout or ():
             if line.startswith('{"name"'):
-                yield line.strip()
+                keep(line.strip(), output)
             else:
                 print(line, end="", file=sys.stderr, flush=True)
     if process.returncode:
@@ -179,15 +191,16 @@ def run_apart(module: str, arguments: Sequence[str], **variables: str) -> Iterat
 def emit(
     name: str,
     shape: Mapping[str, object],
-    dtype: str,
+    dtype: str | torch.dtype,
     seconds: list[float] | None = None,
     *,
     output: Path | None = None,
-    **more: Any,
+    **values: Any,
 ) -> None:
     """Print one result as a JSON line, and append it to a file."""
     timing = {"median_s": median(seconds), "spread_s": [seconds[0], seconds[-1]]} if seconds else {}
-    keep(json.dumps({"name": name, "shape": shape, "dtype": dtype, **timing, **more, **_origin()}), output)
+    about = {"name": name, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
+    keep(json.dumps({**about, **timing, **values, **_origin()}), output)
 
 
 def keep(line: str, output: Path | None) -> None:

@@ -1,19 +1,21 @@
-"""Readings of a run that its curves do not have, or that follow from several of them, for ``bench_real_checks``."""
+"""Callbacks that note what a run's curves do not have, and readings that follow from several curves."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
 
+import psutil
 import torch
 from lightning.pytorch import Callback
 
+from callbacks import rollout_evidence as evidence
 from callbacks.canary import TOLERANCE
-from callbacks.rollout_evidence import FLOORS, GAP_FLOOR, JUMPS, SURE_SIGMAS, RolloutEvidence
 from qerl_pl.memory.device import used_bytes
 from qerl_pl.memory.parts import kv_token_bytes
 from qerl_pl.memory.plan import PASSES, TRAINING
@@ -22,12 +24,46 @@ from qerl_pl.policy.jumps import change, jump
 from qerl_pl.results.curves import Curve
 from qerl_pl.rollout.comparison import MARGIN
 from qerl_pl.rollout.loop import Rollout
+from tests.bench.harness import GIB
 
-GIB = 2**30
+START, VALIDATION, HOST = "bench/start_s", "bench/validation_s", "bench/host_bytes"
+
+
+class RunClock(Callback):
+    """Logs, by the number of rollouts done, ``bench/start_s``, from the start of the process to the first validation or
+    rollout, ``bench/validation_s`` of each validation, and ``bench/host_bytes``, the process's memory after each
+    rollout."""
+
+    def __init__(self) -> None:
+        self._started = False
+        self._began = 0.0
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._start(trainer, pl_module)
+        self._began = time.perf_counter()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        _log(trainer, pl_module, VALIDATION, time.perf_counter() - self._began)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._start(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        _log(trainer, pl_module, HOST, psutil.Process().memory_info().rss)
+
+    def _start(self, trainer: Any, pl_module: Any) -> None:
+        if not self._started:
+            _log(trainer, pl_module, START, time.time() - psutil.Process().create_time())
+        self._started = True
+
+
+def _log(trainer: Any, pl_module: Any, name: str, value: float) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics({name: value}, step=pl_module.rollout_index)
 
 
 class Readings(Callback):
-    """Notes what a run's curves do not have."""
+    """Notes what ``bench_real_checks`` reads besides curves."""
 
     kv_cache_bytes: ClassVar[int | None] = None
     noted: ClassVar[dict[str, list[float]]] = defaultdict(list)
@@ -45,12 +81,9 @@ class Readings(Callback):
             Readings.noted["context_gib"].append(outside / GIB)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for name, value in {
-            "pass_tokens": sum(self._pass_tokens),
-            "passes": len(self._pass_tokens),
-            "train_s": outputs["seconds"]["train"],
-        }.items():
-            Readings.noted[name].append(float(value))
+        Readings.noted["pass_tokens"].append(float(sum(self._pass_tokens)))
+        Readings.noted["passes"].append(float(len(self._pass_tokens)))
+        Readings.noted["train_s"].append(outputs["seconds"]["train"])
         plan = pl_module.memory_plan
         if plan is not None:
             total = torch.cuda.get_device_properties(pl_module.device).total_memory
@@ -79,13 +112,12 @@ class Readings(Callback):
         total = torch.cuda.get_device_properties(pl_module.device).total_memory
         Readings.noted["over_plan_share"].append((used - plan.total("rollout")) / total)
         layers = pl_module.policy.num_layers
-        graphs = used / GIB - torch.cuda.memory_reserved() / GIB - Readings.noted["context_gib"][0]
+        graphs = (used - torch.cuda.memory_reserved()) / GIB - Readings.noted["context_gib"][0]
         Readings.noted["graphs_per_layer_mib"].append(1024 * graphs / layers)
         if plan.kv_cache_bytes:
             shape = checkpoint_shape(pl_module.settings.folder, pl_module.settings.compute_dtype)
-            of_token = kv_token_bytes(
-                shape, plan.run.engine.itemsize(plan.run.itemsize), plan.run.engine.kv_cache_dtype
-            )
+            engine = plan.run.engine
+            of_token = kv_token_bytes(shape, engine.itemsize(plan.run.itemsize), engine.kv_cache_dtype)
             rows = zip(rollout.sampled.prompts, rollout.sampled.completions, strict=True)
             tokens = sum(len(prompt.tokens) + len(row.tokens) for prompt, row in rows)
             Readings.noted["kv_cache_share"].append(tokens * of_token / plan.kv_cache_bytes)
@@ -97,19 +129,21 @@ def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[fl
     which the smaller one of a rollout counts."""
     if f"evidence/{name}" not in curves:
         return []
-    guard, curve, sigma = RolloutEvidence(), curves[f"evidence/{name}"], curves.get("aqn/sigma")
+    guard, curve, sigma = evidence.RolloutEvidence(), curves[f"evidence/{name}"], curves.get("aqn/sigma")
     noisy = {step for step, value in zip(sigma.steps, sigma.values, strict=True) if value > 0} if sigma else set()
-    compared = [
+    values = [
         value
         for step, value in zip(curve.steps, curve.values, strict=True)
         if not (name.endswith("_of_all") and step in noisy)
     ]
     kind = name.removesuffix("_of_all")
-    floor = GAP_FLOOR[dtype] * FLOORS[kind]
-    found = [jump(value, compared[max(0, at - guard.window) : at], floor=floor) for at, value in enumerate(compared)]
-    limit = (guard.max_jump or math.inf) * JUMPS[kind]
-    shares = [min(each.ratio / limit, each.sigmas / SURE_SIGMAS) for each in found]
-    return [max(each.ratio for each in found), max(each.sigmas for each in found), max(shares)] if found else []
+    floor, limit = (
+        evidence.GAP_FLOOR[dtype] * evidence.FLOORS[kind],
+        (guard.max_jump or math.inf) * evidence.JUMPS[kind],
+    )
+    compared = [jump(value, values[max(0, at - guard.window) : at], floor=floor) for at, value in enumerate(values)]
+    rows = [(ratio, sigmas, min(ratio / limit, sigmas / evidence.SURE_SIGMAS)) for ratio, sigmas in compared]
+    return [max(column) for column in zip(*rows, strict=True)]
 
 
 def canary_share(curves: Mapping[str, Curve], what: str, dtype: torch.dtype) -> list[float]:

@@ -16,24 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.bench.harness import PHASES, RANK
+from tests.bench.harness import GIB, PHASES, RANK, ROOT
 
 Line = dict[str, Any]
 Column = Callable[[Line], object]
+Pair = tuple[Line, Line]
 
-ROOT = Path(__file__).parents[2]
 TEXT = Path(__file__).parent / "pages" / "performance.md"
 RESULTS, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
-GIB = 2**30
-HEADLINE = (8, 32, 128, 256)
+HEADLINE = (8, 32, 128, 256)  # sequences
 KERNEL_LINES = (("rule", "ours"), ("decode", "batch"))  # Humming's schedules, native kernels
-LAYER_NAMES = {
-    "none": "no adapter",
-    "together": "fused",
-    "unfetched": "fused, not fetched",
-    "apart": "separate",
-}
-PARTS = {"head/rollout": "step, head", "aqn-norm/rollout": "step, norms", "aqn-norm/norms": "norms alone"}
+LAYER_NAMES = {"none": "no adapter", "together": "fused", "unfetched": "fused, not fetched", "apart": "separate"}
 
 
 class Table(NamedTuple):
@@ -56,10 +49,10 @@ def page(lines: list[Line]) -> str:
     lead, *sections = TEXT.read_text().split("\n## ")
     parsed = [section.strip().split("\n\n") for section in sections]  # title, text, name of the table
     answers = [(title, text, TABLES[name.split()[2]]) for title, text, name in parsed]
-    found = [(title, text, table, table.select(lines)) for title, text, table in answers]
-    usual = Counter(_machine(line) for *_, selected in found for line in selected).most_common(1)[0][0]
+    selections = [table.select(lines) for _, _, table in answers]
+    usual = Counter(_machine(line) for selected in selections for line in selected).most_common(1)[0][0]
     written = [lead.strip().format(usual=usual)]
-    for title, text, table, selected in found:
+    for (title, text, table), selected in zip(answers, selections, strict=True):
         if selected:
             about = textwrap.fill(f"{text} {_origin(selected, usual)}", 120, break_on_hyphens=False)
             written.append(f"## {title}\n{about}\n\n{table.markdown(selected)}")
@@ -71,6 +64,60 @@ def with_speeds(readme: str, lines: list[Line]) -> str:
     head, tail = "<!-- speeds -->\n", "\n<!-- end -->"
     before, after = readme.split(head)
     return before + head + headline_table(lines) + tail + after.split(tail, 1)[1]
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Format a Markdown table."""
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [header, ["---"] * len(header), *rows])
+
+
+def row_per_line(columns: Mapping[str, Column], lines: Iterable[Line]) -> str:
+    """Make a table with a row for each line."""
+    return table(list(columns), [[column(line) for column in columns.values()] for line in lines])
+
+
+def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, label: str) -> str:
+    """Make a table with a row and a column for each value of two functions of a line."""
+    cells: dict[object, dict[object, object]] = {}
+    for line in lines:
+        cells.setdefault(row(line), {})[column(line)] = value(line)
+    columns = list(dict.fromkeys(column(line) for line in lines))
+    columns.sort(key=lambda name: name if isinstance(name, int) else 0)
+    return table([label, *columns], [[name, *(known.get(key, "") for key in columns)] for name, known in cells.items()])
+
+
+def cell(*path: str, digits: int | None = None, scale: float = 1) -> Column:
+    """Make a column with the value at a path of keys: a number with so many digits, "" where there is none, or, without
+    digits, what stands there."""
+
+    def show(line: Line) -> object:
+        value: Any = line
+        for key in path:
+            value = value[key] if digits is None else (value or {}).get(key)
+        return value if digits is None else rounded(value, digits, scale)
+
+    return show
+
+
+def rounded(value: float | None, digits: int, scale: float = 1) -> str:
+    """Format a number; "" for None."""
+    return "" if value is None else f"{scale * value:.{digits}f}"
+
+
+def step_seconds(line: Line) -> str:
+    """Format the median and the range of a line's seconds."""
+    low, high = (f"{end:.4g}" for end in line["spread_s"])
+    return f"{line['median_s']:.4g} ({low} to {high})"
+
+
+def quarters(name: str, digits: int, scale: float = 1) -> Column:
+    """Make a column with the values of the quarters of a long run."""
+    return lambda line: " ".join(rounded(value, digits, scale) for value in line["quarters"][name])
+
+
+def phases(*names: str) -> dict[str, Column]:
+    """Make a column with the seconds of each phase."""
+    return {name: cell("phases_s", name, digits=2) for name in names}
 
 
 def headline_table(lines: list[Line]) -> str:
@@ -86,8 +133,8 @@ def headline_table(lines: list[Line]) -> str:
     rows = [
         [
             model,
-            *(_speed_up(speeds.get((model, count))) for count in HEADLINE),
-            _digits(steps.get(model), 2),
+            *(speed_up(*speeds[model, count]) if (model, count) in speeds else "" for count in HEADLINE),
+            rounded(steps.get(model), 2),
             f"{smallest[model]:g}" if model in smallest else "",
         ]
         for model in dict.fromkeys(model for model, _ in speeds)
@@ -96,7 +143,7 @@ def headline_table(lines: list[Line]) -> str:
     return table(["model", *columns, "whole step of 8", "smallest GPU, GiB"], rows)
 
 
-def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], tuple[Line, Line]]:
+def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], Pair]:
     """Find the last two engines of two kinds that one commit measured, by model and number of sequences.
 
     All pairs of a model are of one GPU, on which it was measured last.
@@ -105,14 +152,13 @@ def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str,
         lines: of ``bench_rollout``; engines with other than the usual settings are left out.
         first, second: "nvfp4" or "bf16", or the same with " alone": without an adapter.
     """
-    found: dict[tuple[str, int, str, str], dict[str, Line]] = {}
+    engines: dict[tuple[str, int, str, str], dict[str, Line]] = {}
     for line in _of_kind("rollout/generate", lines):
         shape = line["shape"]
-        usual = (shape["kv"], shape["rank"]) == ("auto", RANK)
-        if usual and _kernel(line) != "humming":
+        if (shape["kv"], shape["rank"]) == ("auto", RANK) and _kernel(line) != "humming":
             kind = shape["base"] + (" alone" if shape["adapter"] == "none" else "")
-            found.setdefault((shape["model"], shape["sequences"], _gpu(line), line["commit"]), {})[kind] = line
-    both = {key: (kinds[first], kinds[second]) for key, kinds in found.items() if {first, second} <= {*kinds}}
+            engines.setdefault((shape["model"], shape["sequences"], _gpu(line), line["commit"]), {})[kind] = line
+    both = {key: (kinds[first], kinds[second]) for key, kinds in engines.items() if {first, second} <= {*kinds}}
     gpus = {model: gpu for model, _, gpu, _ in both}
     pairs = {(model, count): pair for (model, count, gpu, _), pair in both.items() if gpu == gpus[model]}
     return {key: pairs[key] for key in sorted(pairs, key=lambda key: (*_by_size(key[0]), key[1]))}
@@ -124,23 +170,32 @@ def rollouts(lines: list[Line]) -> list[Line]:
     return [line for pair in pairs for line in pair]
 
 
+def speed_up(slow: Line, fast: Line) -> str:
+    """Format the ratio of two rollouts' tokens per second."""
+    return f"{fast['tokens_per_s'] / slow['tokens_per_s']:.2f}"
+
+
 def rollouts_table(lines: list[Line]) -> str:
     """Tokens per second, one column per number of sequences."""
     speeds, adapters = at_one_commit(lines, "bf16", "nvfp4"), at_one_commit(lines, "nvfp4", "nvfp4 alone")
+    kinds: dict[str, tuple[Mapping[tuple[str, int], Pair], Callable[[Line, Line], str]]] = {
+        "bf16, tokens/s": (speeds, lambda bf16, _: rounded(bf16["tokens_per_s"], 0)),
+        "nvfp4, tokens/s": (speeds, lambda _, nvfp4: rounded(nvfp4["tokens_per_s"], 0)),
+        "speed-up": (speeds, speed_up),
+        "nvfp4, share of the roof": (speeds, lambda _, fast: rounded(fast["decoded_per_s"] / fast["roof_per_s"], 2)),
+        "nvfp4, added by LoRA": (
+            adapters,
+            lambda adapted, alone: f"{100 * (adapted['median_s'] / alone['median_s'] - 1):.0f} %",
+        ),
+    }
     counts = sorted({count for _, count in speeds})
     rows = []
     for model in dict.fromkeys(model for model, _ in speeds):
-        pairs = [speeds.get((model, count)) for count in counts]
-        alone = [adapters.get((model, count)) for count in counts]
-        label = [model, *_gpus(pairs)]
-        for place, base in enumerate(("bf16", "nvfp4")):
-            rates = [_digits(pair and pair[place]["tokens_per_s"], 0) for pair in pairs]
-            rows.append([*label, f"{base}, tokens/s", *rates])
-        rows.append([*label, "speed-up", *map(_speed_up, pairs)])
-        shares = [_digits(pair and pair[1]["decoded_per_s"] / pair[1]["roof_per_s"], 2) for pair in pairs]
-        rows.append([*label, "nvfp4, share of the roof", *shares])
-        if any(alone):
-            rows.append([model, *_gpus(alone), "nvfp4, added by LoRA", *map(_added, alone)])
+        for kind, (pairs, value) in kinds.items():
+            known = {count: pairs[model, count] for count in counts if (model, count) in pairs}
+            if known:
+                gpu = _gpu(next(iter(known.values()))[0])
+                rows.append([model, gpu, kind, *(value(*known[count]) if count in known else "" for count in counts)])
     return table(["model", "GPU", "", *counts], rows)
 
 
@@ -151,8 +206,7 @@ def whole_steps(lines: list[Line]) -> list[Line]:
         line
         for line in _of_kind("grpo/", lines)
         if "median_s" in line and not line["shape"].get("cap") and not line.get("quarters")
-        if line.get("steps_done") != 1
-        if _kernel(line) != "humming"
+        if line.get("steps_done") != 1 and _kernel(line) != "humming"
     ]
     return sorted(_last(runs, lambda line: (line["name"], line["shape"]["model"], _base(line))), key=_model_size)
 
@@ -182,34 +236,6 @@ def recipes(lines: list[Line]) -> list[Line]:
     return sorted(_last(_of_kind("recipe/", lines), setting), key=lambda line: setting(line)[: len(names)])
 
 
-def recipes_table(lines: list[Line]) -> str:
-    """Seconds of a recipe's steps by phase."""
-    columns: dict[str, Column] = {
-        "completions": lambda line: f"{line['shape']['prompts']} x {line['shape']['group']}",
-        "mean": _shape("mean"),
-        "updates": _shape("updates"),
-        "policy": _policy,
-        "step, s": _median(1),
-        "speed-up": lambda line: _digits(times_bf16(line, lines), 2),
-        **{phase: _phase(phase) for phase in ("rollout", "check", "logprob", "train", "between")},
-    }
-    return rows_table(columns, lines)
-
-
-def steps_table(lines: list[Line]) -> str:
-    """Seconds of whole steps by phase."""
-    columns: dict[str, Column] = {
-        "model": _shape("model"),
-        "policy": _policy,
-        "completion": _shape("completion"),
-        "step, s": _median(1),
-        "speed-up": lambda line: _digits(times_bf16(line, lines), 2) if line["name"] == "grpo/step" else "",
-        **{phase: _phase(phase) for phase in PHASES},
-        "gap, nats": _number("gap", 3),
-    }
-    return rows_table(columns, lines)
-
-
 def cards(lines: list[Line]) -> list[Line]:
     """Choose the last run of each model, policy and memory limit that has a plan, without long runs, and those that
     were refused."""
@@ -217,15 +243,13 @@ def cards(lines: list[Line]) -> list[Line]:
     def setting(line: Line) -> tuple[object, ...]:
         return _policy(line), *(line["shape"][name] for name in ("model", "completion", "cap"))
 
-    refused = _of_kind("grpo/too-small", lines)
     ran = [
         line
         for line in _of_kind("grpo/step", lines)
         if "predicted_peak_gib" in line["logged"] and not line.get("quarters")
     ]
-    return sorted(
-        _last(refused + ran, setting), key=lambda line: (*_model_size(line), line["shape"]["cap"] or float("inf"))
-    )
+    chosen = _last(_of_kind("grpo/too-small", lines) + ran, setting)
+    return sorted(chosen, key=lambda line: (*_model_size(line), line["shape"]["cap"] or float("inf")))
 
 
 def taken_gib(run: Line) -> float | None:
@@ -233,54 +257,20 @@ def taken_gib(run: Line) -> float | None:
     return run["peak_bytes"] / GIB if run.get("peak_bytes") else run.get("logged", {}).get("peak_gib")
 
 
-def ranks_table(lines: list[Line]) -> str:
-    """Seconds of steps by the number of GPUs."""
-    alone = next(line["median_s"] for line in lines if line["shape"]["gpus"] == 1)
-    columns: dict[str, Column] = {
-        "model": _shape("size"),
-        "GPUs": _shape("gpus"),
-        "step, s": _median(1),
-        "speed-up": lambda line: f"{alone / line['median_s']:.2f}",
-        **{phase: _phase(phase) for phase in ("rollout", "check", "train", "wait")},
-    }
-    return rows_table(columns, lines)
-
-
 def kernels_table(lines: list[Line]) -> str:
     """Microseconds of each fused linear, Humming's and the native kernel's; a column per number of tokens."""
-    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for line in lines:
         model, linear, tokens = (line["shape"][name] for name in ("model", "linear", "tokens"))
-        found.setdefault((model, linear), {}).setdefault(tokens, {})[_variant(line)] = 1e6 * line["median_s"]
-    counts = sorted({count for times in found.values() for count in times})
+        times.setdefault((model, linear), {}).setdefault(tokens, {})[_variant(line)] = 1e6 * line["median_s"]
+    counts = sorted({count for by_count in times.values() for count in by_count})
 
-    def cell(times: Mapping[str, float]) -> str:
-        fastest = (min((times[name] for name in names if name in times), default=None) for names in KERNEL_LINES)
-        return " / ".join(_digits(time, 1) or "-" for time in fastest) if times else ""
+    def fastest(known: Mapping[str, float]) -> str:
+        kinds = (min((known[name] for name in names if name in known), default=None) for names in KERNEL_LINES)
+        return " / ".join(rounded(time, 1) or "-" for time in kinds) if known else ""
 
-    rows = [[*key, *(cell(times.get(count, {})) for count in counts)] for key, times in found.items()]
+    rows = [[*key, *(fastest(by_count.get(count, {})) for count in counts)] for key, by_count in times.items()]
     return table(["model", "linear", *(f"{count} tokens" for count in counts)], rows)
-
-
-def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, label: str) -> str:
-    """Make a table with a row and a column for each value of two functions of a line."""
-    found: dict[object, dict[object, object]] = {}
-    for line in lines:
-        found.setdefault(row(line), {})[column(line)] = value(line)
-    columns = list(dict.fromkeys(column(line) for line in lines))
-    columns.sort(key=lambda each: each if isinstance(each, int) else 0)
-    rows = [[name, *(cells.get(each, "") for each in columns)] for name, cells in found.items()]
-    return table([label, *columns], rows)
-
-
-def rows_table(columns: Mapping[str, Column], lines: Iterable[Line]) -> str:
-    """Make a table with a row for each line."""
-    return table(list(columns), [[column(line) for column in columns.values()] for line in lines])
-
-
-def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Format a Markdown table."""
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [header, ["---"] * len(header), *rows])
 
 
 def main() -> int:
@@ -312,24 +302,15 @@ def _machine(line: Line) -> str:
 
 
 def _gpu(line: Line) -> str:
-    """Name the GPU in a word, e.g. H100."""
-    return line["device"].removeprefix("NVIDIA ").split()[0]
-
-
-def _gpus(pairs: Iterable[tuple[Line, Line] | None]) -> list[str]:
-    """Name the GPU of pairs from ``at_one_commit``; a list of one name."""
-    return list(dict.fromkeys(_gpu(pair[0]) for pair in pairs if pair))
+    return line["device"].removeprefix("NVIDIA ").split()[0]  # e.g. H100
 
 
 def _origin(lines: Iterable[Line], usual: str) -> str:
-    found: dict[str, set[str]] = {}
+    commits: dict[str, set[str]] = {}
     for line in lines:
-        found.setdefault(_machine(line), set()).add(line["commit"])
-    named = (
-        f"{'' if machine == usual else f'{machine}, '}{', '.join(sorted(commits))}"
-        for machine, commits in found.items()
-    )
-    return f"({'; '.join(named)})"
+        commits.setdefault(_machine(line), set()).add(line["commit"])
+    named = ("" if machine == usual else f"{machine}, " for machine in commits)
+    return f"({'; '.join(name + ', '.join(sorted(at)) for name, at in zip(named, commits.values(), strict=True))})"
 
 
 def _kernel(line: Line) -> str:
@@ -350,15 +331,6 @@ def _policy(line: Line) -> str:
     return ", ".join(filter(None, [*parts, "plain" if shape.get("plain") else ""]))
 
 
-def _speed_up(pair: tuple[Line, Line] | None) -> str:
-    return f"{pair[1]['tokens_per_s'] / pair[0]['tokens_per_s']:.2f}" if pair else ""
-
-
-def _added(pair: tuple[Line, Line] | None) -> str:
-    """Share of the time of an engine without an adapter that the adapter adds."""
-    return f"{100 * (pair[0]['median_s'] / pair[1]['median_s'] - 1):.0f} %" if pair else ""
-
-
 def _by_size(model: str) -> tuple[int, str]:
     return len(model), model  # 7B comes before 14B
 
@@ -367,46 +339,12 @@ def _model_size(line: Line) -> tuple[int, str]:
     return _by_size(line["shape"]["model"])
 
 
-def _digits(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def _variant(line: Line) -> str:
     return line["name"].split("/", 1)[1]
 
 
-def _shape(name: str) -> Column:
-    return lambda line: line["shape"][name]
-
-
-def _phase(name: str) -> Column:
-    return lambda line: _digits(line["phases_s"].get(name), 2)
-
-
-def _median(scale: float) -> Column:
-    """Make a column with the median and the range."""
-
-    def show(line: Line) -> str:
-        low, high = (f"{scale * end:.4g}" for end in line["spread_s"])
-        return f"{scale * line['median_s']:.4g} ({low} to {high})"
-
-    return show
-
-
-def _number(name: str, digits: int, scale: float = 1) -> Column:
-    return lambda line: _digits(None if line.get(name) is None else scale * line[name], digits)
-
-
-def _of_base(base: str, name: str) -> Column:
-    return lambda line: _digits(line[base][name], 0)
-
-
-def _quarters(name: str, digits: int, scale: float = 1) -> Column:
-    return lambda line: " ".join(_digits(scale * each, digits) for each in line["quarters"][name])
-
-
-def _rows(select: Callable[[list[Line]], list[Line]], columns: Mapping[str, Column]) -> Table:
-    return Table(select, partial(rows_table, columns))
+def _rows(select: Callable[[list[Line]], list[Line]], columns: Callable[[list[Line]], dict[str, Column]]) -> Table:
+    return Table(select, lambda lines: row_per_line(columns(lines), lines))
 
 
 def _pivot(kinds: Sequence[str], row: Column, column: Column, value: Column, label: str) -> Table:
@@ -415,94 +353,99 @@ def _pivot(kinds: Sequence[str], row: Column, column: Column, value: Column, lab
 
 TABLES = {
     "rollouts": Table(rollouts, rollouts_table),
-    "steps": Table(whole_steps, steps_table),
-    "recipes": Table(recipes, recipes_table),
-    "memory": _rows(
-        cards,
-        {
-            "model": _shape("model"),
+    "steps": _rows(
+        whole_steps,
+        lambda lines: {
+            "model": cell("shape", "model"),
             "policy": _policy,
-            "completion": _shape("completion"),
-            "GPU memory, GiB": lambda line: f"{line['shape']['cap']:g}" if line["shape"]["cap"] else "whole",
-            "held, GiB": lambda line: _digits(taken_gib(line), 1) or "too small",
-            "planned, GiB": lambda line: _digits(line.get("logged", {}).get("predicted_peak_gib"), 1),
-            "step, s": _number("median_s", 1),
+            "completion": cell("shape", "completion"),
+            "step, s": step_seconds,
+            "speed-up": lambda line: rounded(times_bf16(line, lines), 2) if line["name"] == "grpo/step" else "",
+            **phases(*PHASES),
+            "gap, nats": cell("gap", digits=3),
         },
     ),
-    "families": _rows(
-        partial(_latest, ["families/"]),
-        {
-            "family": _shape("family"),
-            **{f"rollout tokens/s, {base}": _of_base(base, "rollout_tokens_per_s") for base in ("nvfp4", "bf16")},
-            **{f"training tokens/s, {base}": _of_base(base, "training_tokens_per_s") for base in ("nvfp4", "bf16")},
+    "recipes": _rows(
+        recipes,
+        lambda lines: {
+            "completions": lambda line: f"{line['shape']['prompts']} x {line['shape']['group']}",
+            "mean": cell("shape", "mean"),
+            "updates": cell("shape", "updates"),
+            "policy": _policy,
+            "step, s": step_seconds,
+            "speed-up": lambda line: rounded(times_bf16(line, lines), 2),
+            **phases("rollout", "check", "logprob", "train", "between"),
+        },
+    ),
+    "memory": _rows(
+        cards,
+        lambda _: {
+            "model": cell("shape", "model"),
+            "policy": _policy,
+            "completion": cell("shape", "completion"),
+            "GPU memory, GiB": lambda line: f"{line['shape']['cap']:g}" if line["shape"]["cap"] else "whole",
+            "held, GiB": lambda line: rounded(taken_gib(line), 1) or "too small",
+            "planned, GiB": cell("logged", "predicted_peak_gib", digits=1),
+            "step, s": cell("median_s", digits=1),
         },
     ),
     "long_run": _rows(
         lambda lines: [line for line in _of_kind("grpo/step", lines) if line.get("quarters")][-1:],
-        {
-            "model": _shape("model"),
-            "completion": _shape("completion"),
-            "steps": lambda line: line["steps_done"],
-            "step, s": _quarters("step_s", 2),
-            "GPU, GiB": _quarters("gpu_bytes", 2, 1 / GIB),
-            "host, GiB": _quarters("host_bytes", 2, 1 / GIB),
-            "open files": _quarters("files", 0),
+        lambda _: {
+            "model": cell("shape", "model"),
+            "completion": cell("shape", "completion"),
+            "steps": cell("steps_done"),
+            "step, s": quarters("step_s", 2),
+            "GPU, GiB": quarters("gpu_bytes", 2, 1 / GIB),
+            "host, GiB": quarters("host_bytes", 2, 1 / GIB),
+            "open files": quarters("files", 0),
         },
     ),
-    "ranks": Table(partial(_latest, ["ddp/step"]), ranks_table),
+    "ranks": _rows(
+        partial(_latest, ["ddp/step"]),
+        lambda lines: {
+            "model": cell("shape", "size"),
+            "GPUs": cell("shape", "gpus"),
+            "step, s": step_seconds,
+            "speed-up": lambda line: rounded(
+                next(one["median_s"] for one in lines if one["shape"]["gpus"] == 1) / line["median_s"], 2
+            ),
+            **phases("rollout", "check", "train", "wait"),
+        },
+    ),
     "pass": _rows(
         partial(_latest, ["step/"]),
-        {
+        lambda _: {
             "policy": _variant,
-            "model": _shape("model"),
-            "pass, s": _median(1),
-            "tokens/s": _number("tokens_per_s", 0),
-            "speed": _number("ratio", 2),
-            "resident, GB": _number("resident_bytes", 2, 1e-9),
-            "peak, GB": _number("peak_bytes", 2, 1e-9),
+            "model": cell("shape", "model"),
+            "pass, s": step_seconds,
+            "tokens/s": cell("tokens_per_s", digits=0),
+            "speed": cell("ratio", digits=2),
+            "resident, GB": cell("resident_bytes", digits=2, scale=1e-9),
+            "peak, GB": cell("peak_bytes", digits=2, scale=1e-9),
         },
     ),
     "recompute": _pivot(
         ["rungs/"],
-        lambda line: f"{_shape('model')(line)} {_variant(line).split('-')[0]}",
+        lambda line: f"{line['shape']['model']} {_variant(line).split('-')[0]}",
         lambda line: _variant(line).split("-")[1],
         lambda line: f"{line['tokens_per_s']:.0f} / {(line['resident_bytes'] + line['peak_bytes']) * 1e-9:.0f}",
         "recomputed",
     ),
-    "cards": _rows(
-        partial(_latest, ["cards/"]),
-        {
-            "model": _shape("model"),
-            "GPU": _gpu,
-            "GPU memory, GiB": _shape("card_gib"),
-            "recomputed": _variant,
-            "tokens per pass": lambda line: line["micro_batch_tokens"],
-            "tokens/s": _number("tokens_per_s", 0),
-            "peak, GB": _number("peak_bytes", 1, 1e-9),
-            "planned, GB": _number("predicted_bytes", 1, 1e-9),
-        },
-    ),
-    "exact": _pivot(
-        ["head/rollout", "aqn-norm/"],
-        lambda line: f"{PARTS[line['name']]}, {line['shape']['variant']}",
-        _shape("sequences"),
-        _number("median_s", 0, 1e6),
-        "sequences",
-    ),
     "kernels": Table(partial(_latest, ["schedules/"]), kernels_table),
     "adapter": _pivot(
-        [f"layer-ours/{variant}" for variant in ("none", "together", "unfetched", "apart")],
+        [f"layer-ours/{variant}" for variant in LAYER_NAMES],
         lambda line: f"{line['shape']['model']}, {LAYER_NAMES[_variant(line)]}",
-        _shape("tokens"),
-        _number("median_s", 1, 1e6),
+        cell("shape", "tokens"),
+        cell("median_s", digits=1, scale=1e6),
         "tokens",
     ),
     "start": _rows(
         partial(_latest, ["start/"]),
-        {
+        lambda _: {
             "start": _variant,
-            "seconds": _number("median_s", 1),
-            **{phase: _phase(phase) for phase in ("imports", "vLLM", "adapter kernels")},
+            "seconds": cell("median_s", digits=1),
+            **phases("imports", "vLLM", "adapter kernels"),
         },
     ),
 }

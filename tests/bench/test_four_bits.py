@@ -24,19 +24,20 @@ def drawn(*shape: int) -> Tensor:
 def test_tokens_are_compared_by_whole_distributions(monkeypatch: pytest.MonkeyPatch, cap: float | None) -> None:
     monkeypatch.setattr(bench_four_bits, "LOGIT_BYTES", 4 * 11 * 3)  # three tokens at a time
     (dense, other), heads, targets = drawn(2, 7, 5), drawn(2, 11, 5), torch.arange(7)
-    found = compare((dense, heads[0]), (other, heads[1]), targets, divisor=1.5, cap=cap)
+    values = compare((dense, heads[0]), (other, heads[1]), targets, divisor=1.5, cap=cap)
 
     def logprobs(hidden: Tensor, head: Tensor) -> Tensor:
         logits = hidden.double() @ head.double().T
         return ((logits if cap is None else cap * (logits / cap).tanh()) / 1.5).log_softmax(-1)
 
     p, q = logprobs(dense, heads[0]), logprobs(other, heads[1])
-    kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(found.kl, kl, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.entropy, torch.distributions.Categorical(logits=q).entropy(), rtol=1e-4, atol=1e-5)
-    moved = (p - q)[torch.arange(7), targets].abs()
-    torch.testing.assert_close(found.logprob_difference, moved, rtol=1e-4, atol=1e-5)
-    assert torch.equal(found.argmax_equal.bool(), p.argmax(-1) == q.argmax(-1))
+    for name, exact in {
+        "kl": F.kl_div(q, p, log_target=True, reduction="none").sum(-1),
+        "entropy": torch.distributions.Categorical(logits=q).entropy(),
+        "logprob_difference": (p - q)[torch.arange(7), targets].abs(),
+        "argmax_equal": (p.argmax(-1) == q.argmax(-1)).double(),
+    }.items():
+        torch.testing.assert_close(getattr(values, name), exact, rtol=1e-4, atol=1e-5)
     assert not compare((dense, heads[0]), (dense, heads[0]), targets, divisor=1.0, cap=cap).kl.any()
 
 

@@ -19,7 +19,7 @@ from tests.integration.conftest import ROOT
 
 def numbers_of(path: Path) -> set[str]:
     """Names of a module's constants whose values have numbers and no texts."""
-    found: set[str] = set()
+    constants: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
@@ -28,24 +28,23 @@ def numbers_of(path: Path) -> set[str]:
         if numeric and not any(isinstance(value, str) for value in values):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
-            found |= {name for name in names if name.isupper() and not name.startswith("_")}
-    return found
+            constants |= {name for name in names if name.isupper() and not name.startswith("_")}
+    return constants
 
 
 def test_every_number_of_the_checks_and_the_plan_is_read_or_has_a_reason():
     files = [path for folder in SCANNED for path in (ROOT / folder).rglob("*.py")]
-    found = set().union(*(numbers_of(path) for path in files))
+    constants = set().union(*(numbers_of(path) for path in files))
     read = {constant.name.split(",")[0].removeprefix("1 / ") for constant in CONSTANTS}
-    assert {"TOLERANCE", "MAX_GAP", "HEADROOM"} <= found
-    assert found - read - NOT_READ.keys() == set(), "add these to CONSTANTS or NOT_READ"
-    assert NOT_READ.keys() - found == set(), "these are gone"
+    assert {"TOLERANCE", "MAX_GAP", "HEADROOM"} <= constants
+    assert constants - read - NOT_READ.keys() == set(), "add these to ROWS or REASONS"
+    assert NOT_READ.keys() - constants == set(), "these are gone"
 
 
 def line(**readings: Any) -> dict[str, Any]:
-    about = {"name": "real_checks/small", "shape": {"every": 1}, "format": "bf16", "dtype": "bfloat16"}
-    about |= {"noise": False, "seed": 0}
+    about = {"name": "real_checks/small", "shape": {"every": 1}, "format": "bf16", "dtype": "bfloat16", "seed": 0}
     alarm = {"outcome": "silent", "rollout": None, "said": ""}
-    return {**about, "alarm": alarm, "probe_strength": [0.25], **readings}
+    return {**about, "noise": False, "alarm": alarm, "probe_strength": [0.25], **readings}
 
 
 def row(text: str, name: str) -> list[str]:
@@ -86,8 +85,8 @@ def test_the_overhead_of_passes_is_found_in_the_times_of_updates():
     tokens, passes = [900.0, 5000.0, 3000.0, 7000.0, 1000.0], [1.0, 2.0, 1.0, 3.0, 1.0]
     seconds = [1e-3 * (token + 600 * count) for token, count in zip(tokens, passes, strict=True)]
     seconds[0] = 60.0  # the first compiles
-    found = pass_overhead({"pass_tokens": tokens, "passes": passes, "train_s": seconds})
-    assert found == pytest.approx({"overhead_tokens": 600, "s_per_token": 1e-3, "error": 0}, abs=1e-9)
+    fit = pass_overhead({"pass_tokens": tokens, "passes": passes, "train_s": seconds})
+    assert fit == pytest.approx({"overhead_tokens": 600, "s_per_token": 1e-3, "error": 0}, abs=1e-9)
     alike = pass_overhead({"pass_tokens": [8.0] * 5, "passes": [1.0] * 5, "train_s": [1.0] * 5})
     assert alike["overhead_tokens"] is None
 

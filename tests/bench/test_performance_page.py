@@ -18,9 +18,6 @@ from tests.bench.report import (
     headline_table,
     page,
     results,
-    rollouts,
-    rollouts_table,
-    steps_table,
     taken_gib,
     whole_steps,
     with_speeds,
@@ -33,25 +30,18 @@ WARNED = "RuntimeWarning: out of memory with 16384 tokens in a pass: going on wi
 
 def rollout(base: str, rate: float, commit: str, **shape: Any) -> Line:
     """Line of 8 sequences of 7B with an adapter."""
-    shape = {"model": "7B", "base": base, "rank": 32, "adapter": "ours", "kv": "auto", **shape}
+    usual = {"sequences": 8, "model": "7B", "base": base, "rank": 32, "adapter": "ours", "kv": "auto"}
     seconds = {"median_s": 1.0, "tokens_per_s": rate, "decoded_per_s": rate, "roof_per_s": 2 * rate}
-    about = {"device": "NVIDIA H200", "commit": commit}
-    return {"name": "rollout/generate", "shape": {"sequences": 8, **shape}, **about, **seconds}
+    return {"name": "rollout/generate", "shape": usual | shape, "device": "NVIDIA H200", "commit": commit, **seconds}
 
 
 def step(base: str, seconds: float, commit: str, *, finished: bool = True, **shape: Any) -> Line:
     """Line of a whole step of 7B that took as many GiB as seconds."""
     usual = {"model": "7B", "base": base, "aqn": False, "prompts": 1, "completion": 64, "steps": 3, "cap": None}
-    logged = {"peak_gib": seconds, "predicted_peak_gib": seconds}
     times = {"median_s": seconds, "spread_s": [seconds, seconds], "phases_s": {}, "gap": 0.1}
-    return {
-        "name": "grpo/step",
-        "shape": usual | shape,
-        "commit": commit,
-        "logged": logged,
-        "finished": finished,
-        **times,
-    }
+    logged = {"peak_gib": seconds, "predicted_peak_gib": seconds}
+    about = {"name": "grpo/step", "shape": usual | shape, "commit": commit}
+    return {**about, "logged": logged, "finished": finished, **times}
 
 
 OLD = [
@@ -69,6 +59,10 @@ NEW = [
     step("nvfp4", 10, "b", decoding_kernel="native"),
     step("nvfp4", 12, "b", decoding_kernel="humming"),
 ]
+
+
+def made(name: str, lines: list[Line]) -> str:
+    return TABLES[name].markdown(TABLES[name].select(lines))
 
 
 def test_the_page_is_what_the_script_makes_of_the_results():
@@ -110,23 +104,23 @@ def test_the_readmes_first_facts_are_in_its_table():
 @pytest.mark.parametrize("lines", [OLD + NEW, NEW], ids=["with old lines", "new lines alone"])
 def test_speed_ups_compare_the_native_kernel_with_bf16_of_one_commit(lines):
     assert "| 7B | 1.50 |  |  |  | 2.00 |" in headline_table(lines)
-    assert "| 7B | nvfp4 (native) | 64 | 10 (10 to 10) | 2.00 |" in steps_table(whole_steps(lines))
-    assert "| 7B | H200 | speed-up | 1.50 |" in rollouts_table(rollouts(lines))
-    assert "Humming" not in steps_table(whole_steps(lines))
+    assert "| 7B | nvfp4 (native) | 64 | 10 (10 to 10) | 2.00 |" in made("steps", lines)
+    assert "| 7B | H200 | speed-up | 1.50 |" in made("rollouts", lines)
+    assert "Humming" not in made("steps", lines)
 
 
 def test_a_models_rows_are_of_the_gpu_on_which_it_was_measured_last():
     lines = [*NEW, rollout("bf16", 10, "a", sequences=16), rollout("nvfp4", 30, "a", sequences=16, decoding="native")]
     other = [{**line, "device": "NVIDIA H100 80GB HBM3", "commit": "c"} for line in NEW]
-    assert "| 7B | H200 | speed-up | 1.50 | 3.00 |" in rollouts_table(rollouts(lines))
-    assert "| 7B | H100 | speed-up | 1.70 |" in rollouts_table(rollouts([*lines, *other]))
-    assert "3.00" not in rollouts_table(rollouts([*lines, *other]))
+    assert "| 7B | H200 | speed-up | 1.50 | 3.00 |" in made("rollouts", lines)
+    assert "| 7B | H100 | speed-up | 1.70 |" in made("rollouts", [*lines, *other])
+    assert "3.00" not in made("rollouts", [*lines, *other])
 
 
 def test_an_adapters_share_compares_one_engine_with_itself():
     without = {**rollout("nvfp4", 150, "b", decoding="native", adapter="none"), "median_s": 0.8}
-    assert "added by LoRA | 25 % |" in rollouts_table(rollouts([*NEW, without]))
-    assert "added by LoRA" not in rollouts_table(rollouts(NEW))
+    assert "added by LoRA | 25 % |" in made("rollouts", [*NEW, without])
+    assert "added by LoRA" not in made("rollouts", NEW)
 
 
 def test_single_steps_show_their_memory_alone_and_long_runs_have_a_table_of_their_own():
@@ -139,8 +133,8 @@ def test_single_steps_show_their_memory_alone_and_long_runs_have_a_table_of_thei
 def test_memory_is_what_was_seen_from_outside_and_models_stand_by_size():
     seen = {**step("nvfp4", 10, "b", cap=16), "peak_bytes": 9.5 * 2**30}
     small = {"name": "grpo/too-small", "shape": step("nvfp4", 1, "b", cap=13)["shape"], "commit": "b"}
-    found = cards([step("nvfp4", 12, "b"), step("nvfp4", 24, "b", model="14B", cap=24), seen, small])
-    rows = [(line["shape"]["model"], line["shape"]["cap"], taken_gib(line)) for line in found]
+    chosen = cards([step("nvfp4", 12, "b"), step("nvfp4", 24, "b", model="14B", cap=24), seen, small])
+    rows = [(line["shape"]["model"], line["shape"]["cap"], taken_gib(line)) for line in chosen]
     assert rows == [("7B", 13, None), ("7B", 16, 9.5), ("7B", None, 12), ("14B", 24, 24)]
 
 

@@ -104,20 +104,20 @@ def test_a_check_that_ended_a_start_is_an_alarm_though_the_run_went_on(words, st
 
 @pytest.mark.parametrize("task", ["gsm8k_verl", "gsm8k_boxed"])
 def test_arms_change_the_base_and_the_noise_and_nothing_that_the_task_sets(task):
-    given = yaml.safe_load((ROOT / "configs" / "tasks" / f"{task}.yaml").read_text())
+    settings_of_task = yaml.safe_load((ROOT / "configs" / "tasks" / f"{task}.yaml").read_text())
     arms = {arm: yaml.safe_load((ROOT / "configs" / "arms" / f"{arm}.yaml").read_text()) for arm in ARMS}
     assert "optimizer" in arms["bf16"]["model"], "else there is nothing to leave out"
-    found = {arm: left_open(settings, given) for arm, settings in arms.items()}
-    assert [found[arm]["model"] for arm in ARMS] == [{"quantize": None}, {"quantize": "nvfp4"}, {"quantize": "nvfp4"}]
-    assert [arm for arm in ARMS if "trainer" in found[arm]] == ["nvfp4_aqn"]
-    assert found["nvfp4_aqn"]["trainer"] == arms["nvfp4_aqn"]["trainer"]
+    left = {arm: left_open(settings, settings_of_task) for arm, settings in arms.items()}
+    assert [left[arm]["model"] for arm in ARMS] == [{"quantize": None}, {"quantize": "nvfp4"}, {"quantize": "nvfp4"}]
+    assert [arm for arm in ARMS if "trainer" in left[arm]] == ["nvfp4_aqn"]
+    assert left["nvfp4_aqn"]["trainer"] == arms["nvfp4_aqn"]["trainer"]
 
 
 def test_a_validation_keeps_the_verdict_of_each_problem(tmp_path):
-    found = validation(write(tmp_path / "validate-000020.jsonl", completions("0101", "0111")), verdicts=True)
-    assert found["verdicts"] == {"strict": "0101", "lenient": "0111"}
+    summary = validation(write(tmp_path / "validate-000020.jsonl", completions("0101", "0111")), verdicts=True)
+    assert summary["verdicts"] == {"strict": "0101", "lenient": "0111"}
     expected = {"rollouts": 20, "problems": 4, "strict": 0.5, "lenient": 0.75, "truncated_share": 0.25}
-    assert expected.items() <= found.items()
+    assert expected.items() <= summary.items()
 
 
 def test_completions_are_of_the_same_problems_each_once(tmp_path):
@@ -130,7 +130,7 @@ def test_runs_that_share_a_gpu_take_their_part_of_its_memory(words, monkeypatch,
     monkeypatch.setattr(bench_real_runs, "CUDA", True)
     properties = type("Properties", (), {"total_memory": 80 * 2**30})
     monkeypatch.setattr(bench_real_runs.torch.cuda, "get_device_properties", lambda _: properties)
-    for more, expected in (("--jobs 5", 0.92 / 5 * 80), ("--share 0.25", 20.0), ("--jobs 1", None)):
-        main([*words, *more.split()])
-        given = yaml.safe_load((tmp_path / "runs" / "gsm8k_verl.yaml").read_text())["gpu_memory"]
-        assert given == (None if expected is None else pytest.approx(expected, abs=0.01))
+    for options, expected in (("--jobs 5", 0.92 / 5 * 80), ("--share 0.25", 20.0), ("--jobs 1", None)):
+        main([*words, *options.split()])
+        gpu_memory = yaml.safe_load((tmp_path / "runs" / "gsm8k_verl.yaml").read_text())["gpu_memory"]
+        assert gpu_memory == (None if expected is None else pytest.approx(expected, abs=0.01))

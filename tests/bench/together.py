@@ -8,7 +8,6 @@ memory meanwhile, and all of it has to fit.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import shlex
@@ -24,7 +23,7 @@ from typing import Any, TextIO
 
 from lightning.pytorch import Callback
 
-from tests.bench.harness import child_environment
+from tests.bench.harness import child_environment, parser_with
 
 VARIABLE = "BENCH_TOGETHER"
 
@@ -55,7 +54,7 @@ class Turn(Callback):
     def __init__(self) -> None:
         self._turn = ExitStack()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, _batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             pl_module.start_engine()
             trainer.strategy.barrier()
@@ -71,28 +70,25 @@ def program(command: str) -> tuple[list[str], dict[str, str]]:
     """Split ``NAME=value ... module arguments`` into a command line and variables of its environment."""
     words = shlex.split(command)
     named = list(takewhile(lambda word: "=" in word, words))
-    module, *arguments = words[len(named) :]
-    return [sys.executable, "-m", f"tests.bench.{module}", *arguments], dict(word.split("=", 1) for word in named)
+    line = [sys.executable, "-m", f"tests.bench.{words[len(named)]}", *words[len(named) + 1 :]]
+    return line, dict(word.split("=", 1) for word in named)
 
 
 def run_together(
     programs: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], *, stdout: TextIO | None = None
 ) -> None:
-    """Start all programs, let them measure once all are ready, and wait for their end.
+    """Start all programs, let them measure once all are ready, and wait for their end; exit if one failed.
 
     Args:
         programs: name -> command line, and variables of its environment beside the present ones.
         stdout: where what they print goes; None: where this process prints.
-
-    Raises:
-        SystemExit: names those that failed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = child_environment() | {VARIABLE: name}
         started = {
-            key: subprocess.Popen(line, env={**environment, **own}, stdout=stdout)
-            for key, (line, own) in programs.items()
+            key: subprocess.Popen(line, env={**environment, **variables}, stdout=stdout)
+            for key, (line, variables) in programs.items()
         }
         while any(process.poll() is None for process in started.values()):
             ended = sum(process.poll() is not None for process in started.values())
@@ -106,7 +102,7 @@ def run_together(
 
 def main(argv: list[str] | None = None) -> None:
     """Run the commands."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_with(__doc__)
     parser.add_argument("commands", nargs="+", metavar="'bench_rollout --sizes 7B'")
     run_together({command: program(command) for command in parser.parse_args(argv).commands})
 
