@@ -61,11 +61,11 @@ class SyncCanary(Callback):
        without the adapter. (This does not test the cache, because vLLM computes scored tokens without it.)
 
     How far a right engine may be from the trainer in 2 and 3 depends on the model and its dtype, so the trainer
-    measures it: it computes the same log-probabilities again with other rounding errors, and an engine is wrong if it
-    differs by more than ``qerl_pl.rollout.comparison.MARGIN`` times as much. The strength of the probe adapter is found
-    once, by the trainer alone: strong enough to change far more than rounding errors, too weak to make the model
-    chaotic. If there is no such strength, a warning says so, and 2 is left out. The text begins with the completion of
-    which the policy was least certain, because an adapter changes nearly certain log-probabilities too little.
+    measures it: it computes the same log-probabilities with other rounding errors, and an engine is wrong if it differs
+    by more than ``comparison.MARGIN`` times as much. The strength of the probe adapter is found once, by the trainer
+    alone: strong enough to change far more than rounding errors, too weak to make the model chaotic; if there is none,
+    a warning says so, and 2 is left out. The text begins with the completion of which the policy was least certain,
+    because an adapter changes nearly certain log-probabilities too little.
 
     Afterwards the engine is in the same state as before.
 

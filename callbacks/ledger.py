@@ -108,12 +108,6 @@ class MismatchLedger(Callback):
         log_at(pl_module.trainer.loggers, values, step=self._rollout)
 
 
-def spread(num_rows: int, num_chosen: int) -> Tensor:
-    """Choose at most ``num_chosen`` row indices at even distances, beginning with the first row."""
-    num_chosen = min(num_chosen, num_rows)
-    return torch.arange(num_chosen) * num_rows // num_chosen
-
-
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
     """Choose evenly spread rows, as many as the limits allow that all ranks share, at least one; returns the indices.
 
@@ -123,9 +117,9 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
         max_tokens: limit on the tokens of all ranks together.
         num_ranks: number of ranks.
     """
-    num_rows, max_tokens = -(-num_rows // num_ranks), max_tokens // num_ranks
-    fitting = (spread(len(lengths), count) for count in range(num_rows, 1, -1))
-    return next((rows for rows in fitting if lengths[rows].sum() <= max_tokens), spread(len(lengths), 1))
+    most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
+    spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
+    return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])
 
 
 @torch.no_grad()

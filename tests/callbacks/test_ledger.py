@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.ledger import engine_logprobs, few_rows, spread, trainer_logprobs
+from callbacks.ledger import engine_logprobs, few_rows, trainer_logprobs
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.results.curves import Curve, read_curves
@@ -54,10 +54,11 @@ def test_dropout_of_the_trainer_draws_nothing_from_the_global_stream(policy):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_chosen", "expected"), [(16, 4, [0, 4, 8, 12]), (10, 3, [0, 3, 6]), (2, 8, [0, 1]), (5, 1, [0])]
+    ("num_rows", "num_chosen", "expected"),
+    [(16, 4, [0, 4, 8, 12]), (10, 3, [0, 3, 6]), (2, 8, [0, 1]), (5, 1, [0]), (0, 4, [])],
 )
 def test_rows_are_spread_evenly(num_rows, num_chosen, expected):
-    assert spread(num_rows, num_chosen).tolist() == expected
+    assert few_rows(torch.ones(num_rows), num_rows=num_chosen, max_tokens=1000).tolist() == expected
 
 
 @pytest.mark.parametrize(
