@@ -36,21 +36,17 @@ class Kill(NamedTuple):
 
 # the update begins with its gradient, the checkpoint with writing
 KILLS = {kill.where: kill for kill in (Kill("rollout", 1, 1.0), Kill("update", 2, 0.0), Kill("checkpoint", 3, 0.2))}
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "base": "nvfp4",
     "aqn": True,
     "prompts": 2,
     "group": 8,
-    "mean": None,
+    "steps": 5,
     "updates": 1,
     "plain": False,
-    "steps": 5,
-    "cap": None,
-    "memory": None,
     "sleep_level": 0,
     "decoding_kernel": "auto",
-    "micro_batch_tokens": None,
-    "tolerance": None,
+    **dict.fromkeys(("mean", "cap", "memory", "micro_batch_tokens", "tolerance")),
 }
 
 

@@ -109,6 +109,21 @@ def checks_share(line: Line) -> float | None:
     return None if line["shape"]["every"] < 8 else usual("check_share")(line)
 
 
+def weakest(line: Line) -> float | None:
+    """Return 1 / the smallest strength of a probe adapter."""
+    return max((1 / strength for strength in line["probe_strength"] if strength), default=None)
+
+
+def far_share(line: Line) -> float | None:
+    """Return the largest share of tokens that are far apart, of the chosen or of all rows."""
+    return most(largest("evidence", "far_share"), largest("evidence", "far_share_of_all"))(line)
+
+
+def overhead(line: Line) -> float | None:
+    """Return the tokens whose time a pass takes besides that of its own tokens."""
+    return line.get("pass", {}).get("overhead_tokens")
+
+
 TOY, RANDOM, REAL = "the quickstart's policy", "random weights", "0.1B to 1.5B, pretrained"
 SMALL, H200, TEXT = "0.1B and 0.5B, pretrained", "7B with random weights, H200", ", on the text it is found with"
 SMALLER = "of the limit, the smaller one of both"
@@ -127,10 +142,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("MOST_CHANGE", probe.MOST_CHANGE, "nats", "1.5B, pretrained" + TEXT, largest("probe_change")),
         ("USABLE", probe.USABLE, "rounding / change", SMALL + TEXT, largest("rounding_over_change")),
         ("STRENGTHS, largest", max(probe.STRENGTHS), "", SMALL, lambda line: max(line["probe_strength"], default=None)),
-        (
-            *("1 / STRENGTHS, smallest", 1 / min(probe.STRENGTHS), "1 / strength", SMALL),
-            lambda line: max((1 / strength for strength in line["probe_strength"] if strength), default=None),
-        ),
+        ("1 / STRENGTHS, smallest", 1 / min(probe.STRENGTHS), "1 / strength", SMALL, weakest),
     ],
     "callbacks/rollout_evidence.py": [
         ("MAX_GAP", evidence.MAX_GAP, "nats", f"{TOY} and 7B with {RANDOM}", largest("evidence", "gap")),
@@ -141,10 +153,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("warn_jump", GUARD.warn_jump, "x median", REAL, jumps(0, "gap", "gap_of_all"), "part"),
         ("SURE_SIGMAS", evidence.SURE_SIGMAS, "sigmas", REAL, jumps(1, *ALL_GAPS), "part"),
         ("max_jump and SURE_SIGMAS", 1.0, SMALLER, "as these", jumps(2, *ALL_GAPS)),
-        (
-            *("MAX_FAR_SHARE", evidence.MAX_FAR_SHARE, f"of tokens, a factor of {FAR:g} apart"),
-            *("Chebyshev's inequality", most(*(largest("evidence", "far_share" + rows) for rows in ("", "_of_all")))),
-        ),
+        ("MAX_FAR_SHARE", evidence.MAX_FAR_SHARE, f"{FAR:g} times apart", "Chebyshev's inequality", far_share),
         *(
             (f"false_alarm, {name}", SURE, "nats", "theory", largest("evidence", name))
             for name in ("copies", "order", "branches", "other_sampling")
@@ -169,25 +178,21 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "qerl_pl/memory/fitting.py": [
         ("HEADROOM", fitting.HEADROOM, "of the GPU above the plan", H200, largest("noted", "over_plan_share")),
-        (
-            *("the planned KV cache", 1.0, "of its bytes are filled, if all sequences are alive at once"),
-            *("formula", largest("noted", "kv_cache_share")),
-        ),
+        ("OVERHEAD", float(fitting.OVERHEAD), "tokens", H200, overhead, "near"),
+        ("the planned KV cache", 1.0, "filled with all sequences", "formula", largest("noted", "kv_cache_share")),
     ],
     "qerl_pl/memory/parts.py": [
         ("FRAGMENTATION", parts.FRAGMENTATION, "of a pass's tensors", H200, largest("noted", "unused_share"), "near"),
         ("CONTEXT", parts.CONTEXT / GIB, "GiB", H200, largest("noted", "context_gib"), "near"),
+        # with all that libraries take after the start
         (
-            *("GRAPHS_PER_LAYER", parts.GRAPHS_PER_LAYER / 2**20),
-            "MiB, with all that libraries take after the start",
-            *(H200, largest("noted", "graphs_per_layer_mib"), "near"),
+            "GRAPHS_PER_LAYER",
+            parts.GRAPHS_PER_LAYER / 2**20,
+            "MiB",
+            H200,
+            largest("noted", "graphs_per_layer_mib"),
+            "near",
         ),
-    ],
-    "qerl_pl/memory/fitting.py": [
-        (
-            *("OVERHEAD", float(fitting.OVERHEAD), "tokens", H200),
-            *(lambda line: line.get("pass", {}).get("overhead_tokens"), "near"),
-        )
     ],
 }
 CONSTANTS = tuple(Constant(where, *row) for where, rows in ROWS.items() for row in rows)
@@ -295,7 +300,7 @@ def measured_again(lines: Sequence[Line]) -> str:
         }.get(level, ("", ""))
         if (f"{kind}-{before}", model) in seconds:
             reading = taken / seconds[f"{kind}-{before}", model] - 1
-            values.append((f"{name}, {model}", getattr(speed, name), reading))
+            values.append((f"{name}, {model}", getattr(fitting, name), reading))
     rows = [[name, f"{value:.3g}", f"{reading:.3g}", f"{reading / value:.2f} of it"] for name, value, reading in values]
     return table(["constant of costs", "value", "measured", "MARGIN"], rows) if rows else ""
 

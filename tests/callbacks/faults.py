@@ -120,11 +120,15 @@ def stale_prefixes(engine: Any, adapter: Adapter) -> Any:
 
 
 FAULTS: dict[str, Callable[[Any, Adapter], Any]] = {
-    fault.__name__: fault
-    for fault in (
-        *(lost_update, old_adapter, no_adapter, swapped_matrix, unused_adapter),
-        *(noise_left, noise_missing, other_noise, stale_prefixes),
-    )
+    "lost_update": lost_update,
+    "old_adapter": old_adapter,
+    "no_adapter": no_adapter,
+    "swapped_matrix": swapped_matrix,
+    "unused_adapter": unused_adapter,
+    "noise_left": noise_left,
+    "noise_missing": noise_missing,
+    "other_noise": other_noise,
+    "stale_prefixes": stale_prefixes,
 }
 
 
