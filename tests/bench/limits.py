@@ -153,7 +153,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("warn_jump", GUARD.warn_jump, "x median", REAL, jumps(0, "gap", "gap_of_all"), "part"),
         ("SURE_SIGMAS", evidence.SURE_SIGMAS, "sigmas", REAL, jumps(1, *ALL_GAPS), "part"),
         ("max_jump and SURE_SIGMAS", 1.0, SMALLER, "as these", jumps(2, *ALL_GAPS)),
-        ("MAX_FAR_SHARE", evidence.MAX_FAR_SHARE, f"{FAR:g} times apart", "Chebyshev's inequality", far_share),
+        ("MAX_FAR_SHARE", evidence.MAX_FAR_SHARE, f"of tokens, x {FAR:g}", "Chebyshev's inequality", far_share),
         *(
             (f"false_alarm, {name}", SURE, "nats", "theory", largest("evidence", name))
             for name in ("copies", "order", "branches", "other_sampling")

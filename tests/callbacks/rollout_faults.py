@@ -117,7 +117,7 @@ def in_every_other_rollout(fault: Fault) -> Fault:
     return begun
 
 
-# ---- rows, tokens and log-probabilities
+# Faults of rows, tokens and log-probabilities
 
 
 def altered(completion: Completion, share: float = 0.02) -> Completion:
@@ -206,7 +206,7 @@ def some_rows_copied(groups: Groups, *_: Any) -> Groups:
     return [[group[i - 1] if is_copy(group[i], i) else group[i] for i in range(len(group))] for group in groups]
 
 
-# ---- choice among completions
+# Faults of choice among completions
 
 
 def chosen(choose: Callable[[list[Completion], int], list[Completion]]) -> Fault:
@@ -254,7 +254,7 @@ def unlikely(row: Completion) -> float:
     return -sum(row.logprobs)
 
 
-# ---- sampling and prompts
+# Faults of sampling settings and prompts
 
 
 def honest(**settings: Any) -> Fault:
@@ -336,7 +336,7 @@ def in_two_parts(
     return in_training(wrong)
 
 
-# ---- adapter and noise
+# Faults of adapter and noise
 
 
 def copied(adapter: Adapter) -> Adapter:
@@ -447,7 +447,7 @@ def without_adapter(engine: Any, policy: Policy) -> Any:
     return Instead(engine, generate=lambda *arguments, **_: engine.generate(*arguments, adapter=False))
 
 
-# ---- the model
+# Faults of the model
 
 
 def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]], *, late: bool) -> Fault:
