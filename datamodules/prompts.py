@@ -100,14 +100,14 @@ class PromptDataModule(LightningDataModule):
         check_template(question_template)
         if not 0 <= max_dropped_share <= 1:
             raise ValueError(f"data.max_dropped_share is {max_dropped_share}; expected 0 to 1")
-        for name, number, least in (
-            ("batch_size", batch_size, 1),
-            ("val_batch_size", val_batch_size, 1),
-            ("show_prompt", show_prompt, 0),
-            ("held_out", held_out, 0),
+        for name, number, least, expected in (
+            ("batch_size", batch_size, 1, "at least 1"),
+            ("val_batch_size", val_batch_size, 1, "at least 1"),
+            ("show_prompt", show_prompt, 0, "a number of prompts, 0 or more"),
+            ("held_out", held_out, 0, "a number of problems, 0 or more"),
         ):
             if number < least:
-                raise ValueError(f"data.{name} is {number}; expected at least {least}")
+                raise ValueError(f"data.{name} is {number}; expected {expected}")
         if val_limit is not None and val_limit < 1:
             raise ValueError(f"data.val_limit is {val_limit}; expected at least 1, or null for all")
         self.source = source
