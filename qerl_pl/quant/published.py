@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,7 +73,8 @@ def conversion_reasons(path: Path) -> list[str]:
         )
     if outside := [name for name in stored.packed if block_of(name) is None]:
         reasons.append(f"{', '.join(outside)} is packed: held in 16 bits, as engines do embeddings and heads")
-    if apart := [group for group in fused_packed(path, stored) if len(_tensor_scales(checkpoint, stored, group)) > 1]:
+    scales = {name: checkpoint.read(f"{name}.{_tensor_scale(leaves)}").item() for name, leaves in stored.packed.items()}
+    if apart := [group for group in fused_packed(path, stored) if len({scales[name] for name in group}) > 1]:
         reasons.append(f"{len(apart)} groups of linears that engines fuse have tensor scales of their own: made equal")
     return reasons
 
@@ -125,10 +125,6 @@ def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
         if name == group[0] and block_of(name) is not None:
             groups.append(group)
     return groups
-
-
-def _tensor_scales(checkpoint: Checkpoint, stored: Stored, group: Sequence[str]) -> set[float]:
-    return {checkpoint.read(f"{name}.{_tensor_scale(stored.packed[name])}").double().item() for name in group}
 
 
 def _tensor_scale(leaves: set[str]) -> str:
