@@ -58,7 +58,7 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path):
-    folders = ("rollout", "quant", "policy", "kernels")
+    folders = ("rollout", "quant", "policy", "kernels", "hopper")
     places = (ROOT, path.parent, ROOT / "qerl_pl", *(ROOT / "qerl_pl" / folder for folder in folders))
     named = [piece for piece in code(path) if re.fullmatch(r"[a-z0-9_./-]+\.(py|yaml|md|toml)", piece)]
     assert [name for name in named if not any((place / name).exists() for place in places)] == []
@@ -226,10 +226,11 @@ def test_the_messages_of_the_troubleshooting_page_are_the_programs():
 
 
 def test_the_kernels_page_names_constants_and_functions_that_exist():
-    from qerl_pl.kernels import costs
+    from qerl_pl.hopper import costs
 
     text = (ROOT / "docs" / "kernels.md").read_text()
-    sources = "".join(path.read_text() for path in (ROOT / "qerl_pl" / "kernels").glob("*"))
+    folders = (ROOT / "qerl_pl" / "kernels", ROOT / "qerl_pl" / "hopper")
+    sources = "".join(path.read_text() for folder in folders for path in folder.glob("*") if path.is_file())
     constants = set(re.findall(r"`(?:costs\.)?([A-Z][A-Z0-9_]{3,})`", text))
     assert constants >= {name for name in vars(costs) if name.isupper()} - {
         "SMS",

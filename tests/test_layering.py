@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import warnings
 from pathlib import Path
@@ -31,8 +32,6 @@ def packages_of(path: Path) -> set[str]:
 
 
 LIBRARY = sorted((ROOT / "qerl_pl").rglob("*.py"))
-
-
 PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path in (ROOT / folder).glob("*.py"))]
 ARROW_UP = {("qerl_pl/study/", "qerl_pl/__main__.py")}
 """The one import that goes up ARCHITECTURE's table."""
@@ -95,21 +94,33 @@ def test_schedules_seeds_and_tasks_need_no_package(name):
 
 def test_only_the_rollout_engine_imports_vllm():
     users = [path.relative_to(ROOT / "qerl_pl") for path in LIBRARY if "vllm" in packages_of(path)]
-    assert all(path.parent == Path("rollout", "vllm") for path in users), users
-    assert users
+    assert {path.parent for path in users} == {Path("rollout", "vllm"), Path("hopper")}, users
 
 
 def test_nothing_but_the_tools_looks_inside_the_vllm_engine():
     inside = "qerl_pl.rollout.vllm."
     for path in LIBRARY:
-        if path.parent.name not in ("vllm", "tools"):
+        if path.parent.name not in ("vllm", "tools", "hopper"):
             looked_at = {name for name in imports_of(path) if name.startswith(inside)} - {inside + "VLLMEngine"}
             assert not looked_at, path
 
 
 def test_triton_stays_in_the_kernels():
     users = [path.relative_to(ROOT / "qerl_pl") for path in LIBRARY if "triton" in packages_of(path)]
-    assert all(path.parent == Path("kernels") for path in users), users
+    assert all(path.parent in (Path("kernels"), Path("hopper")) for path in users), users
+
+
+def test_one_module_is_the_door_to_the_folder_that_may_be_left_out():
+    strings = (
+        (path, node.value)
+        for path in PRODUCT
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    users = {path for path, value in strings if re.fullmatch(r"qerl_pl\.hopper[\w.:]*", value)}
+    users |= {path for path in PRODUCT if any(name.startswith("qerl_pl.hopper") for name in imports_of(path))}
+    outside = {path.relative_to(ROOT) for path in users if path.parent.name != "hopper"}
+    assert outside == {Path("qerl_pl", "kernels", "native.py")}
 
 
 TOP_LEVEL = {"qerl_pl", "callbacks", "datamodules", "configs", "tests", "docs", "train.py", "pyproject.toml"}

@@ -131,7 +131,7 @@ def test_links_to_source_lead_to_pages_of_the_site():
     names = ("docs/kernels.md", "LICENSE.md", "reference/qerl_pl.md", "reference/qerl_pl.kernels.md")
     files = Files([File(name, "", "", use_directory_urls=False) for name in names])
     page = Page(None, files.src_uris["docs/kernels.md"], config)
-    text = "[a](../qerl_pl/kernels) [b](../qerl_pl/kernels/costs.py) [c](../qerl_pl/module.py) [d](../LICENSE)"
+    text = "[a](../qerl_pl/kernels) [b](../qerl_pl/kernels/lora.py) [c](../qerl_pl/module.py) [d](../LICENSE)"
     found = on_page_markdown(f"{text} [e](study.md) [f](https://a.b/LICENSE)", page=page, config=config, files=files)
     kernels = "../reference/qerl_pl.kernels.md"
     assert found == (

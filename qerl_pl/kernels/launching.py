@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import JITFunction
+from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
 
 MULTIPLE, OTHER = 16, 17  # integers that stand for multiples of 16, and for other integers above 1
+
+
+def cache_folder() -> str:
+    """Return Triton's cache folder, in which compiled CUDA C++ kernels are stored as well."""
+    return knobs.cache.dir
 
 
 def launch(

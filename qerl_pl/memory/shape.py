@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from qerl_pl.base.folder import BaseFormat, base_folder
 from qerl_pl.base.prepared import check_format
+from qerl_pl.kernels import native
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.model.hub import hub_config, is_hub_name
@@ -29,7 +30,6 @@ from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.selection import fused_groups, is_ignored
-from qerl_pl.quant.tile_order import fits
 
 
 class Recurrent(NamedTuple):
@@ -82,7 +82,7 @@ class ModelShape:
     engine_packed_bytes: int
     """Part of ``engine_linear_bytes`` that is packed in 4 bits, and so does not depend on vLLM's compute dtype."""
     fitting_bytes: int
-    """Part of ``engine_packed_bytes`` that vLLM's native NVFP4 kernels can read from the trainer's memory."""
+    """Part of ``engine_packed_bytes`` that the native NVFP4 kernels can read from the trainer's memory."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
@@ -245,5 +245,5 @@ def _widest_linears(blocks: nn.Module) -> tuple[tuple[str, int, int], ...]:
 def _fitting_bytes(linears: Mapping[str, FrozenLinear]) -> int:
     groups = fused_groups(list(linears), present=linears.keys()).values()
     parts = ([linears[name] for name in group] for group in groups)
-    whole = (group for group in parts if fits([(linear.out_features, linear.in_features) for linear in group]))
+    whole = (group for group in parts if native.fits([(linear.out_features, linear.in_features) for linear in group]))
     return sum(linear.codes.nbytes + linear.block_scale.nbytes for group in whole for linear in group)

@@ -24,7 +24,7 @@ class PackedWeight:
 
     codes: Tensor
     """[N, K/2] uint8, two codes per byte, the even column in the low nibble. NVFP4 weights may also be int32 words in
-    tile order (``quant/tile_order.py``), with transposed block scales."""
+    tile order (``hopper/tile_order.py``), with transposed block scales."""
     block_scale: Tensor
     """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor

@@ -19,7 +19,7 @@ class FrozenLinear(nn.Module):
     autograd keeps only the packed weight, and neither x nor a dense copy of the weight.
 
     The buffers of a new layer are zero, or without data on the meta device; assign ``packed`` and ``bias`` to fill
-    them. An NVFP4 weight may be replaced by one in tile order (``quant/tile_order.py``), which the engine can share.
+    them. An NVFP4 weight may be replaced by one in tile order (``hopper/tile_order.py``), which the engine can share.
     """
 
     codes: Tensor

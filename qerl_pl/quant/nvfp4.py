@@ -20,9 +20,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from qerl_pl.kernels import native
 from qerl_pl.quant.formats import Format, PackedWeight, decode
 from qerl_pl.quant.formats import dequantize_reference as dequantize_by_table
-from qerl_pl.quant.tile_order import is_in_tile_order, to_row_order
 
 BLOCK = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -74,15 +74,14 @@ def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight, in row order or in tile order, to [N, K] of ``dtype``; the result equals
-    ``dequantize_reference``, rounded once, bit for bit."""
+    """Dequantise a weight to [N, K] of ``dtype``; the result equals ``dequantize_reference``, rounded once, bit for
+    bit."""
+    if weight.codes.dtype != torch.uint8:
+        return native.dequantize(weight, dtype)
     if weight.codes.is_cuda:
-        from qerl_pl.kernels import dequantize as kernels  # needs Triton
+        from qerl_pl.kernels.dequantize import dequantize_nvfp4  # needs Triton
 
-        kernel = kernels.dequantize_tiles if is_in_tile_order(weight) else kernels.dequantize_nvfp4
-        return kernel(weight.codes, weight.block_scale, weight.global_scale, dtype)
-    if is_in_tile_order(weight):
-        weight = to_row_order(weight)
+        return dequantize_nvfp4(weight.codes, weight.block_scale, weight.global_scale, dtype)
     return decode(weight.codes, effective_scale(weight.block_scale, weight.global_scale), E2M1_CODES, dtype)
 
 

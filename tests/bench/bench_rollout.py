@@ -21,13 +21,14 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from qerl_pl.hopper import patches
 from qerl_pl.memory.parts import adapter_values, kv_token_bytes
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy, make_policy
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.rollout.vllm import VLLMEngine, patches
+from qerl_pl.rollout.vllm import VLLMEngine, launch
 from qerl_pl.rollout.vllm.worker import linear_kernels
 from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, FORMATS, RANK
@@ -65,7 +66,8 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
     sequences = max(args.sequences)
     engine = VLLMEngine(max_num_seqs=sequences, kv_cache_dtype=args.kv_cache_dtype, decoding_kernel=kernel)
     if args.path.endswith(DUMMY):
-        engine._arguments["load_format"] = "dummy"
+        plainly = launch.llm_arguments
+        launch.llm_arguments = lambda *args, **named: plainly(*args, **named) | {"load_format": "dummy"}
     if not args.adapter_only:
         patches.graphs_with_adapter = lambda: None  # else passes without the adapter would run without a graph
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Humming's kernels for few tokens, by its rule and by ours, and our own: python -m tests.bench.bench_schedules
+"""Humming's kernels for few tokens and our own: python -m tests.bench.bench_schedules
 
 The fused linears of a block, NVFP4 weights and bf16 inputs, each linear alone in a CUDA graph of many calls; its copies
 take turns, so no weight is in the cache when its turn comes again. Nothing is measured without Humming.
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper import driver, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper.tile_order import words_in_tile_order
 from qerl_pl.quant.formats import pack
-from qerl_pl.quant.tile_order import words_in_tile_order
-from qerl_pl.rollout.vllm.humming import decoding_schedule
 from tests.bench.harness import captured, check, emit, parser_with, relative_error, timed
 from tests.random_models import FUSED, SIZES, fused_shape
 
@@ -96,16 +95,14 @@ def compare(model: str, name: str, tokens: int, repeats: int) -> None:
     locks = torch.zeros(LOCKS, dtype=torch.int32, device="cuda")
     x = torch.randn(tokens, inputs, device="cuda").bfloat16()
     theirs = rule(config, tokens, gemm_type="dense")
-    ours = decoding_schedule(theirs, outputs=outputs, inputs=inputs, tokens=tokens)
-    schedules = {"rule": theirs, "ours": ours} if ours != theirs else {"rule": theirs}
+    schedules = {"rule": theirs}
     products: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-        key: lambda operands, schedule=schedule: multiply(config, operands, schedule, locks, x)
-        for key, schedule in schedules.items()
+        "rule": lambda operands: multiply(config, operands, theirs, locks, x)
     }
     native = {"decode": (nvfp4_decode, nvfp4_decode.decode_linear), "batch": (nvfp4_batch, nvfp4_batch.batch_linear)}
     for key, (kernel, linear) in native.items():
         if schedule := kernel.choose_schedule(tokens, outputs, inputs):
-            hopper.prepare(kernel.kernels_for(outputs, inputs), x.device)
+            driver.prepare(kernel.kernels_for(outputs, inputs), x.device)
             products[key] = lambda operands, linear=linear, schedule=schedule: linear(
                 x, operands["in tile order"], operands["weight_scale"], operands["weight_scale_2"], None, schedule
             )

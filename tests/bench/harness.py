@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 
 from qerl_pl.common.program import use_expandable_segments
-from qerl_pl.kernels import hopper
+from qerl_pl.hopper import driver
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.random_models import SIZES
@@ -92,7 +92,7 @@ def now() -> float:
 
 def native_kernels_run(benchmark: str) -> bool:
     """Return whether this machine runs the native kernels; if it does not, print that a benchmark measures nothing."""
-    available = hopper.is_available(torch.device(DEVICE))
+    available = driver.is_available(torch.device(DEVICE))
     if not available:
         needed = "a GPU of compute capability 9.0 and cuda-bindings"
         print(f"{benchmark}: nothing is measured without {needed}", file=sys.stderr)

@@ -214,7 +214,7 @@ REASONS = {
     "GROUP_TOKENS CHUNK CHUNK_BYTES HEAD_ROWS AT_ONCE SCORED_TOKENS_PER_CALL STEP": (
         "a size of pieces: results do not depend on it"
     ),
-    "VARLEN_HEAD_DIM KV_BLOCK SCORED_TOGETHER CPU_BLOCK BITS HOPPER STDERR ADAPTER_ID COOLEST HOTTEST LARGEST_GPU": (
+    "VARLEN_HEAD_DIM KV_BLOCK SCORED_TOGETHER CPU_BLOCK BITS ADAPTER_ID COOLEST HOTTEST LARGEST_GPU": (
         "a property of a library, of hardware or of a file format"
     ),
     "LOWEST_TEMPERATURE": "a property of a library",
@@ -222,7 +222,6 @@ REASONS = {
         "a number of samples: costs time, and makes readings of other constants less random"
     ),
     "WORTH": "decides between two ways with equal results; bench_batch measures both",
-    "WIDE FEW MANY LARGEST": "tile sizes with equal results; bench_schedules measures them",
     "WAIT": "seconds that a loopback interface may take",
     "CPU_CACHE_LIMIT": "only on a CPU, where a full cache makes vLLM slower",
     "UNUSED_SHARE": "the share of a GPU that vLLM is asked to use, which it does not",

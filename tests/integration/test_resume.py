@@ -31,7 +31,6 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
     straight = launch("fit", bases["nvfp4"], tmp_path / "straight", *steps)
     output, _ = straight.communicate()
     assert straight.returncode == 0, output
-    assert "NUMA" not in output, "vLLM says how it allocates memory"
 
     draw, kills, run_dir = random.Random(0), 0, tmp_path / "killed"
     while True:

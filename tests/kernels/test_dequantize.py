@@ -8,7 +8,6 @@ from torch import Tensor
 
 from qerl_pl.quant import formats, mxfp4, nf4, nvfp4
 from qerl_pl.quant.formats import PackedWeight
-from qerl_pl.quant.tile_order import rows_of, to_tile_order
 
 KERNELS = "qerl_pl.kernels.dequantize"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,33 +88,6 @@ def test_rows_of_a_larger_matrix_are_taken_where_they_are(kernels, rows, cols, p
     codes, block_scale = weight.codes[part], weight.block_scale[part]  # not aligned to 16 bytes
     found = kernels.dequantize_nvfp4(codes, block_scale, weight.global_scale, torch.float32)
     assert same_bits(found, nvfp4.dequantize_reference(weight)[part])
-
-
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(64, 16), (192, 128), (128, 400)], ids=str)
-def test_tile_order_equals_the_definition_bit_for_bit(kernels, shape, dtype):
-    weight = draw(*shape)
-    tiles = to_tile_order(weight)
-    found = kernels.dequantize_tiles(tiles.codes, tiles.block_scale, weight.global_scale, dtype)
-    assert same_bits(found, once_rounded(nvfp4.dequantize_reference(weight), dtype))
-
-
-def test_every_code_under_every_scale_byte_in_tile_order(kernels):
-    codes = torch.arange(16, dtype=torch.uint8).repeat(256, 1)
-    scale = torch.arange(256, dtype=torch.uint8, device=DEVICE).unsqueeze(1)
-    one = torch.tensor(0.7, dtype=torch.float64, device=DEVICE)
-    weight = PackedWeight(formats.pack(codes).to(DEVICE), scale, one)
-    tiles = to_tile_order(weight)
-    found = kernels.dequantize_tiles(tiles.codes, tiles.block_scale, one, torch.float32)
-    assert same_bits(found, nvfp4.dequantize_reference(weight))
-
-
-def test_rows_of_a_fused_weight_in_tile_order_are_taken_where_they_are(kernels):
-    weight = draw(256, 176)
-    part = rows_of(to_tile_order(weight), 64, 192, weight.global_scale)
-    found = kernels.dequantize_tiles(part.codes, part.block_scale, weight.global_scale, torch.float32)
-    assert same_bits(found, nvfp4.dequantize_reference(weight)[64:192])
 
 
 @pytest.mark.gpu

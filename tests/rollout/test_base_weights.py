@@ -5,26 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from qerl_pl.kernels import hopper
-from qerl_pl.quant import formats, nvfp4
-from qerl_pl.quant.formats import PackedWeight
-from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.hopper import driver
+from qerl_pl.hopper.tile_order import is_in_tile_order
 from qerl_pl.quant.selection import fused_groups
-from qerl_pl.quant.tile_order import is_in_tile_order, whole_of
-from qerl_pl.rollout.vllm import VLLMEngine, memory
-from qerl_pl.rollout.vllm import setup as vllm_setup
+from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, rewrite, some_prompts
 
 base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
+one_copy = pytest.importorskip("qerl_pl.hopper.one_copy")
 LinearBase = pytest.importorskip("vllm.model_executor.layers.linear").LinearBase
 pytestmark = pytest.mark.vllm
 CHANGES = {
@@ -77,7 +70,7 @@ def test_a_base_that_is_overwritten_while_the_engine_runs_is_seen(started, side)
 
 def test_an_engine_of_its_own_copy_agrees_with_a_trainer_in_tile_order(started, checkpoints):
     policy, tokens = make_policy(checkpoints["nvfp4"]), some_prompts(40)[0]
-    base_weights.put_in_tile_order(policy.packed_linears())
+    one_copy.put_in_tile_order(policy.packed_linears())
     tiles = [name for name, linear in policy.packed_linears().items() if is_in_tile_order(linear.packed)]
     assert tiles
     model = started._call(lambda worker: worker.get_model())
@@ -86,7 +79,7 @@ def test_an_engine_of_its_own_copy_agrees_with_a_trainer_in_tile_order(started, 
         row = torch.tensor([tokens])
         scores = policy.model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(started.score([tokens])[0]), scores, atol=1e-4, rtol=0)
-    base_weights.lend(model, policy.packed_linears())
+    one_copy.lend(model, policy.packed_linears())
     lent = [each for each in base_weights.fused_linears(model, policy.packed_linears()) if each.layer.trainers_weight]
     assert len(lent) == len(fused_groups(tiles, present=policy.packed_linears().keys()))
 
@@ -114,182 +107,5 @@ def test_a_closed_engine_keeps_no_memory_of_the_trainer_alive(started):
 
 @pytest.mark.parametrize(("kernel", "expected"), [("auto", False), ("humming", False), ("native", True)])
 def test_two_copies_are_planned_where_the_native_kernels_do_not_run(monkeypatch, kernel, expected):
-    monkeypatch.setattr(vllm_setup, "ONE_COPY", True)
-    monkeypatch.setattr(hopper, "is_available", lambda device: False)
+    monkeypatch.setattr(driver, "is_available", lambda device: False)
     assert VLLMEngine(decoding_kernel=kernel).memory.one_copy == expected
-
-
-def packed(outputs: int, inputs: int) -> FrozenLinear:
-    """A random one; its scales are as large as those of a whole group."""
-    linear = FrozenLinear(inputs, outputs)
-    linear.packed = formats.quantize(torch.randn(outputs, inputs), NVFP4, torch.tensor(2e-3, dtype=torch.float64))
-    return linear
-
-
-def test_the_trainers_linears_become_views_of_the_engines_weights():
-    """As vLLM would fuse them; one that vLLM would pad, and a group with such a number of outputs, stay."""
-    shapes = {"q_proj": (128, 128), "k_proj": (64, 128), "v_proj": (64, 128), "o_proj": (160, 128), "out": (256, 128)}
-    linears = {f"a.{name}": packed(*shape) for name, shape in shapes.items()}
-    dense = {name: linear.dense(torch.bfloat16) for name, linear in linears.items()}
-    for _ in range(2):
-        base_weights.put_in_tile_order(linears)
-        assert all(torch.equal(linear.dense(torch.bfloat16), dense[name]) for name, linear in linears.items())
-        in_order = [name for name, linear in linears.items() if is_in_tile_order(linear.packed)]
-        assert in_order == ["a.q_proj", "a.k_proj", "a.v_proj", "a.out"]
-    group = [linears[f"a.{name}"].packed for name in ("q_proj", "k_proj", "v_proj")]
-    whole = whole_of(group)
-    assert whole is not None
-    assert torch.equal(nvfp4.dequantize(whole, torch.bfloat16), torch.cat([dense[name] for name in in_order[:3]]))
-    assert whole_of(group[:2]) is None
-    assert whole_of([group[1], group[0], group[2]]) is None
-    assert whole_of([linears["a.o_proj"].packed]) is None
-
-
-def test_linears_that_were_moved_apart_are_fused_again():
-    """As by moving a module to another device and back."""
-    linears = {f"a.{name}": packed(rows, 128) for name, rows in {"gate_proj": 128, "up_proj": 128}.items()}
-    dense = [linear.dense(torch.bfloat16) for linear in linears.values()]
-    base_weights.put_in_tile_order(linears)
-    for linear in linears.values():
-        linear._apply(torch.clone)
-    assert whole_of([linear.packed for linear in linears.values()]) is None
-    base_weights.put_in_tile_order(linears)
-    assert whole_of([linear.packed for linear in linears.values()]) is not None
-    assert all(torch.equal(a.dense(torch.bfloat16), b) for a, b in zip(linears.values(), dense, strict=True))
-
-
-def test_gradients_are_those_of_the_other_order():
-    linears = {"out": packed(256, 128)}
-    x = torch.randn(3, 128, requires_grad=True)
-    [before] = torch.autograd.grad(linears["out"](x).square().sum(), x)
-    base_weights.put_in_tile_order(linears)
-    [after] = torch.autograd.grad(linears["out"](x).square().sum(), x)
-    assert torch.equal(before, after)
-
-
-class Converted(LinearBase):
-    """A linear of vLLM after its weights were converted."""
-
-    def __init__(self, weight: PackedWeight) -> None:
-        nn.Module.__init__(self)
-        self.weight = nn.Parameter(weight.codes.clone(), requires_grad=False)
-        scales = weight.block_scale.view(torch.float8_e4m3fn).clone()
-        self.weight_scale = nn.Parameter(scales, requires_grad=False)
-        self.trainers_weight: PackedWeight | None = weight
-
-
-def test_the_engine_takes_the_trainers_memory_if_it_holds_the_same_bits():
-    linears = {"out": packed(256, 128)}
-    base_weights.put_in_tile_order(linears)
-    whole = whole_of([linears["out"].packed])
-    assert whole is not None
-    same, other, unknown = Converted(whole), Converted(whole), Converted(whole)
-    other.weight[0, 0] ^= 1
-    unknown.trainers_weight = None
-    elsewhere = Converted(PackedWeight(whole.codes.to("meta"), whole.block_scale.to("meta"), whole.global_scale))
-    elsewhere.trainers_weight = whole
-    assert base_weights.adopt(same)
-    assert same.weight.data_ptr() == whole.codes.data_ptr() == linears["out"].codes.data_ptr()
-    assert same.weight_scale.data_ptr() == whole.block_scale.data_ptr()
-    for layer in (other, unknown, elsewhere):
-        own = layer.weight.data_ptr()
-        assert not base_weights.adopt(layer)
-        assert layer.weight.data_ptr() == own
-    assert not hasattr(other, "trainers_weight")
-
-
-class Read(LinearBase):
-    """A linear of vLLM before it reads its weights."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        nn.Module.__init__(self)
-        codes, scales = torch.zeros(outputs, inputs // 2), torch.zeros(outputs, inputs // 16)
-        self.weight_packed = nn.Parameter(codes.to(torch.uint8), requires_grad=False)
-        self.weight_scale = nn.Parameter(scales.to(torch.float8_e4m3fn), requires_grad=False)
-
-
-def test_a_linear_that_is_not_read_takes_no_memory_until_it_is_given_the_trainers_weight():
-    linears = {"out": packed(256, 128), "small": packed(96, 128)}
-    codes, scales = linears["out"].codes.clone(), linears["out"].block_scale.clone()
-    base_weights.put_in_tile_order(linears)
-    model = nn.Module()
-    model.out, model.small = out, small = Read(256, 128), Read(96, 128)
-    unread = base_weights.unread(model, linears)
-    assert unread == {"out": ["out"]}, "the other one is in row order"
-    base_weights.lend(model, linears, unread=unread)
-    assert [each.weight_packed.untyped_storage().nbytes() for each in (out, small)] == [1, 96 * 64]
-    assert (out.weight_packed.shape, out.weight_scale.shape) == (codes.shape, scales.shape)
-    with pytest.raises(RuntimeError, match="converted out with a kernel that is not this project's"):
-        base_weights.place(model, linears, torch.device("cpu"))
-    for each in (out, small):
-        base_weights.give(each)
-    assert torch.equal(out.weight_packed, codes)
-    assert torch.equal(out.weight_scale.view(torch.uint8), scales)
-    assert not small.weight_packed.any()
-    base_weights.place(model, linears, torch.device("cpu"))
-
-
-class Adopted(NamedTuple):
-    """A worker whose model has one fused linear, and the trainer's two linears, of which it uses the memory."""
-
-    worker: Any
-    linears: dict[str, FrozenLinear]
-    dense: dict[str, torch.Tensor]
-
-    def check_trainers(self) -> None:
-        assert all(torch.equal(self.linears[name].dense(torch.bfloat16), dense) for name, dense in self.dense.items())
-
-
-@pytest.fixture
-def adopted() -> Adopted:
-    linears = {f"mlp.{name}": packed(128, 128) for name in ("gate_proj", "up_proj")}
-    dense = {name: linear.dense(torch.bfloat16) for name, linear in linears.items()}
-    base_weights.put_in_tile_order(linears)
-    whole = whole_of([linear.packed for linear in linears.values()])
-    assert whole is not None
-    model, mlp = nn.Module(), nn.Module()
-    model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}  # pyright: ignore[reportArgumentType]
-    model.mlp, mlp.gate_up_proj = mlp, Converted(whole)
-    base_weights.lend(model, linears)
-    assert base_weights.adopt(mlp.gate_up_proj)
-    return Adopted(SimpleNamespace(get_model=lambda: model), linears, dense)
-
-
-def test_a_linear_with_the_trainers_memory_is_compared_whole(adopted):
-    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
-    for tensor in (adopted.linears["mlp.up_proj"].codes, adopted.linears["mlp.gate_proj"].block_scale):
-        tensor[-1, -1] ^= 1
-        with pytest.raises(RuntimeError, match=r"1 of 1 linears differ.*gate_up_proj"):
-            base_weights.check_rows(adopted.worker, adopted.linears)
-        tensor[-1, -1] ^= 1
-    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
-
-
-def test_parameters_that_vllm_has_moved_are_put_into_the_trainers_memory_again(adopted):
-    """vLLM moves a parameter that it has created in host memory back there, if conversion has not renamed it."""
-    model = adopted.worker.get_model()
-    layer, scales = model.mlp.gate_up_proj, adopted.linears["mlp.gate_proj"].block_scale
-    layer.weight_scale.data = layer.weight_scale.data.clone()
-    assert layer.weight_scale.data_ptr() != scales.data_ptr()
-    model.mlp.other = Converted(packed(128, 128).packed)  # not one of the trainer's
-    base_weights.place(model, adopted.linears, torch.device("cpu"))
-    assert layer.weight_scale.data_ptr() == scales.data_ptr()
-    assert layer.weight.data_ptr() == adopted.linears["mlp.gate_proj"].codes.data_ptr()
-    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
-
-
-def test_a_trainer_that_was_moved_away_from_the_shared_memory_is_seen(adopted):
-    for linear in adopted.linears.values():
-        linear._apply(torch.clone)
-    with pytest.raises(RuntimeError, match="does not compute with the trainer's base"):
-        base_weights.check_rows(adopted.worker, adopted.linears)
-
-
-def test_an_engine_that_ends_leaves_the_trainers_memory_as_it_is(adopted):
-    places = [linear.codes.data_ptr() for linear in adopted.linears.values()]
-    memory.free(adopted.worker)
-    assert adopted.worker.get_model().mlp.gate_up_proj.weight.numel() == 0
-    adopted.check_trainers()
-    assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places
-    base_weights.put_in_tile_order(adopted.linears)  # as the next engine does before it starts
-    assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places

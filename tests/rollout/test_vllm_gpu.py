@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper
+from qerl_pl.hopper import driver
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
@@ -37,7 +37,7 @@ PROMPTS = some_prompts(1, 40, 70)
 SAMPLING = Sampling(num_completions=2, max_tokens=12)
 
 
-needs_hopper = pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+needs_hopper = pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0)), reason="needs Hopper")
 
 
 @pytest.fixture(scope="module")

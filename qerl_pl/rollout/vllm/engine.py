@@ -14,6 +14,7 @@ from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.isolation import any_algorithm, preserved_rng
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Completion
+from qerl_pl.kernels import native
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.model.stop import tokenizer_of
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
@@ -108,18 +109,17 @@ class VLLMEngine:
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
         """Seconds of each phase of the last start: imports, vLLM, adapter slots, adapter kernels."""
-        self._fp32_norms = self._fp32_head = True  # only benchmarks set False, to measure what fp32 costs
         self._llm: LLM | None = None
         self._asleep = False
 
     @property
     def memory(self) -> EngineMemory:
         """Settings that decide how much memory the engine takes."""
-        given = {name: value for name, value in self._arguments.items() if hasattr(EngineMemory, name)}
+        sizes = {name: value for name, value in self._arguments.items() if hasattr(EngineMemory, name)}
         # The plan ignores both if the base is not in NVFP4.
-        native = setup.decoding_kernel(self.decoding_kernel, NVFP4, torch.bfloat16) == "native"
-        given |= {"one_copy": native and setup.ONE_COPY, "dequantises": native}
-        return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, sleep_level=self.sleep_level, **given)
+        is_native = setup.decoding_kernel(self.decoding_kernel, NVFP4, torch.bfloat16) == "native"
+        sizes |= {"one_copy": is_native, "dequantises": is_native, "sleep_level": self.sleep_level}
+        return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, **sizes)
 
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
 
@@ -148,8 +148,6 @@ class VLLMEngine:
             dtype=self.dtype,
             max_model_len=max_model_len,
             decoding_kernel=self.decoding_kernel,
-            fp32_norms=self._fp32_norms,
-            fp32_head=self._fp32_head,
             watch=watch,
         )
         from vllm.lora.request import LoRARequest
@@ -161,12 +159,14 @@ class VLLMEngine:
             self.close()
             raise
         self.start_s = dict(watch.seconds)
-        setup.log_started(self.start_s)
+        setup.log_started(self.start_s, self._call(worker.linear_kernels))
 
     def _get_ready(self, watch: Stopwatch) -> None:
         """Copy the base's norm weights, reserve vLLM's slots for the adapter, and prepare the adapter's kernels and the
         CUDA graphs of whole decoding steps."""
-        setup.log_kernels(self._call(worker.linear_kernels))
+        faster = native.for_vllm()
+        if faster:
+            faster.spare(self._scheduler())
         self._base_norms = {name: weight.clone() for name, weight in self._call(worker.live_norms).items()}
         self._clean_norms, self._noise = self._base_norms, NormNoise()
         with watch.phase("adapter slots"):
@@ -174,7 +174,8 @@ class VLLMEngine:
         with watch.phase("adapter kernels"):
             if not self._on_cpu:
                 self._call(worker.compile_adapter_kernels)
-                self._call(worker.use_graphs)
+                if faster:
+                    self._call(faster.use_graphs)
         self.load_adapter(self._policy.adapter_state())
 
     def generate(

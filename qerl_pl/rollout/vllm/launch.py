@@ -14,10 +14,11 @@ from torch import distributed as dist
 
 from qerl_pl.common.isolation import any_algorithm, preserved_rng, preserved_torch_settings
 from qerl_pl.common.metrics import Stopwatch
+from qerl_pl.kernels import native
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.vllm import memory, nvfp4_patches, patches, plugin, setup
-from qerl_pl.rollout.vllm.arguments import decoding_kernels, llm_arguments, recurrent_arguments
+from qerl_pl.rollout.vllm import memory, patches, plugin, setup
+from qerl_pl.rollout.vllm.arguments import llm_arguments, recurrent_arguments
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -35,13 +36,11 @@ class Launched(NamedTuple):
 def launch(
     policy: Policy,
     sizes: EngineMemory,
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     *,
     dtype: Literal["auto", "float32", "bfloat16"],
     max_model_len: int,
     decoding_kernel: Literal["auto", "native", "humming"],
-    fp32_norms: bool,
-    fp32_head: bool,
     watch: Stopwatch,
 ) -> Launched:
     """Load vLLM with the policy's base.
@@ -49,15 +48,14 @@ def launch(
     Args:
         policy: policy whose base is loaded.
         sizes: memory settings, including the size of the KV cache if the memory plan has chosen one.
-        given: arguments of ``vllm.LLM`` that the user set; they override the arguments that follow from the policy.
+        settings: arguments of ``vllm.LLM`` that the user set; they override those that follow from the policy.
         dtype: compute dtype; "auto" means the policy's.
         max_model_len: tokens of the longest prompt and completion together.
         decoding_kernel: as in ``VLLMEngine``.
-        fp32_norms, fp32_head: as in ``llm_arguments``.
         watch: stopwatch for the phases "imports" and "vLLM".
 
     Raises:
-        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
+        ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or vLLM does not start.
     """
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
@@ -72,31 +70,25 @@ def launch(
         setup.inspect_here(policy.config.architectures or ())
         compute = policy.dtype if dtype == "auto" else getattr(torch, dtype)
         kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
-        on_cpu = current_platform.is_cpu()
-        one_copy = setup.ONE_COPY and kernel == "native"
+        setup.check_kernel(kernel, policy.packed_format, compute)
+        faster, on_cpu = native.for_vllm() if kernel == "native" else None, current_platform.is_cpu()
         arguments = llm_arguments(
             policy,
             sizes,
             dtype=compute,
             max_model_len=max_model_len,
             kernel=kernel,
-            one_copy=one_copy,
+            hooks=faster and faster.loader_hooks(),
             on_cpu=on_cpu,
-            fp32_norms=fp32_norms,
-            fp32_head=fp32_head,
         )
         if not on_cpu:
             setup.prepare_gpu(policy, compute, kernel)
-        if one_copy:
-            base_weights.put_in_tile_order(policy.packed_linears())
         owns_group = not dist.is_initialized()
         try:
-            uncounted, kernels = memory.ignoring_what_is_left(), decoding_kernels(kernel, policy, compute)
-            apart = patches.decoder_classes_apart()
-            quiet = patches.quiet_memory_binding() if on_cpu else nullcontext()
-            on_host = nvfp4_patches.packed_weights_on_host() if one_copy else nullcontext()
-            with uncounted, kernels, apart, quiet, on_host, setup.among_ranks() as more, watch.phase("vLLM"):
-                llm = LLM(**{**arguments, **more, **given, **recurrent_arguments(policy.config)})
+            uncounted, apart = memory.ignoring_what_is_left(), patches.decoder_classes_apart()
+            linears = faster.loading(policy) if faster else nullcontext()
+            with uncounted, linears, apart, setup.among_ranks() as ranks, watch.phase("vLLM"):
+                llm = LLM(**{**arguments, **ranks, **settings, **recurrent_arguments(policy.config)})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
             return Launched(llm, on_cpu, owns_group)
         except Exception as error:
@@ -117,8 +109,8 @@ def refusal(error: Exception) -> ValueError:
     """Make an error of one line from an error with which vLLM did not start, and write its traceback to a file."""
     with NamedTemporaryFile("w", prefix="qerl-vllm-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
-    said = " ".join(str(error).split())[:500]
+    text = " ".join(str(error).split())[:500]
     return ValueError(
-        f"vLLM does not start with this model and these settings: {type(error).__name__}: {said} (traceback in "
+        f"vLLM does not start with this model and these settings: {type(error).__name__}: {text} (traceback in "
         f"{file.name})"
     )

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -30,12 +28,11 @@ MATRICES = ".weight_packed", ".weight", ".weight_scale"
 def register_loader(
     shared: Mapping[str, Tensor],
     unpacked: Mapping[str, FrozenLinear],
-    packed: Mapping[str, FrozenLinear] | None = None,
-    *,
-    one_copy: bool = False,
-    fp32_norms: bool = True,
+    packed: Mapping[str, FrozenLinear],
+    hooks: Any = None,
 ) -> str:
-    """Register a model loader with vLLM that takes some weights from the trainer and the rest from safetensors files.
+    """Register a model loader with vLLM that takes some weights from the trainer and the rest from safetensors files,
+    and return the value of vLLM's ``load_format`` that selects it.
 
     Args:
         shared: the trainer's tensors by the model's names (``model.embed_tokens.weight``), whose memory must not move
@@ -43,15 +40,9 @@ def register_loader(
             vocabularies to a multiple of 64.
         unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold in
             dequantised form.
-        packed: the trainer's packed linears by name. vLLM reads the same linears from the checkpoint, and the loader
-            checks that they are equal; then vLLM uses the trainer's memory if its kernels can read it.
-        one_copy: do not read the linears among these that are in tile order. vLLM's kernels for them must be this
-            project's, which call ``base_weights.give`` and ``base_weights.adopt``.
-        fp32_norms: keep the weights of the norms that AQN adds noise to (``Family.noise_norms``) in fp32 for every
-            compute dtype.
-
-    Returns:
-        The value of vLLM's ``load_format`` that selects this loader.
+        packed: the trainer's packed linears that vLLM holds packed, too. What it reads of them is compared.
+        hooks: from ``for_vllm().loader_hooks()`` if the native kernels compute these linears, which then use the
+            trainer's memory.
     """
 
     class WithTrainerLoader(DefaultModelLoader):
@@ -61,7 +52,7 @@ def register_loader(
 
         def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             waiting = dict(unpacked)
-            self._unread = base_weights.unread(model, packed or {}) if one_copy else {}
+            self._unread = hooks.unread(model, packed) if hooks else {}
             linears = [name for members in self._unread.values() for name in members]
             known = {f"{name}{matrix}" for name in linears for matrix in MATRICES} | _shared_by(model, shared).keys()
             for name, tensor in super().get_all_weights(model_config, model):
@@ -77,20 +68,17 @@ def register_loader(
             model = super().load_model(vllm_config, model_config, prefix)
             # Before it loads a model, vLLM has replaced the device "auto", which its settings allow, by a real device.
             device: Any = vllm_config.device_config.device
-            base_weights.place(model, packed or {}, device)
-            tell_next_weights(model)
             lora = vllm_config.lora_config
-            if not lora or lora.max_loras == 1:
-                # With more adapter slots, vLLM adds adapters to what the operator returns, which must be gate and up.
-                move_activations(model)
+            if hooks:
+                hooks.loaded(model, packed, device, one_adapter=not lora or lora.max_loras == 1)
             return model
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             super().load_weights(model, model_config)
-            base_weights.check_same_base(model, packed or {}, model_config.model, unread=self._unread)
-            base_weights.lend(model, packed or {}, unread=self._unread)
-            if fp32_norms:
-                norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
+            base_weights.check_same_base(model, packed, model_config.model, unread=self._unread)
+            if hooks:
+                hooks.lend(model, packed, unread=self._unread)
+            norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
             for name, own in _shared_by(model, shared).items():
                 own.data = shared[name].detach()
 
@@ -98,28 +86,10 @@ def register_loader(
     return LOAD_FORMAT
 
 
-def tell_next_weights(model: nn.Module) -> None:
-    """Tell each linear that this project's native kernels compute which weight the next such linear has. The kernel
-    fetches it to the GPU's L2 cache while the layers between the two linears run."""
-    linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
-    for linear, following in pairwise(linears):
-        linear.native = linear.native._replace(next_weight=following.weight)
-
-
-def move_activations(model: nn.Module) -> None:
-    """Let the operator of each fused gate and up that this project's native kernels compute also compute silu(gate) *
-    up, instead of the layer after it."""
-    for mlp in model.modules():
-        linear: Any = getattr(mlp, "gate_up_proj", None)
-        if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:
-            linear.native = linear.native._replace(gated=True)
-            mlp.act_fn = nn.Identity()
-
-
 def forget() -> None:
     """Register a loader without references to the trainer's tensors, because vLLM never releases the loader class that
     was registered last."""
-    register_loader({}, {})
+    register_loader({}, {}, {})
 
 
 def _shared_by(model: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

@@ -1,5 +1,5 @@
-"""Run-time patches of vLLM, Humming and torch: all places where this project replaces an attribute of another package;
-those of NVFP4 linears are in ``nvfp4_patches``.
+"""Run-time patches of vLLM and torch that correct results and a start without errors need; ``hopper/patches.py`` has
+those that only make vLLM faster.
 
 vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process; no
 file of another package is changed. Each function below is one patch. Its docstring says which symptom occurs without
@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from qerl_pl.rollout.vllm.nvfp4_patches import native_nvfp4_linears, packed_weights_on_host
-from qerl_pl.rollout.vllm.replacing import expect, replace, replace_module, replace_once, replaced
-from qerl_pl.rollout.vllm.stderr import without_lines
+from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once, replaced
 
 
 def apply_all() -> None:
@@ -35,25 +33,20 @@ def apply_all() -> None:
     """
     from vllm.platforms import current_platform
 
-    if not (current_platform.is_cpu() or current_platform.is_cuda()):
-        return
-    fast_adapters()
-    text_models_without_torchvision()
-    if current_platform.is_cuda():
-        humming_schedules()
-        parallel_token_scores()
-        state_at_fixed_addresses()
-        graphs_with_adapter()
-        warmup_without_unused_kernels()
-    else:
+    if current_platform.is_cpu() or current_platform.is_cuda():
+        adapters_in_fixed_order()
+        text_models_without_torchvision()
+    if current_platform.is_cpu():
         delta_nets_in_fp32()
 
 
-def fast_adapters() -> None:
+def adapters_in_fixed_order() -> None:
     """Use this project's LoRA kernels.
 
-    Symptom: with LoRA a decoding step takes up to twice as long on CUDA, and on a CPU several times as long.
-    Cause: vLLM's LoRA kernels support many adapters at once and take several launches per linear.
+    Symptom: on CUDA, equal calls sample different tokens; on a CPU, tokens of requests without the adapter get it. A
+    decoding step also takes up to twice as long on CUDA, and on a CPU several times as long.
+    Cause: on CUDA, vLLM's kernels add partial sums by atomics, in any order; they support many adapters at once and
+    take several launches per linear.
     Versions: vLLM 0.32. Upstream: none; the kernels' name is returned by a method of vLLM's platform, without a
     setting.
     """
@@ -62,85 +55,6 @@ def fast_adapters() -> None:
     wrapper = f"qerl_pl.rollout.vllm.{'cpu' if current_platform.is_cpu() else 'cuda'}.adapter_kernels"
     if current_platform.get_punica_wrapper() != wrapper:
         replace(type(current_platform), "get_punica_wrapper", classmethod(lambda cls: wrapper), takes=())
-
-
-def parallel_token_scores() -> None:
-    """Compute the log-probabilities of sampled tokens in parallel over the vocabulary.
-
-    Symptom: with log-probabilities on, which RL needs, sampling takes a large part of a decoding step.
-    Cause: vLLM runs one Triton program per sequence, which reads the logits three times, block after block.
-    Versions: vLLM 0.32. Upstream: none known.
-    """
-    from qerl_pl.rollout.vllm.sampler import sampled_scores
-
-    sampler: Any = import_module("vllm.v1.worker.gpu.sample.sampler")
-    takes = ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits")
-    replace_once(sampler, "compute_topk_scores", lambda own: sampled_scores, takes=takes)
-
-
-def state_at_fixed_addresses() -> None:
-    """Keep the tables of the sequences' state, such as temperatures, at fixed addresses in the GPU's memory, and copy
-    them only if they have changed.
-
-    Symptom: in each decoding step the host copies 16 small tables, nearly always unchanged, and kernels read them from
-    the host's memory. Since their addresses change, these kernels cannot be in a CUDA graph.
-    Cause: vLLM writes each table to one of two buffers in the host's memory, in turns.
-    Versions: vLLM 0.32. Upstream: none known.
-    """
-    from qerl_pl.rollout.vllm.state_tables import copy_if_changed
-
-    table: Any = import_module("vllm.v1.worker.gpu.buffer_utils").UvaBackedTensor
-    replace_once(table, "copy_to_uva", lambda own: copy_if_changed, takes=("self", "n"))
-
-
-def graphs_with_adapter() -> None:
-    """Capture CUDA graphs only for passes with the adapter; other passes, which are few, run without a graph.
-
-    Symptom: capturing graphs takes most of a later start, and graphs that no rollout uses take memory.
-    Cause: vLLM captures each graph twice, with and without an adapter, whatever ``cudagraph_specialize_lora`` says.
-    Versions: vLLM 0.32. Upstream: none known.
-    """
-    runner: Any = import_module("vllm.v1.worker.gpu.model_runner")
-    replace_once(
-        runner,
-        "get_lora_capture_cases",
-        lambda cases: lambda *configs: [number for number in cases(*configs) if number > 0] or [0],
-        takes=("lora_config", "compilation_config"),
-    )
-
-
-def warmup_without_unused_kernels() -> None:
-    """Before rollouts, compile only those kernels of vLLM's sampler that rollouts use by default.
-
-    Symptom: the first start on a machine spends 12 s on kernels that most runs never call: top-p, top-k, min-p,
-    penalties, logit biases, bad words. A run that needs one of them compiles it in its first rollout.
-    Cause: vLLM warms its sampler up with parameters that call all of its kernels.
-    Versions: vLLM 0.32. Upstream: none known.
-    """
-    from vllm import SamplingParams
-
-    def used_by_rollouts() -> SamplingParams:
-        return SamplingParams(temperature=0.9, seed=0, logprobs=0)
-
-    replace(SamplingParams, "for_sampler_warmup", staticmethod(used_by_rollouts), takes=())
-
-
-def humming_schedules() -> None:
-    """Give Humming's GEMM faster tile sizes on Hopper (see ``humming.decoding_schedule``); without Humming do nothing.
-
-    Symptom: 4-bit linears of a decoding step are slower than Humming's kernel could compute them.
-    Cause: Humming's rule for tile sizes is not tuned for these shapes (docs/performance.md).
-    Versions: humming-kernels 0.1. Upstream: none known.
-    """
-    if find_spec("humming") is None:
-        return
-    from qerl_pl.rollout.vllm.humming import HOPPER, schedules_on
-
-    tune: Any = import_module("humming.tune")
-    rule: Any = import_module("humming.tune.sm90").Sm90Heuristics
-    expect(rule, "get_config", ("layer_config", "shape_m"))
-    if tune.heuristics_map[HOPPER] is rule:
-        tune.heuristics_map[HOPPER] = schedules_on(rule)
 
 
 def delta_nets_in_fp32() -> None:
@@ -168,46 +82,6 @@ def text_models_without_torchvision() -> None:
     models = "transformers.models.qwen2_vl.image_processing"
     if find_spec("torchvision") is None:
         replace_module(f"{models}_qwen2_vl", f"{models}_pil_qwen2_vl", has={"smart_resize": ("height", "width")})
-
-
-def cache_of_unchanged_blocks(
-    manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
-) -> None:
-    """Skip the scheduler's calls to the KV-cache manager for tokens that need no new block of the KV cache and fill
-    none.
-
-    Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
-    Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
-    Versions: vLLM 0.32. Upstream: none known.
-
-    Args:
-        manager: the ``KVCacheManager`` of one engine.
-        allocate_slots: replaces the manager's method of this name.
-        cache_blocks: replaces the manager's method of this name.
-    """
-    replace(manager, "allocate_slots", allocate_slots, takes=("request", "num_new_tokens"))
-    replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))
-
-
-def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
-    """Run what vLLM launches before and after the model's CUDA graph as CUDA graphs, too.
-
-    Symptom: with few sequences, the GPU waits for the host, which takes 2 to 4 ms for a decoding step.
-    Cause: outside of the model's graph vLLM launches about 30 kernels per step, one after another.
-    Versions: vLLM 0.32. Upstream: none known.
-
-    Args:
-        runner: the ``GPUModelRunner`` of one engine.
-        graphs: the object that has the new methods, a ``decoding_graphs.DecodingGraphs``.
-    """
-    inputs = ("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras")
-    updated = ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")
-    replace(runner, "prepare_inputs", graphs.prepare_inputs, takes=inputs)
-    replace(runner, "prepare_attn", graphs.prepare_attn, takes=("input_batch",))
-    replace(runner, "sample", graphs.sample, takes=("hidden_states", "input_batch", "grammar_output"))
-    replace(runner, "postprocess_sampled", graphs.postprocess_sampled, takes=updated)
-    metadata = ("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config")
-    replace(runner.model_state, "prepare_attn", graphs.build_metadata, takes=metadata)
 
 
 @contextmanager
@@ -276,26 +150,6 @@ def decoder_classes_apart() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_memory_binding() -> Iterator[None]:
-    """Keep an engine that starts on a CPU from writing a line about NUMA nodes.
-
-    Symptom: "Warning: NUMA binding: Using MEMBIND policy ..." on the terminal of every run, though nothing is wrong.
-    Cause: vLLM's C++ code reports its default as a warning.
-    Versions: vLLM 0.32. Upstream: none known.
-    """
-    import_module("vllm._custom_ops")  # registers the operator
-    operators: Any = torch.ops._C
-    bind = operators.init_cpu_memory_env
-
-    def bind_quietly(*arguments: Any) -> Any:
-        with without_lines("NUMA binding: Using"):
-            return bind(*arguments)
-
-    with replaced(operators, "init_cpu_memory_env", bind_quietly, takes=()):
-        yield
-
-
-@contextmanager
 def kept_process_group() -> Iterator[None]:
     """Keep torch's default process group, which belongs to the trainer, when an engine ends within this context.
 
@@ -310,21 +164,11 @@ def kept_process_group() -> Iterator[None]:
 
 
 PATCHES: tuple[Callable[..., Any], ...] = (
-    fast_adapters,
-    parallel_token_scores,
-    state_at_fixed_addresses,
-    graphs_with_adapter,
-    warmup_without_unused_kernels,
-    humming_schedules,
+    adapters_in_fixed_order,
     delta_nets_in_fp32,
     text_models_without_torchvision,
-    native_nvfp4_linears,
-    packed_weights_on_host,
-    cache_of_unchanged_blocks,
-    graphs_of_decoding_steps,
     memory_of_ended_engines,
     sleep_beside_other_processes,
     decoder_classes_apart,
-    quiet_memory_binding,
     kept_process_group,
 )

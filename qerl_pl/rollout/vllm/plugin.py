@@ -6,6 +6,7 @@ entry points are found only for installed packages.
 
 from __future__ import annotations
 
+from qerl_pl.kernels import native
 from qerl_pl.rollout.vllm import patches
 
 _registered = False
@@ -13,9 +14,7 @@ _registered = False
 
 def register() -> None:
     """Apply the patches that are in force for the whole process; on a CPU, also add NVFP4 weights with 16-bit
-    activations to vLLM's formats.
-
-    A second call changes nothing.
+    activations to vLLM's formats. A second call changes nothing.
 
     Raises:
         RuntimeError: the patches do not fit this version of vLLM.
@@ -24,6 +23,8 @@ def register() -> None:
 
     global _registered
     patches.apply_all()
+    if faster := native.for_vllm():
+        faster.install()
     if current_platform.is_cpu() and not _registered:
         from vllm.model_executor.layers.quantization import register_quantization_config
 

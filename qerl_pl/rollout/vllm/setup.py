@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -14,16 +15,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
 
 from qerl_pl.common.files import in_bytes
-from qerl_pl.kernels import hopper
+from qerl_pl.kernels import native
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.quant.quantize import fused_groups
+from qerl_pl.quant.selection import fused_groups
 from qerl_pl.rollout.loopback import check_loopback
-from qerl_pl.rollout.vllm import humming, patches
+from qerl_pl.rollout.vllm import patches
 
 DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's warnings are about servers; at INFO it also logs the chosen kernels
@@ -34,16 +35,6 @@ DEFAULT_ENVIRONMENT = {
 # Endings of the names of tensor scales in checkpoints of compressed-tensors and of ModelOpt.
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")
 TORCHS_PTXAS = Path(torch.__file__).parent / "bin/ptxas"  # CUDA's assembler, which Triton calls
-# Files in vLLM's package with what ``native_linear`` and ``native_nvfp4_linears`` use: the base class of NVFP4 kernels,
-# and the two callers of the function that chooses among them.
-EXTENDED = (
-    "model_executor/kernels/linear/nvfp4/base.py",
-    "model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
-    "model_executor/layers/quantization/modelopt.py",
-)
-
-ONE_COPY = True
-"""Whether trainer and engine share one copy of the packed base weights if the native kernels are used."""
 
 
 def prepare_environment() -> None:
@@ -54,17 +45,19 @@ def prepare_environment() -> None:
             place.
         OSError: this machine cannot connect to itself over the loopback interface.
     """
+    from qerl_pl.kernels.launching import cache_folder
+
     check_loopback()
-    found = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if found != "0":
+    processes = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if processes != "0":
         raise ValueError(
-            f"VLLM_ENABLE_V1_MULTIPROCESSING is {found!r}; vLLM has to run in the trainer's process: unset it"
+            f"VLLM_ENABLE_V1_MULTIPROCESSING is {processes!r}; vLLM has to run in the trainer's process: unset it"
         )
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # By default vLLM has a separate Triton cache for each of its configurations, so each new configuration would
     # compile all Triton kernels again.
-    os.environ.setdefault("TRITON_CACHE_DIR", hopper.cache_folder())
+    os.environ.setdefault("TRITON_CACHE_DIR", cache_folder())
     # Inductor sets this variable before it compiles its first kernel. Triton's cache has the version of ptxas in its
     # keys, so a start that finds its graphs compiled would otherwise not find the other Triton kernels of the first.
     if os.access(TORCHS_PTXAS, os.X_OK):
@@ -124,56 +117,39 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Resolve the setting ``decoding_kernel``, which may be "auto", for a base's format (None: not quantised) and a
-    compute dtype.
-
-    The result "humming" means vLLM's own choice of kernels.
-    """
+    """Resolve the setting ``decoding_kernel`` for a base's format (None: not quantised) and a compute dtype, without
+    importing vLLM; "humming" means vLLM's own choice of kernels."""
     if wanted != "auto":
         return wanted
-    return "humming" if decoding_lacks(fmt, dtype) else "native"
+    return "humming" if native.lacks(fmt, dtype) else "native"
 
 
-def decoding_lacks(fmt: Format | None, dtype: torch.dtype) -> list[str]:
-    """List the requirements of the native decoding kernels that this machine, base or dtype does not meet, without
-    importing vLLM."""
-    vllm = find_spec("vllm")
-    folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
-    on_hopper = hopper.is_available(torch.device("cuda"))
-    needs = {
-        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": on_hopper,
-        "NVRTC (the package nvidia-cuda-nvrtc)": hopper.has_compiler(),
-        "a vLLM with NVFP4 linears": any(all((folder / file).exists() for file in EXTENDED) for folder in folders),
-        "a base in NVFP4": fmt is NVFP4,
-        "bfloat16 as compute dtype": dtype == torch.bfloat16,
-    }
-    return [what for what, found in needs.items() if not found]
+def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype: torch.dtype) -> None:
+    """Refuse native kernels that cannot run.
+
+    Raises:
+        ValueError: says what they need.
+    """
+    if kernel == "native" and (missing := native.lacks(fmt, dtype)):
+        raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
 
 
 def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -> bool:
-    """Return whether vLLM's own kernels will compute the packed linears of a base on a GPU; False without such linears.
-
-    Args:
-        fmt: the base's format; None means not quantised.
-        kernel: "native" or "humming", as ``decoding_kernel`` returns it.
-    """
+    """Return whether vLLM's own kernels will compute the packed linears of a base on a GPU; False without such
+    linears."""
     return kernel == "humming" and fmt is not None and not lacks(fmt)
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
     """Log that equal calls of the engine may give different results on a GPU, and why, if vLLM's own kernels compute
-    packed linears; otherwise log nothing.
+    packed linears.
 
     Linears that are not quantised are computed by cuBLAS, which adds in a fixed order, and so do the native kernels.
     Humming's kernels do not, and vLLM's other kernels for packed linears may not.
-
-    Args:
-        fmt, kernel: as in ``by_vllms_kernels``.
-        dtype: the engine's compute dtype.
     """
     if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
-    missing = decoding_lacks(fmt, dtype)
+    missing = native.lacks(fmt, dtype)
     way = f"need {', and '.join(missing)}" if missing else "run if decoding_kernel is 'auto'"
     rank_zero_info(
         f"vLLM's own kernels compute this {fmt.name} base and may add in any order, so equal calls may sample other "
@@ -201,11 +177,8 @@ def destroy_groups() -> None:
 
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
-    """Keep the trainer's default process group while vLLM destroys process groups within this context.
-
-    Args:
-        engines_own: whether the engine created the default group; if so, it is destroyed at the end of the context.
-    """
+    """Keep the trainer's default process group while vLLM destroys process groups within this context, or destroy the
+    default group at its end if the engine has created it (``engines_own``)."""
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
     if engines_own and dist.is_initialized():
@@ -213,20 +186,19 @@ def trainers_group(*, engines_own: bool) -> Iterator[None]:
 
 
 def log_starting() -> None:
-    """Log that vLLM starts, and why this may take minutes."""
+    """Log that vLLM starts, why this may take minutes, and why rollouts are slow if the changes for speed are off."""
     rank_zero_info("vLLM starts. With a new model or new settings it compiles kernels first, which can take minutes")
+    if reason := native.why_off():
+        rank_zero_info(f"rollouts run without this project's changes of vLLM for speed: {reason}")
 
 
-def log_started(seconds: Mapping[str, float]) -> None:
-    """Log how long the start took, by phase."""
-    parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
-    rank_zero_info(f"vLLM started in {sum(seconds.values()):.1f} s: {parts}")
-
-
-def log_kernels(linears: Mapping[str, int]) -> None:
-    """Log the kernel classes with which vLLM computes linears, and the number of linears for each class."""
+def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> None:
+    """Log the kernel classes with which vLLM computes linears, with the number of linears for each, and how long the
+    start took, by phase."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
     rank_zero_info(f"vLLM computes its linears with {kernels}")
+    parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
+    rank_zero_info(f"vLLM started in {sum(seconds.values()):.1f} s: {parts}")
 
 
 def check_fused_scales(base: str) -> None:
@@ -255,15 +227,20 @@ def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "h
     """Check the base's tensor scales before vLLM starts on a GPU. If vLLM's own kernels will compute packed linears,
     register Humming's operators, and log why these are not the native kernels.
 
-    Args:
-        policy: policy whose base is loaded.
-        dtype: the engine's compute dtype.
-        kernel: "native" or "humming", as ``decoding_kernel`` returns it.
-
     Raises:
         ValueError: fused linears of the base have different tensor scales.
     """
     check_fused_scales(policy.base)
     if by_vllms_kernels(policy.packed_format, kernel):
-        humming.load_operators()
+        load_humming()
     log_any_order(policy.packed_format, dtype, kernel)
+
+
+def load_humming() -> None:
+    """Register the operators of the library Humming with torch, if this GPU is Hopper and Humming is installed.
+
+    Graphs in vLLM's compilation cache call these operators by name, and vLLM loads a cached graph before Humming
+    registers them; it would compile the graph again.
+    """
+    if find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0):
+        import_module("humming.ops.utils").init_humming_launcher()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,21 +69,13 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
     for module in _manager(worker)._adapter_manager.modules.values():
         if isinstance(module.punica_wrapper, OneAdapterKernels):
             a, b = module.lora_a_stacked, module.lora_b_stacked
-            fewest = 1
             # for fewer than ``fewest`` tokens, the native GEMM of this linear adds the adapter itself
-            if hasattr(module.base_layer, "native"):
-                fewest = import_module("qerl_pl.rollout.vllm.nvfp4").fewest_unfused(module)
+            native = getattr(module.base_layer, "native", None)
+            fewest = native.fewest_unfused(module) if native else 1
             # Kernels depend on the shapes only, so one linear of each set of shapes is kept.
             linears[(fewest, *(matrix.shape for matrix in (*a, *b)))] = a, b, fewest
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_kernels, *zip(*linears.values(), strict=True)))
-
-
-def use_graphs(worker: WorkerBase) -> None:
-    """Run the parts of a decoding step around the model's blocks as CUDA graphs (``decoding_graphs``)."""
-    from qerl_pl.rollout.vllm import decoding_graphs
-
-    decoding_graphs.use_graphs(worker)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import costs, hopper
+from qerl_pl.hopper import costs, driver
 
 FEW_TOKENS, MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 256, 64, 3
 BLOCK_RANKS, SLICE_THREADS = 32, 256
@@ -117,7 +117,7 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
 
 
 @cache
-def kernel(tokens: int, slices: int) -> hopper.Kernel:
+def kernel(tokens: int, slices: int) -> driver.Kernel:
     """Return the instance of the kernel template in `lora_hopper.cu` for a number of tokens per tile and a number of
     slices."""
     name, threads = f"lora_shrink_{tokens}_{slices}", slices * SLICE_THREADS
@@ -129,10 +129,10 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
   lora_shrink<{tokens}, {slices}, {chunks}>(x, a0, a1, a2, indices, hidden, tokens, K, rank, splits);
 }}
 """
-    return hopper.Kernel("lora_hopper.cu", name, code, threads // 32 * tokens * (BLOCK_RANKS + 4) * 4)
+    return driver.Kernel("lora_hopper.cu", name, code, threads // 32 * tokens * (BLOCK_RANKS + 4) * 4)
 
 
-def all_kernels() -> list[hopper.Kernel]:
+def all_kernels() -> list[driver.Kernel]:
     """List every instance of the kernel template that an adapter may need."""
     return [kernel(tokens, slices) for slices, by_tokens in CHUNKS_IN_FLIGHT.items() for tokens in by_tokens]
 
@@ -157,7 +157,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) 
     assert all(matrix.is_contiguous() for matrix in a), [matrix.stride() for matrix in a]
     (num_tokens, inputs), rank = x.shape, len(a[0])
     hidden = x.new_empty(len(a), num_tokens, rank)
-    hopper.launch(
+    driver.launch(
         kernel(schedule.tokens, len(a)),
         grid=(-(-rank // BLOCK_RANKS), SPLITS, schedule.clusters),
         threads=len(a) * SLICE_THREADS,

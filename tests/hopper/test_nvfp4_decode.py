@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_decode
-from qerl_pl.kernels.nvfp4_decode import (
+from qerl_pl.hopper import costs, driver, lora_hopper, nvfp4_decode
+from qerl_pl.hopper.nvfp4_decode import (
     BITS,
     VARIANTS,
     WIDE,
@@ -18,9 +18,9 @@ from qerl_pl.kernels.nvfp4_decode import (
     fragments,
     humming_bias,
 )
-from qerl_pl.quant.tile_order import words_in_tile_order
+from qerl_pl.hopper.tile_order import words_in_tile_order
 from tests.bench import bench_decode
-from tests.kernels.nvfp4_linears import (
+from tests.hopper.nvfp4_linears import (
     SHAPES,
     SHARED,
     SHARED_OF_BLOCK,
@@ -29,18 +29,19 @@ from tests.kernels.nvfp4_linears import (
     on_gpu,
     random_linear,
 )
+from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
 from tests.random_models import FUSED, fused_shape
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_source_compiles_for_every_variant(variant):
-    assert hopper.compiled(nvfp4_decode.kernel(variant)).startswith(b"\x7fELF")
+    assert driver.compiled(nvfp4_decode.kernel(variant)).startswith(b"\x7fELF")
 
 
 def test_an_error_of_the_compiler_is_shown():
     kernel = nvfp4_decode.kernel(VARIANTS[0])._replace(code="no such thing;")
     with pytest.raises(RuntimeError, match=r"nvfp4_decode\.cu does not compile for sm_90a: .*no such|.*identifier"):
-        hopper.compiled(kernel)
+        driver.compiled(kernel)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -157,7 +158,7 @@ def test_fetching_the_next_weight_ahead_changes_no_bit(tokens):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
-    hopper.prepare(nvfp4_decode.kernels_for(outputs, inputs), torch.device("cuda", 0))
+    driver.prepare(nvfp4_decode.kernels_for(outputs, inputs), torch.device("cuda", 0))
     schedules = {
         tokens: schedule for tokens in (1, 3, 8, 9, 16, 27, 32, 33, 64) if (schedule := choose_schedule(tokens, *shape))
     }

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper import driver, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper.tile_order import is_in_tile_order
 from qerl_pl.policy.policy import Policy
-from qerl_pl.quant.tile_order import is_in_tile_order
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import worker as vllm_worker
@@ -28,7 +28,7 @@ from tests.rollout.conftest import (
     some_prompts,
 )
 
-base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
+one_copy = pytest.importorskip("qerl_pl.hopper.one_copy")
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(torch.cuda.is_available(), reason="needs vLLM's CPU platform")]
 PROMPTS = some_prompts(1, 40, 70)
 SAMPLING = Sampling(num_completions=2, max_tokens=6)
@@ -39,22 +39,26 @@ def hoppers_linears(policy: Policy) -> Iterator[None]:
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
 
-    from qerl_pl.rollout.vllm import cpu, loader, native_linear, nvfp4
+    from qerl_pl.hopper import engine, native_linear
+    from qerl_pl.rollout.vllm import cpu, loader
 
     register = loader.register_loader
     with pytest.MonkeyPatch.context() as patch, ExitStack() as linears:
         patch.setattr(BaseLinearLayerWithLoRA, "_apply_sync", BaseLinearLayerWithLoRA._apply_sync)  # put back
-        patch.setattr(native_linear, "decoding_lacks", lambda *about: [])
-        patch.setattr(hopper, "start_compiling", lambda kernels: None)
-        linears.enter_context(native_linear.for_linears_of(policy, policy.dtype))
+        patch.setattr(driver, "start_compiling", lambda kernels: None)
+        linears.enter_context(engine.loading(policy))
         scheme: Any = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4
         patch.setattr(cpu, "NVFP4Scheme", lambda: scheme(use_a16=True))
-        patch.setattr(nvfp4, "prepare", lambda *shape: None)
+        patch.setattr(native_linear, "prepare", lambda *shape: None)
         patch.setattr(nvfp4_decode, "choose_schedule", lambda *shape: None)
         patch.setattr(nvfp4_batch, "choose_schedule", lambda *shape, **which: None)
         # Here the engine's own kernels for a CPU add the adapter, to the output of gate and up.
-        patch.setattr(loader, "move_activations", lambda model: None)
-        patch.setattr(loader, "register_loader", lambda *given, **more: register(*given, **{**more, "one_copy": True}))
+        patch.setattr(one_copy, "move_activations", lambda model: None)
+        patch.setattr(
+            loader,
+            "register_loader",
+            lambda shared, unpacked, packed, _=None: register(shared, unpacked, packed, one_copy),
+        )
         yield
 
 
@@ -73,7 +77,7 @@ def row_order(policy) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def engine(policy, row_order) -> Iterator[VLLMEngine]:
     engine = VLLMEngine(block_size=32, max_num_seqs=64, kv_cache_bytes=2**20)
-    base_weights.put_in_tile_order(policy.packed_linears())
+    one_copy.put_in_tile_order(policy.packed_linears())
     assert all(is_in_tile_order(linear.packed) for linear in policy.packed_linears().values())
     with hoppers_linears(policy):
         engine.start(policy, max_model_len=MAX_MODEL_LEN)
@@ -146,7 +150,7 @@ def test_of_the_trainers_linears_the_engine_reads_the_tensor_scales_alone(engine
     engine.close()
     shutil.copytree(unpadded, tmp_path / "base")
     other = make_policy(str(tmp_path / "base"))
-    base_weights.put_in_tile_order(other.packed_linears())
+    one_copy.put_in_tile_order(other.packed_linears())
     rewrite(tmp_path / "base", f"model.layers.1.mlp.up_proj.{change}", lambda tensor: tensor.view(torch.uint8).zero_())
     another = VLLMEngine(block_size=32, max_num_seqs=8, kv_cache_bytes=2**20)
     if change == "weight_global_scale":

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper
+from qerl_pl.hopper import driver
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
     pytest.mark.xdist_group("equal_bits"),  # one process has the engine
-    pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
+    pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
 ]
 SEQUENCES = [1, 8, 64, 250]
 
@@ -42,14 +41,11 @@ def start(base: Path, *, prefix_caching: bool) -> VLLMEngine:
     return engine
 
 
-@pytest.fixture(scope="module", params=[(True, False), (False, True)], ids=["prefixes", "one copy"])
+@pytest.fixture(scope="module", params=[True, False], ids=["prefixes", "no prefixes"])
 def engine(unpadded, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    prefix_caching, one_copy = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_setup, "ONE_COPY", one_copy)
-        engine = start(unpadded, prefix_caching=prefix_caching)
-        yield engine
-        engine.close()
+    engine = start(unpadded, prefix_caching=request.param)
+    yield engine
+    engine.close()
 
 
 def samples(engine: VLLMEngine, count: int) -> list:
@@ -82,7 +78,7 @@ HERE = """
 import json
 import sys
 from pathlib import Path
-from tests.rollout.test_equal_bits_gpu import SEQUENCES, samples, start
+from tests.hopper.test_equal_bits_gpu import SEQUENCES, samples, start
 
 engine = start(Path(sys.argv[1]), prefix_caching=sys.argv[2] == "True")
 found = [[[*map(list, (each.tokens, each.logprobs))] for [each] in samples(engine, count)] for count in SEQUENCES]
@@ -98,8 +94,8 @@ def test_another_process_gives_equal_bits(engine, unpadded, tmp_path, compiled):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
     if compiled == "anew":
         environment |= {name: str(tmp_path / name) for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}
-    caching = str(engine._arguments["enable_prefix_caching"])
-    command = [sys.executable, "-c", HERE, str(unpadded), caching]
+    caching = engine._running().llm_engine.vllm_config.cache_config.enable_prefix_caching
+    command = [sys.executable, "-c", HERE, str(unpadded), str(caching)]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     other = json.loads(output.splitlines()[-1])
     for count, found in zip(SEQUENCES, other, strict=True):

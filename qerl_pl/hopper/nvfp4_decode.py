@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import costs, hopper, lora_hopper
+from qerl_pl.hopper import costs, driver, lora_hopper
 
 BITS = [*([6 + 3 * j, 7 + 3 * j, 8 + 3 * j, 15 + 3 * j] for j in range(3)), [3, 4, 0, 1]]
 """Positions of the bits of a word's first four codes, mantissa first, sign last; for the last four codes they are 16
@@ -136,7 +136,7 @@ def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
 
 
 @cache
-def kernel(variant: Variant) -> hopper.Kernel:
+def kernel(variant: Variant) -> driver.Kernel:
     """Return the instance of the kernel template in `nvfp4_decode.cu` for a variant."""
     name, parameters = (
         "nvfp4_decode_" + "_".join(map(str, variant)),
@@ -152,10 +152,10 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
                              {lora_hopper.SHRINK});
 }}
 """
-    return hopper.Kernel("nvfp4_decode.cu", name, code, variant.shared_bytes)
+    return driver.Kernel("nvfp4_decode.cu", name, code, variant.shared_bytes)
 
 
-def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
+def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
     """List every kernel that a linear of this shape may need for any number of tokens."""
     schedules = (choose_schedule(most, outputs, inputs) for most in WIDE)
     return [kernel(schedule.variant) for schedule in schedules if schedule]
@@ -213,7 +213,7 @@ def decode_linear(
         *lora_hopper.arguments(update),
         *lora_hopper.shrink_arguments(adapter),
     ]
-    hopper.launch(
+    driver.launch(
         kernel(schedule.variant),
         grid=(clusters + blocks, schedule.splits, 1),
         threads=schedule.variant.threads,

@@ -2,7 +2,7 @@
 
 A checkpoint stores the codes of each output's row contiguously (row order). The native NVFP4 kernels read weights in
 which the codes of 64 outputs x 16 inputs are contiguous (tile order; `docs/kernels.md` explains it,
-``kernels.nvfp4_decode.fragments`` defines it). If trainer and engine are to use one copy of the base, it
+``nvfp4_decode.fragments`` defines it). If trainer and engine are to use one copy of the base, it
 has to be in tile order.
 
 A weight in tile order is a ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K /
@@ -18,8 +18,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels.nvfp4_decode import BITS
+from qerl_pl.hopper.nvfp4_decode import BITS
 from qerl_pl.quant.formats import PackedWeight
+from qerl_pl.quant.nvfp4 import dequantize as dequantize_rows
 
 TILE = 64  # outputs of a tile: their codes for 16 inputs are contiguous
 WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multiple of this
@@ -75,6 +76,15 @@ def to_row_order(weight: PackedWeight) -> PackedWeight:
     codes = both.permute(2, 5, 6, 3, 1, 0, 4).reshape(outputs, -1)  # [tile, word, half, g, k-block, upper, c]
     scales = weight.block_scale.reshape(blocks, outputs // TILE, 8, 8).permute(1, 3, 2, 0).reshape(outputs, blocks)
     return PackedWeight(codes, scales, weight.global_scale)
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Dequantise a weight in tile order to [N, K] of ``dtype``."""
+    if not weight.codes.is_cuda:
+        return dequantize_rows(to_row_order(weight), dtype)
+    from qerl_pl.hopper.dequantize import dequantize_tiles  # needs Triton
+
+    return dequantize_tiles(weight.codes, weight.block_scale, weight.global_scale, dtype)
 
 
 def words_in_tile_order(words: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments, humming_bias
+from qerl_pl.hopper.nvfp4_decode import decode_linear_reference, fragments, humming_bias
 from qerl_pl.quant.nvfp4 import E2M1_CODES
 
 SHAPES = [

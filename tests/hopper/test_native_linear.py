@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_pl.kernels import costs, hopper, lora_hopper, nvfp4_batch, nvfp4_decode
-from qerl_pl.kernels.nvfp4_decode import fragments
+from qerl_pl import hopper
+from qerl_pl.hopper import costs, driver, engine, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper.nvfp4_decode import fragments
 from qerl_pl.quant.formats import pack
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
@@ -28,7 +29,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
 from qerl_pl.rollout.vllm.arguments import inductor_settings, policy_arguments
-from tests.kernels.nvfp4_linears import E2M1, random_linear
+from tests.hopper.nvfp4_linears import E2M1, random_linear
 from tests.rollout.conftest import make_policy
 
 pytestmark = pytest.mark.vllm
@@ -52,7 +53,7 @@ def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K, devi
     """Our kernel object and the linear that it has prepared."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
-    from qerl_pl.rollout.vllm.native_linear import NativeLinear
+    from qerl_pl.hopper.native_linear import NativeLinear
 
     kernel, layer = NativeLinear(NvFp4LinearLayerConfig()), Linear(bias, outputs, inputs).to(device)
     kernel.process_weights_after_loading(layer)
@@ -79,14 +80,14 @@ def silu_and_mul(y: Tensor) -> Tensor:
 def capable(monkeypatch) -> None:
     """A machine that has all that our kernels need."""
 
-    monkeypatch.setattr(hopper, "is_available", lambda device: True)
+    monkeypatch.setattr(driver, "is_available", lambda device: True)
 
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
     """Which native kernel served how many tokens; all multiply by the dense weight here."""
+    from qerl_pl.hopper import native_linear
     from qerl_pl.kernels import lora
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
 
     found: list[tuple[str, int]] = []
 
@@ -129,17 +130,17 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
         found.append(("adapter", len(x)))
         y.copy_(lora.add_lora_reference(y, x, a, b, indices))
 
-    monkeypatch.setattr(vllm_nvfp4, "_apply_with_adapter", lambda *_: found.append(("vllm", 0)))
-    monkeypatch.setattr(vllm_nvfp4, "add_lora", add_lora)
+    monkeypatch.setattr(native_linear, "_apply_with_adapter", lambda *_: found.append(("vllm", 0)))
+    monkeypatch.setattr(native_linear, "add_lora", add_lora)
     monkeypatch.setattr(lora_hopper, "shrink", shrink)
-    vllm_nvfp4.prepare.cache_clear()
-    monkeypatch.setattr(hopper, "prepare", lambda kernels, device: found.append(("prepare", len(kernels))))
+    native_linear.prepare.cache_clear()
+    monkeypatch.setattr(driver, "prepare", lambda kernels, device: found.append(("prepare", len(kernels))))
     for name, module in {"decode": nvfp4_decode, "batch": nvfp4_batch}.items():
         monkeypatch.setattr(module, f"{name}_linear", partial(native, name))
     # The operator is for CUDA; here the same function serves a CPU.
     library = torch.library.Library("qerl_pl", "IMPL")
-    library.impl("nvfp4_linear", vllm_nvfp4.nvfp4_linear, "CPU")
-    monkeypatch.setattr(vllm_nvfp4, "_CPU", library, raising=False)  # lives as long as the test
+    library.impl("nvfp4_linear", native_linear.nvfp4_linear, "CPU")
+    monkeypatch.setattr(native_linear, "_CPU", library, raising=False)  # lives as long as the test
     return found
 
 
@@ -172,15 +173,15 @@ def test_the_number_of_tokens_chooses_the_kernel_when_it_runs(calls, compile, wi
 
 
 def test_each_linear_is_told_the_weight_after_its_own(calls):
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
-    from qerl_pl.rollout.vllm.loader import tell_next_weights
+    from qerl_pl.hopper import native_linear
+    from qerl_pl.hopper.one_copy import tell_next_weights
 
     (_, first), (_, last) = prepared(), prepared()
     tell_next_weights(nn.ModuleDict({"first": first, "without": nn.Linear(2, 2), "last": last}))
     calls.clear()
 
     def run(x: Tensor) -> Tensor:
-        return vllm_nvfp4.call(first, x, None)[:, :1] + vllm_nvfp4.call(last, x, None)
+        return native_linear.call(first, x, None)[:, :1] + native_linear.call(last, x, None)
 
     x = torch.randn(8, K).bfloat16()
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
@@ -194,8 +195,8 @@ def test_a_gated_linear_returns_silu_of_gate_times_up_for_any_number_of_tokens(c
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
-    from qerl_pl.rollout.vllm.loader import move_activations
+    from qerl_pl.hopper import native_linear
+    from qerl_pl.hopper.one_copy import move_activations
 
     mlp: Any = nn.Module()
     _, layer = prepared()
@@ -206,7 +207,7 @@ def test_a_gated_linear_returns_silu_of_gate_times_up_for_any_number_of_tokens(c
     wrapped = with_adapter(layer, rank or 8, (N // 2, N // 2))
 
     def run(x: Tensor) -> Tensor:
-        return mlp.act_fn(vllm_nvfp4.apply_with_adapter(wrapped, x) if rank else vllm_nvfp4.call(layer, x, None))
+        return mlp.act_fn(native_linear.apply_with_adapter(wrapped, x) if rank else native_linear.call(layer, x, None))
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
     for tokens in (8, 33, 257, 2049):
@@ -228,7 +229,7 @@ def test_other_activations_stay_where_they_are(calls, kind):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
-    from qerl_pl.rollout.vllm.loader import move_activations
+    from qerl_pl.hopper.one_copy import move_activations
 
     (_, layer), mlp = prepared(torch.randn(N).bfloat16() if kind == "with a bias" else None), nn.Module()
     if kind == "not native":
@@ -282,15 +283,15 @@ def test_linears_that_are_loaded_later_get_vllms_kernel(calls, capable, monkeypa
     from vllm.model_executor.layers.quantization import modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
 
-    from qerl_pl.rollout.vllm import native_linear, nvfp4
+    from qerl_pl.hopper import native_linear
 
     owners: list[Any] = [compressed_tensors_w4a4_nvfp4, modelopt]
     before = [owner.init_nvfp4_linear_kernel for owner in owners]
     lora: Any = BaseLinearLayerWithLoRA
     monkeypatch.setattr(lora, "_apply_sync", lora._apply_sync)  # put back after the test
     compiling = []
-    monkeypatch.setattr(hopper, "start_compiling", compiling.append)
-    with suppress(KeyError), native_linear.for_linears_of(make_policy(checkpoints["nvfp4"]), torch.bfloat16):
+    monkeypatch.setattr(driver, "start_compiling", compiling.append)
+    with suppress(KeyError), engine.loading(make_policy(checkpoints["nvfp4"])):
         scheme = compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4(use_a16=True)
         assert isinstance(scheme.kernel, native_linear.NativeLinear)
         assert isinstance(owners[1].init_nvfp4_linear_kernel(use_a16=True), native_linear.NativeLinear)
@@ -298,7 +299,7 @@ def test_linears_that_are_loaded_later_get_vllms_kernel(calls, capable, monkeypa
             raise KeyError
     assert compiling, "before vLLM has loaded"
     assert [owner.init_nvfp4_linear_kernel for owner in owners] == before
-    assert lora._apply_sync is nvfp4.apply_with_adapter
+    assert lora._apply_sync is native_linear.apply_with_adapter
     lora._apply_sync(with_adapter(Linear(), rank=16), torch.zeros(3, K))
     assert calls == [("vllm", 0)]
 
@@ -306,14 +307,14 @@ def test_linears_that_are_loaded_later_get_vllms_kernel(calls, capable, monkeypa
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, with_bias):
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+    from qerl_pl.hopper import native_linear
 
     bias = torch.randn(N).bfloat16() if with_bias else None
     wrapped = with_adapter(prepared(bias)[1], rank=16)
     calls.clear()
 
     def run(x: Tensor) -> Tensor:
-        return vllm_nvfp4.apply_with_adapter(wrapped, x, wrapped.base_layer.bias)
+        return native_linear.apply_with_adapter(wrapped, x, wrapped.base_layer.bias)
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compile else run
     for tokens in (8, 64, 65, 257):
@@ -332,10 +333,10 @@ def test_an_adapter_is_added_by_the_bases_kernel_where_it_can(calls, compile, wi
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+@pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0)), reason="needs Hopper")
 @pytest.mark.parametrize("tokens", [1, 33, 65, 256, 257, 300, 512, 2048, 2049])
 def test_on_hopper_any_number_of_tokens_gets_base_and_adapter(tokens):
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+    from qerl_pl.hopper import native_linear
 
     bias = torch.randn(N, device="cuda").bfloat16()
     kernel, layer = prepared(bias, device="cuda")
@@ -343,18 +344,18 @@ def test_on_hopper_any_number_of_tokens_gets_base_and_adapter(tokens):
     exact = product(x.float(), bias)
     assert (kernel.apply_weights(layer, x, layer.bias) - exact).abs().max() <= 2**-7 * exact.abs().max()
     exact = sums(wrapped, x, bias)
-    found, again = (vllm_nvfp4.apply_with_adapter(wrapped, x, layer.bias) for _ in range(2))
+    found, again = (native_linear.apply_with_adapter(wrapped, x, layer.bias) for _ in range(2))
     assert (found - exact).abs().max() <= 2**-6 * exact.abs().max()
     assert torch.equal(found, again), "sums have a fixed order"
 
 
 @pytest.mark.parametrize(("rank", "slices"), [(72, (384, 128)), (4, (N,)), (16, (480, 32))])
 def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices):
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+    from qerl_pl.hopper import native_linear
 
     wrapped, x = with_adapter(prepared()[1], rank, slices), torch.randn(2, 3, K).bfloat16()
     calls.clear()
-    y = vllm_nvfp4.apply_with_adapter(wrapped, x)
+    y = native_linear.apply_with_adapter(wrapped, x)
     exact = sums(wrapped, x.view(6, K), None).view(2, 3, N)
     assert (y - exact).abs().max() <= 2**-6 * exact.abs().max()
     assert calls == [("decode", 6), ("adapter", 6)]
@@ -367,14 +368,14 @@ def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices
 def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(
     calls, monkeypatch, rank, slices, late, fewest
 ):
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+    from qerl_pl.hopper import native_linear
 
     monkeypatch.setattr(costs, "TOO_LATE", late)
     wrapped = with_adapter(prepared()[1], rank, slices)
-    assert vllm_nvfp4.fewest_unfused(wrapped) == fewest
+    assert native_linear.Native().fewest_unfused(wrapped) == fewest
     for tokens in (1, 33, 64, 65, 100, 256, 257):
         calls.clear()
-        vllm_nvfp4.apply_with_adapter(wrapped, torch.zeros(tokens, K).bfloat16())
+        native_linear.apply_with_adapter(wrapped, torch.zeros(tokens, K).bfloat16())
         assert (("adapter", tokens) in calls) == (tokens >= fewest)
 
 
@@ -402,13 +403,13 @@ def test_an_engine_compiles_for_each_kind_of_linear_what_it_needs(calls, monkeyp
 
 
 def test_adapters_that_vllms_kernels_add_stay_vllms(calls):
-    from qerl_pl.rollout.vllm import nvfp4 as vllm_nvfp4
+    from qerl_pl.hopper import native_linear
 
     wrapped = with_adapter(prepared()[1], rank=16)
     calls.clear()
     wrapped.punica_wrapper = object()
-    vllm_nvfp4.apply_with_adapter(wrapped, torch.zeros(3, K))
-    vllm_nvfp4.apply_with_adapter(with_adapter(Linear(), rank=16), torch.zeros(3, K))
+    native_linear.apply_with_adapter(wrapped, torch.zeros(3, K))
+    native_linear.apply_with_adapter(with_adapter(Linear(), rank=16), torch.zeros(3, K))
     assert calls == [("vllm", 0)] * 2, "another wrapper; a linear that is not ours"
 
 
@@ -424,9 +425,7 @@ def test_an_engine_has_our_kernel_where_it_can_run(capable, monkeypatch, caplog)
     assert vllm_setup.decoding_kernel("humming", NVFP4, torch.bfloat16) == "humming"
     assert VLLMEngine().memory.dequantises
     assert not VLLMEngine(decoding_kernel="humming").memory.dequantises
-    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: None if name == "humming" else find_spec(name))
-    assert chosen() == "native"
-    monkeypatch.setattr(hopper, "is_available", lambda device: False)
+    monkeypatch.setattr(driver, "is_available", lambda device: False)
     assert chosen() == "humming"
 
 
@@ -434,23 +433,15 @@ MISSING = {"vllm": "a vLLM with NVFP4 linears", "cuda.bindings": "nvidia-cuda-nv
 
 
 @pytest.mark.parametrize("package", MISSING)
-def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, checkpoints, package):
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-    from qerl_pl.rollout.vllm import native_linear
-
-    found = vllm_setup.find_spec
-    for module in (vllm_setup, hopper):
-        monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else found(name))
+def test_a_package_that_is_missing_is_named(capable, monkeypatch, caplog, package):
+    for module in (hopper, driver):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else find_spec(name))
     assert vllm_setup.decoding_kernel("auto", NVFP4, torch.bfloat16) == "humming"
     with caplog.at_level(logging.INFO):
         vllm_setup.log_any_order(NVFP4, torch.bfloat16, "humming")
     assert MISSING[package] in caplog.text
-    before = BaseLinearLayerWithLoRA._apply_sync
-    ours = native_linear.for_linears_of(make_policy(checkpoints["nvfp4"]), torch.bfloat16)
-    with pytest.raises(ValueError, match=MISSING[package]), ours:
-        pass
-    assert BaseLinearLayerWithLoRA._apply_sync is before
+    with pytest.raises(ValueError, match=MISSING[package]):
+        vllm_setup.check_kernel("native", NVFP4, torch.bfloat16)
 
 
 def test_an_engine_whose_results_may_differ_between_equal_calls_says_why(capable, monkeypatch, caplog):
@@ -467,7 +458,7 @@ def test_an_engine_whose_results_may_differ_between_equal_calls_says_why(capable
     assert "run if decoding_kernel is 'auto'" in said(NVFP4, "humming")
     assert re.search(r"this nvfp4 base.*need bfloat16", said(NVFP4, "humming", torch.float32))
     assert re.search(r"this mxfp4 base.*need a base in NVFP4", said(MXFP4, "humming"))
-    monkeypatch.setattr(hopper, "is_available", lambda device: False)
+    monkeypatch.setattr(driver, "is_available", lambda device: False)
     assert re.search(r"this nvfp4 base.*need a Hopper GPU", said(NVFP4, "humming"))
 
 
@@ -476,10 +467,23 @@ def test_on_a_gpu_an_engine_logs_it_once_and_loads_hummings_operators_only_for_v
     monkeypatch, caplog, checkpoints, kernel, explained
 ):
     loaded = []
-    monkeypatch.setattr(vllm_setup.humming, "load_operators", lambda: loaded.append("humming"))
+    monkeypatch.setattr(vllm_setup, "load_humming", lambda: loaded.append("humming"))
     with caplog.at_level(logging.INFO):
         vllm_setup.prepare_gpu(make_policy(checkpoints["nvfp4"]), torch.bfloat16, kernel)
     assert caplog.text.count("any order") == len(loaded) == explained
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed"), [((9, 0), True), ((9, 0), False), ((8, 0), True), ((10, 0), True)]
+)
+def test_operators_are_loaded_where_humming_multiplies(monkeypatch, capability, installed):
+    loaded = []
+    operators = SimpleNamespace(init_humming_launcher=lambda: loaded.append("humming"))
+    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(vllm_setup, "import_module", lambda name: {"humming.ops.utils": operators}[name])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    vllm_setup.load_humming()
+    assert loaded == ["humming"] * (capability == (9, 0) and installed)
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import hopper, lora_hopper, nvfp4_batch, nvfp4_decode
-from qerl_pl.kernels.costs import WIDE_OUTPUTS, WIDE_TOKENS
-from qerl_pl.kernels.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Adapter, Schedule, Update, shrink
-from qerl_pl.kernels.nvfp4_decode import decode_linear_reference, fragments
-from tests.kernels.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
+from qerl_pl.hopper import driver, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper.costs import WIDE_OUTPUTS, WIDE_TOKENS
+from qerl_pl.hopper.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Adapter, Schedule, Update, shrink
+from qerl_pl.hopper.nvfp4_decode import decode_linear_reference, fragments
+from tests.hopper.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
+from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
 
 MODULES = {"decode": nvfp4_decode, "batch": nvfp4_batch}
 
@@ -64,7 +65,7 @@ def all_blocks(num_tokens: int, slices: int) -> list[Schedule]:
 )
 def test_the_source_compiles_for_every_number_of_slices_and_tokens(slices, tokens):
     kernel = lora_hopper.kernel(tokens, slices)
-    assert hopper.compiled(kernel).startswith(b"\x7fELF")
+    assert driver.compiled(kernel).startswith(b"\x7fELF")
     assert kernel.shared_bytes <= SHARED_OF_BLOCK
 
 
@@ -190,7 +191,7 @@ def assert_base_and_adapter(
     weight, ordered = fragments(codes, scales)
     global_scale, bias = torch.tensor([2.0**-7], device="cuda"), draw(sum(widths))
     a, b = adapter(widths, inputs, rank)
-    hopper.prepare([*module.kernels_for(sum(widths), inputs), *lora_hopper.all_kernels()], weight.device)
+    driver.prepare([*module.kernels_for(sum(widths), inputs), *lora_hopper.all_kernels()], weight.device)
     schedules = {
         tokens: schedule for tokens in token_counts if (schedule := module.choose_schedule(tokens, sum(widths), inputs))
     }
@@ -288,7 +289,7 @@ def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
         torch.zeros(tokens, dtype=torch.int64, device="cuda"),
         module.choose_schedule(tokens, size, size),
     )
-    hopper.prepare([*module.kernels_for(size, size), *lora_hopper.all_kernels()], weight.device)
+    driver.prepare([*module.kernels_for(size, size), *lora_hopper.all_kernels()], weight.device)
     between = {
         "kernel": torch.tanh,
         "early kernel": torch.compile(torch.tanh, options={"triton.enable_pdl": True}),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper
+from qerl_pl.hopper import driver
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
@@ -20,7 +20,7 @@ from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, s
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("decoding_graphs")]
 PROMPTS = some_prompts(1, 40, 70)
-needs_hopper = pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper")
+needs_hopper = pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0)), reason="needs Hopper")
 
 
 @pytest.fixture(scope="module", params=["qwen2"])
@@ -45,7 +45,7 @@ def graphs(engine: VLLMEngine) -> Any:
 
 def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> tuple[list, list]:
     """Completions and log-probabilities by vLLM's own launches, and by graphs that an equal call has captured."""
-    from qerl_pl.rollout.vllm import decoding_graphs
+    from qerl_pl.hopper import decoding_graphs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding_graphs, "GRAPH_SEQUENCES", 0)
@@ -160,7 +160,7 @@ def test_graphs_stay_valid_over_sleep(engine, level):
 def test_only_steps_of_one_token_per_sequence_are_run_by_graphs(changes, expected):
     from vllm.config.compilation import CUDAGraphMode
 
-    from qerl_pl.rollout.vllm.decoding_graphs import is_decoding
+    from qerl_pl.hopper.decoding_graphs import is_decoding
 
     state = {"req_ids": ["a", "b", "c"], "num_tokens": 3, "has_prefill": False, "num_draft_tokens_np": None} | changes
     mode = CUDAGraphMode[changes.get("cg_mode", "FULL")]
@@ -186,7 +186,7 @@ def test_only_temperatures_and_log_probabilities_are_captured(options, kind):
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    from qerl_pl.rollout.vllm.decoding_graphs import kind_of_sampling
+    from qerl_pl.hopper.decoding_graphs import kind_of_sampling
 
     sizes: Any = {"max_num_reqs": 3, "vocab_size": 64, "device": torch.device("cpu")}
     states = RequestState(max_model_len=8, max_num_batched_tokens=8, num_speculative_steps=0, **sizes)
@@ -201,15 +201,15 @@ def test_only_temperatures_and_log_probabilities_are_captured(options, kind):
 def test_a_table_is_copied_to_one_address_and_only_after_a_change(monkeypatch):
     from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
-    from qerl_pl.rollout.vllm import state_tables
+    from qerl_pl.hopper import sampler
 
-    copies, copy = [], state_tables.async_tensor_h2d
-    monkeypatch.setattr(state_tables, "async_tensor_h2d", lambda *a, **k: (copies.append(a), copy(*a, **k))[1])
+    copies, copy = [], sampler.async_tensor_h2d
+    monkeypatch.setattr(sampler, "async_tensor_h2d", lambda *a, **k: (copies.append(a), copy(*a, **k))[1])
     table = UvaBackedTensor(5, torch.int32)
-    first = state_tables.copy_if_changed(table)
+    first = sampler.copy_if_changed(table)
     for value, count in [(0, 1), (7, 2), (7, 2), (0, 3)]:
         table.np[3] = value
-        found = state_tables.copy_if_changed(table, 4)
+        found = sampler.copy_if_changed(table, 4)
         assert found.tolist() == [0, 0, 0, value]
         assert (found.data_ptr(), len(copies)) == (first.data_ptr(), count)
         assert table.gpu.data_ptr() == first.data_ptr()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.kernels import costs, hopper, nvfp4_batch
-from qerl_pl.kernels.nvfp4_batch import (
+from qerl_pl.hopper import costs, driver, nvfp4_batch
+from qerl_pl.hopper.nvfp4_batch import (
     FULL_TILES,
     MOST_TOKENS,
     VARIANTS,
@@ -21,8 +21,8 @@ from qerl_pl.kernels.nvfp4_batch import (
     batch_linear,
     choose_schedule,
 )
-from qerl_pl.kernels.nvfp4_decode import fragments
-from tests.kernels.nvfp4_linears import (
+from qerl_pl.hopper.nvfp4_decode import fragments
+from tests.hopper.nvfp4_linears import (
     SHAPES,
     SHARED_OF_BLOCK,
     assert_nothing_else_is_written,
@@ -30,6 +30,7 @@ from tests.kernels.nvfp4_linears import (
     on_gpu,
     random_linear,
 )
+from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
 
 DECODED = (1, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256)
 TOKENS = (*DECODED, 257, 384, 385, 1000, 1024, 2047, 2048)
@@ -50,7 +51,7 @@ def widths(schedule: Schedule, outputs: int) -> list[int]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_source_compiles_for_every_variant(variant):
-    assert hopper.compiled(nvfp4_batch.kernel(variant)).startswith(b"\x7fELF")
+    assert driver.compiled(nvfp4_batch.kernel(variant)).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -199,7 +200,7 @@ def test_a_linear_that_does_not_fill_whole_waves_is_split_or_divided_unequally()
 def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
     """A compiler does so where registers are few. They are for 5 x 128 tokens; there four other warpgroups multiply."""
     disassembler = Path(str(import_module("triton").__file__)).parent / "backends/nvidia/bin/nvdisasm"
-    (tmp_path / "cubin").write_bytes(hopper.compiled(nvfp4_batch.kernel(variant)))
+    (tmp_path / "cubin").write_bytes(driver.compiled(nvfp4_batch.kernel(variant)))
     text = subprocess.run([disassembler, tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
     left = re.findall(r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)", text)
     assert text.count("HGMMA") == 8
@@ -211,7 +212,7 @@ def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_the_formulas(shape):
     outputs, inputs = shape
-    hopper.prepare(nvfp4_batch.kernels_for(outputs, inputs), torch.device("cuda", 0))
+    driver.prepare(nvfp4_batch.kernels_for(outputs, inputs), torch.device("cuda", 0))
     schedules = {tokens: schedule for tokens in TOKENS if (schedule := choose_schedule(tokens, *shape))}
     assert_the_formula(batch_linear, shape, schedules)
 
@@ -234,7 +235,7 @@ def test_a_cuda_graph_repeats_it():
     codes, scales = random_linear(512, 1024, "cuda")
     weight, ordered = fragments(codes, scales)
     one, schedule = torch.ones(1, device="cuda"), chosen(100, 512, 1024)
-    hopper.prepare(nvfp4_batch.kernels_for(512, 1024), weight.device)
+    driver.prepare(nvfp4_batch.kernels_for(512, 1024), weight.device)
     x = torch.randn(100, 1024, device="cuda").bfloat16()
     y = batch_linear(x, weight, ordered, one, None, schedule)
     graph = torch.cuda.CUDAGraph()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl_pl.kernels.nvfp4_decode import fragments
+from qerl_pl.hopper.nvfp4_decode import fragments
+from qerl_pl.hopper.tile_order import is_in_tile_order, rows_of, to_row_order, to_tile_order
 from qerl_pl.quant import nvfp4
 from qerl_pl.quant.formats import PackedWeight, unpack
-from qerl_pl.quant.tile_order import is_in_tile_order, rows_of, to_row_order, to_tile_order
 
 SHAPES = [(64, 16), (128, 48), (192, 272)]
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from qerl_pl.kernels import costs, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper import costs, lora_hopper, nvfp4_batch, nvfp4_decode
 from tests.bench import bench_constants
 from tests.bench.harness import RANK
 from tests.random_models import FUSED, fused_shape

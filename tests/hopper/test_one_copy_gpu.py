@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qerl_pl.kernels import hopper
+from qerl_pl.hopper import driver
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import memory as vllm_memory
-from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
@@ -27,7 +26,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
     pytest.mark.xdist_group("one_copy"),  # one process has the engine
-    pytest.mark.skipif(not hopper.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
+    pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0)), reason="needs Hopper"),
 ]
 PROMPTS = some_prompts(1, 40, 70)
 SAMPLING = Sampling(num_completions=2, max_tokens=12)
@@ -39,14 +38,12 @@ def engine(unpadded) -> Iterator[VLLMEngine]:
     policy.load_adapter_state(random_adapter(policy, seed=1))
     row_order = {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
     engine = VLLMEngine(kv_cache_bytes=2**30, max_num_seqs=64, enforce_eager=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_setup, "ONE_COPY", True)
-        engine.start(policy, max_model_len=MAX_MODEL_LEN)
-        assert_unchanged(engine, row_order)
-        yield engine
-        engine.close()
-        assert not vllm_memory.left(), held_in_vllms_pool()
-        assert_unchanged(engine, row_order, policy)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    assert_unchanged(engine, row_order)
+    yield engine
+    engine.close()
+    assert not vllm_memory.left(), held_in_vllms_pool()
+    assert_unchanged(engine, row_order, policy)
 
 
 def assert_unchanged(engine: VLLMEngine, row_order: dict[str, torch.Tensor], policy=None) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-KERNELS = "qerl_pl.kernels.token_scores"
+from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
+
+KERNELS = "qerl_pl.hopper.token_scores"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 64
 SHAPES = [(1, 1), (3, 7), (2, BLOCK), (3, BLOCK + 1), (5, 300), (0, 10)]

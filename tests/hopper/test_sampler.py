@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.rollout.vllm import patches
+from qerl_pl.hopper import patches
 
 pytestmark = pytest.mark.vllm
 
@@ -29,11 +29,11 @@ def sampler(monkeypatch) -> ModuleType:
     """The module; without a GPU its kernels are interpreted."""
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return import_module("qerl_pl.rollout.vllm.sampler")
+    return import_module("qerl_pl.hopper.sampler")
 
 
 def test_a_sampled_token_has_its_log_probability(sampler):
-    from qerl_pl.kernels.token_scores import token_scores_reference
+    from qerl_pl.hopper.token_scores import token_scores_reference
 
     logits, tokens = draw()
     found = sampler.sampled_scores(logits, 0, tokens, [0, 1, 2, 3], expanded_idx_mapping=None)

@@ -31,8 +31,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.worker_base import WorkerBase
 
+from qerl_pl.hopper import patches
 from qerl_pl.memory.settings import GRAPH_SEQUENCES
-from qerl_pl.rollout.vllm import patches
 
 
 @dataclass

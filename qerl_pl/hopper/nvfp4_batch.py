@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qerl_pl.kernels import costs, hopper, lora_hopper
+from qerl_pl.hopper import costs, driver, lora_hopper
 
 MOST_TOKENS = 2048
 """Most tokens that this kernel multiplies; with more, dequantising the weight and cuBLAS take as long or less.
@@ -220,7 +220,7 @@ def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> f
 
 
 @cache
-def kernel(variant: Variant) -> hopper.Kernel:
+def kernel(variant: Variant) -> driver.Kernel:
     """Return the instance of the kernel template in `nvfp4_batch.cu` for a variant."""
     name = "nvfp4_batch_" + "_".join(map(str, variant))
     code = f"""
@@ -232,10 +232,10 @@ extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
                                                                    N, K, splits, wide, {lora_hopper.ADAPTER});
 }}
 """
-    return hopper.Kernel("nvfp4_batch.cu", name, code, variant.shared_bytes)
+    return driver.Kernel("nvfp4_batch.cu", name, code, variant.shared_bytes)
 
 
-def kernels_for(outputs: int, inputs: int) -> list[hopper.Kernel]:
+def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
     """List every kernel that a linear of this shape may need."""
     decoded = [most for most in FULL_TILES if most <= MOST_DECODED]
     schedules = (
@@ -277,7 +277,7 @@ def batch_linear(
     )
     weight_map = _tensor_map(weight.data_ptr(), (64, all_tiles, k_blocks), (512, outputs * 8), (64, tiles, 8), False)
     scale_map = _tensor_map(scales.data_ptr(), (8, all_tiles, k_blocks), (64, outputs), (8, tiles, 8), False)
-    hopper.launch(
+    driver.launch(
         kernel(schedule.variant),
         grid=(blocks, splits, schedule.variant.token_tiles(num_tokens)),
         threads=128 * tiles,
@@ -310,21 +310,21 @@ def _tensor_map(
     Raises:
         RuntimeError: the driver refuses the descriptor, for instance because the address is not a multiple of 16.
     """
-    driver: Any = import_module("cuda.bindings.driver")
-    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    [tensor_map] = hopper.checked(
-        driver.cuTensorMapEncodeTiled(
+    cuda: Any = import_module("cuda.bindings.driver")
+    kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
+    [tensor_map] = driver.checked(
+        cuda.cuTensorMapEncodeTiled(
             kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if swizzled_bf16 else kinds.CU_TENSOR_MAP_DATA_TYPE_INT64,
             len(sizes),
             address,
-            [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in strides],
-            [driver.cuuint32_t(size) for size in box],
-            [driver.cuuint32_t(1)] * len(sizes),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            [cuda.cuuint64_t(size) for size in sizes],
+            [cuda.cuuint64_t(stride) for stride in strides],
+            [cuda.cuuint32_t(size) for size in box],
+            [cuda.cuuint32_t(1)] * len(sizes),
+            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled_bf16 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
     return tensor_map

@@ -150,13 +150,6 @@ def launch(
     checked(driver.cuLaunchKernelEx(config, load(kernel, device.index), (values, types), 0))
 
 
-def cache_folder() -> str:
-    """Return Triton's cache folder, in which the compiled CUDA C++ kernels (cubins) are stored as well."""
-    from triton import knobs
-
-    return knobs.cache.dir
-
-
 def checked(result: Any) -> tuple[Any, ...]:
     """Check the status that a call of the CUDA bindings returned, and return the call's other values.
 

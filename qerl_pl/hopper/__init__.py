@@ -1,0 +1,37 @@
+"""Native kernels for NVFP4 on Hopper GPUs, and changes of vLLM that only make it faster. The folder may be left out:
+``qerl_pl.kernels.native`` is the only module that imports it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_pl.hopper import driver
+from qerl_pl.quant.nvfp4 import NVFP4
+
+# Files of vLLM with what ``native_linear`` and ``patches.native_nvfp4_linears`` use: the base class of NVFP4 kernels,
+# and the two callers of the function that chooses among them.
+EXTENDED = (
+    "model_executor/kernels/linear/nvfp4/base.py",
+    "model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+    "model_executor/layers/quantization/modelopt.py",
+)
+
+
+def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
+    """List what the native kernels need and this machine, base format (None: not quantised) or compute dtype lacks,
+    without importing vLLM."""
+    vllm = find_spec("vllm")
+    folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
+    on_hopper = driver.is_available(torch.device("cuda"))
+    needs = {
+        "a Hopper GPU (compute capability 9.0) and the package cuda-bindings": on_hopper,
+        "NVRTC (the package nvidia-cuda-nvrtc)": driver.has_compiler(),
+        "a vLLM with NVFP4 linears": any(all((folder / file).exists() for file in EXTENDED) for folder in folders),
+        "a base in NVFP4": fmt is NVFP4,
+        "bfloat16 as compute dtype": dtype == torch.bfloat16,
+    }
+    return [what for what, is_met in needs.items() if not is_met]

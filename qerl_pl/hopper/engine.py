@@ -1,0 +1,92 @@
+"""What the vLLM engine calls of this package, through ``qerl_pl.kernels.native``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from qerl_pl.hopper import driver, patches
+from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.selection import fused_groups
+
+PATCHES = patches.PATCHES
+
+
+def install() -> None:
+    """Apply the patches that are in force for the whole process; a second call changes nothing."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        patches.parallel_token_scores()
+        patches.state_at_fixed_addresses()
+        patches.graphs_with_adapter()
+        patches.warmup_without_unused_kernels()
+
+
+@contextmanager
+def loading(policy: Policy) -> Iterator[None]:
+    """Make the NVFP4 linears that vLLM loads within this context use the kernel class ``NativeLinear`` and the memory
+    of the trainer's weights, also after the context. Start to compile the kernels."""
+    from qerl_pl.hopper import native_linear, one_copy
+
+    linears = policy.packed_linears()
+    groups = fused_groups(list(linears), present=linears.keys()).values()
+    for outputs, inputs in {
+        (sum(linears[name].out_features for name in group), linears[group[0]].in_features) for group in groups
+    }:
+        driver.start_compiling(native_linear.kernels_for(outputs, inputs))
+    one_copy.put_in_tile_order(linears)
+    own = patches.native_nvfp4_linears(native_linear.make, native_linear.apply_with_adapter)
+    with own, patches.packed_weights_on_host():
+        yield
+
+
+def loader_hooks() -> Any:
+    """Return the module whose functions ``unread``, ``lend`` and ``loaded`` the model loader calls."""
+    from qerl_pl.hopper import one_copy
+
+    return one_copy
+
+
+def spare(scheduler: Any) -> None:
+    """Make the KV-cache manager of a scheduler return early for tokens that neither need a new block nor fill one.
+
+    With blocks of 16 tokens this saves the work for 15 of 16 tokens. Managers of models with layers other than full
+    attention are not changed.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len
+    groups = manager.coordinator.single_type_managers
+    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:
+        return
+    [group] = groups
+    if group.block_size != manager.block_pool.hash_block_size:
+        return
+    allocate, cache = manager.allocate_slots, manager.cache_blocks
+
+    def is_cached(request: Any, num_tokens: int) -> bool:
+        cached = group.num_cached_block.get(request.request_id, 0)
+        return not group.enable_caching or num_tokens // group.block_size <= cached
+
+    def allocate_slots(request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **others: Any) -> Any:
+        if num_new_tokens > 0 and not num_lookahead_tokens and not others:  # a decoding request
+            num_tokens = min(request.num_computed_tokens + num_new_tokens, max_model_len)
+            room = len(group.req_to_blocks.get(request.request_id, ())) * group.block_size
+            if num_tokens <= room and is_cached(request, min(num_tokens, request.num_tokens)):
+                return manager.empty_kv_cache_blocks
+        return allocate(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **others)
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if not is_cached(request, num_computed_tokens):
+            cache(request, num_computed_tokens)
+
+    patches.cache_of_unchanged_blocks(manager, allocate_slots, cache_blocks)
+
+
+def use_graphs(worker: Any) -> None:
+    """Run the parts of a decoding step around the model's blocks as CUDA graphs (``decoding_graphs``)."""
+    from qerl_pl.hopper import decoding_graphs
+
+    decoding_graphs.use_graphs(worker)

@@ -1,0 +1,176 @@
+"""One copy of the packed base for trainer and engine, where the native kernels run.
+
+The copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps, closes,
+fails to start or starts again. Before vLLM loads, the trainer's weights are put into tile order. vLLM does not read
+them from the checkpoint: before it converts a linear, it gets a copy of the trainer's weight (``give``), and afterwards
+its parameters are set to the trainer's memory if both hold the same bits, and the copy is freed (``adopt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import LinearBase
+
+from qerl_pl.common.checks import CheckFailed
+from qerl_pl.hopper.tile_order import fits, fused, is_in_tile_order, to_row_order, whole_of
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.quant.selection import fused_groups
+from qerl_pl.rollout.vllm.base_weights import fused_linears, packed_codes
+
+Linears = Mapping[str, FrozenLinear]  # the trainer's packed linears by name
+
+
+class Adopted(NamedTuple):
+    """Mark of a linear of vLLM that uses the trainer's memory, its attribute ``adopted``."""
+
+    digest: Tensor
+    """[2] int64, ``digest_of`` the linear when it was loaded."""
+
+    def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
+        """Return whether the linear still has these bits, in the memory of the trainer's linears: [] bool."""
+        whole = whole_of([part.packed for part in parts])
+        is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
+        return (digest_of(layer) == self.digest).all() & is_shared
+
+
+def digest_of(layer: Any) -> Tensor:
+    """Return the sum of a linear's codes and the sum of its scales' bits, [2] int64."""
+    weight, scales = layer.weight.detach(), layer.weight_scale.detach().view(torch.uint8)
+    return torch.stack([weight.sum(dtype=torch.int64), scales.sum(dtype=torch.int64)])
+
+
+def put_in_tile_order(linears: Linears) -> None:
+    """Rearrange the trainer's weights to tile order; linears that vLLM fuses get one common buffer.
+
+    Linears in other formats than NVFP4 or of shapes that do not fit stay as they are. A second call changes nothing.
+    """
+    for group in fused_groups(list(linears), present=linears.keys()).values():
+        parts = [linears[name] for name in group]
+        weights = [part.packed for part in parts]
+        takes = fits([(part.out_features, part.in_features) for part in parts])
+        if takes and all(part.fmt is NVFP4 for part in parts) and whole_of(weights) is None:
+            rows = [to_row_order(weight) if is_in_tile_order(weight) else weight for weight in weights]
+            for part, weight in zip(parts, fused(rows), strict=True):
+                part.packed = weight
+    if torch.cuda.is_available():
+        # Release the memory of the replaced weights to vLLM, whose memory pool cannot use what torch keeps cached.
+        torch.cuda.empty_cache()
+
+
+def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
+    """Find the linears of vLLM whose codes and block scales it need not read: names of the trainer's linears that each
+    consists of, by its name."""
+    return {
+        name: members
+        for name, _, members, parts in fused_linears(model, linears)
+        if whole_of([part.packed for part in parts]) is not None
+    }
+
+
+def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
+    """Store in each linear of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``.
+
+    Until ``give``, the parameters of linears named in ``unread`` are on the trainer's device and take no memory, so
+    vLLM copies nothing between devices before and after it converts them.
+    """
+    for name, layer, _, parts in fused_linears(model, linears):
+        layer.trainers_weight = whole = whole_of([part.packed for part in parts])
+        if name in unread and whole is not None:
+            layer.is_empty = True
+            for parameter in (packed_codes(layer), layer.weight_scale):
+                empty = torch.empty(1, dtype=parameter.dtype, device=whole.codes.device)
+                parameter.data = empty.expand(parameter.shape)
+
+
+def give(layer: Any) -> None:
+    """Fill a linear that vLLM has not read with a copy of the trainer's weight in row order, right before vLLM converts
+    it."""
+    if vars(layer).pop("is_empty", False):
+        rows = to_row_order(layer.trainers_weight)
+        codes, scales = packed_codes(layer), layer.weight_scale
+        codes.data, scales.data = rows.codes, rows.block_scale.view(scales.dtype)
+
+
+def adopt(layer: Any) -> bool:
+    """Set the parameters of a converted linear to the trainer's memory if this holds the same bits; return whether it
+    does."""
+    lent = vars(layer).pop("trainers_weight", None)
+    if lent is None:
+        return False
+    weight, scales = layer.weight, layer.weight_scale
+    if (weight.dtype, weight.device) != (lent.codes.dtype, lent.codes.device) or scales.element_size() != 1:
+        return False
+    if not (torch.equal(weight, lent.codes) and torch.equal(scales.view(torch.uint8), lent.block_scale)):
+        return False
+    weight.data, scales.data = lent.codes, lent.block_scale.view(scales.dtype)
+    layer.adopted = Adopted(digest_of(layer))
+    return True
+
+
+def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
+    """Complete a model whose weights vLLM has loaded and converted.
+
+    Args:
+        model: vLLM's model.
+        linears: the trainer's.
+        device: vLLM's.
+        one_adapter: whether vLLM has at most one adapter slot. With more it adds adapters to what the operator returns,
+            which must then be gate and up.
+
+    Raises:
+        CheckFailed: as ``place``.
+    """
+    place(model, linears, device)
+    tell_next_weights(model)
+    if one_adapter:
+        move_activations(model)
+
+
+def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
+    """Move parameters to the GPU that vLLM has left in host memory.
+
+    vLLM converts weights that it has created in host memory (``patches.packed_weights_on_host``) on the GPU, and moves
+    parameters whose names have not changed back. Those of adopted linears are set to the trainer's memory again.
+
+    Raises:
+        CheckFailed: a linear that vLLM has not read was not filled by ``give``.
+    """
+    for name, layer, _, parts in fused_linears(model, linears):
+        if hasattr(layer, "is_empty"):
+            raise CheckFailed(
+                f"vLLM has converted {name} with a kernel that is not this project's, before it had its weights; set "
+                "decoding_kernel to 'humming'"
+            )
+        weight = whole_of([part.packed for part in parts]) if hasattr(layer, "adopted") else None
+        if weight is not None:
+            layer.weight.data = weight.codes
+            layer.weight_scale.data = weight.block_scale.view(layer.weight_scale.dtype)
+    for layer in model.modules():
+        if isinstance(layer, LinearBase):  # includes linears of vLLM that do not consist of the trainer's
+            for parameter in layer.parameters(recurse=False):
+                parameter.data = parameter.data.to(device)
+
+
+def tell_next_weights(model: nn.Module) -> None:
+    """Tell each linear that the native kernels compute which weight the next such linear has: its kernel fetches that
+    to the GPU's L2 cache while the layers between the two run."""
+    linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
+    for linear, following in pairwise(linears):
+        linear.native = linear.native._replace(next_weight=following.weight)
+
+
+def move_activations(model: nn.Module) -> None:
+    """Let the operator of each fused gate and up that the native kernels compute also compute silu(gate) * up, instead
+    of the layer after it."""
+    for mlp in model.modules():
+        linear: Any = getattr(mlp, "gate_up_proj", None)
+        if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:
+            linear.native = linear.native._replace(gated=True)
+            mlp.act_fn = nn.Identity()

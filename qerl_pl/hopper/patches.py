@@ -1,0 +1,184 @@
+"""Run-time patches of vLLM that only make it faster; ``rollout/vllm/patches.py`` has those that correctness needs, and
+says how a patch is written. With a vLLM that was not tested none of these is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from qerl_pl.rollout.vllm.replacing import replace, replace_once, replaced
+
+
+def parallel_token_scores() -> None:
+    """Compute the log-probabilities of sampled tokens in parallel over the vocabulary.
+
+    Symptom: with log-probabilities on, which RL needs, sampling takes a large part of a decoding step.
+    Cause: vLLM runs one Triton program per sequence, which reads the logits three times, block after block.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from qerl_pl.hopper.sampler import sampled_scores
+
+    sampler: Any = import_module("vllm.v1.worker.gpu.sample.sampler")
+    takes = ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits")
+    replace_once(sampler, "compute_topk_scores", lambda own: sampled_scores, takes=takes)
+
+
+def state_at_fixed_addresses() -> None:
+    """Keep the tables of the sequences' state, such as temperatures, at fixed addresses in the GPU's memory, and copy
+    them only if they have changed.
+
+    Symptom: in each decoding step the host copies 16 small tables, nearly always unchanged, and kernels read them from
+    the host's memory. Since their addresses change, these kernels cannot be in a CUDA graph.
+    Cause: vLLM writes each table to one of two buffers in the host's memory, in turns.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from qerl_pl.hopper.sampler import copy_if_changed
+
+    table: Any = import_module("vllm.v1.worker.gpu.buffer_utils").UvaBackedTensor
+    replace_once(table, "copy_to_uva", lambda own: copy_if_changed, takes=("self", "n"))
+
+
+def graphs_with_adapter() -> None:
+    """Capture CUDA graphs only for passes with the adapter; other passes, which are few, run without a graph.
+
+    Symptom: capturing graphs takes most of a later start, and graphs that no rollout uses take memory.
+    Cause: vLLM captures each graph twice, with and without an adapter, whatever ``cudagraph_specialize_lora`` says.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    runner: Any = import_module("vllm.v1.worker.gpu.model_runner")
+    replace_once(
+        runner,
+        "get_lora_capture_cases",
+        lambda cases: lambda *configs: [number for number in cases(*configs) if number > 0] or [0],
+        takes=("lora_config", "compilation_config"),
+    )
+
+
+def warmup_without_unused_kernels() -> None:
+    """Before rollouts, compile only those kernels of vLLM's sampler that rollouts use by default.
+
+    Symptom: the first start on a machine spends 12 s on kernels that most runs never call: top-p, top-k, min-p,
+    penalties, logit biases, bad words. A run that needs one of them compiles it in its first rollout.
+    Cause: vLLM warms its sampler up with parameters that call all of its kernels.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from vllm import SamplingParams
+
+    def used_by_rollouts() -> SamplingParams:
+        return SamplingParams(temperature=0.9, seed=0, logprobs=0)
+
+    replace(SamplingParams, "for_sampler_warmup", staticmethod(used_by_rollouts), takes=())
+
+
+@contextmanager
+def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) -> Iterator[None]:
+    """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
+
+    Symptom: with few sequences, NVFP4 decodes no faster than bf16, and equal calls may sample different tokens.
+    Cause: vLLM chooses from a fixed list of its own kernel classes, and its LoRA layers add the adapter afterwards.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        kernel: makes the kernel object of one linear.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for other linears.
+    """
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    scheme, modelopt = _nvfp4_modules()
+    before = scheme.init_nvfp4_linear_kernel
+
+    def init(use_a16: bool = False) -> Any:
+        return kernel() if use_a16 else before(use_a16=use_a16)
+
+    replace(BaseLinearLayerWithLoRA, "_apply_sync", update, takes=("self", "x", "bias"))
+    name, takes = "init_nvfp4_linear_kernel", ("use_a16",)
+    with replaced(scheme, name, init, takes=takes), replaced(modelopt, name, init, takes=takes):
+        yield
+
+
+@contextmanager
+def packed_weights_on_host() -> Iterator[None]:
+    """Make vLLM create the packed weights of NVFP4 linears in host memory within this context.
+
+    Symptom: an engine that is going to use the trainer's copy of the base needs memory for a second copy at its start.
+    Cause: vLLM allocates the weights of all linears on the GPU before it reads them from the checkpoint.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    scheme, modelopt = _nvfp4_modules()
+
+    def on_host(owner: Any, *takes: str) -> AbstractContextManager[None]:
+        create = owner.create_weights
+
+        def create_weights(*args: Any, **kwargs: Any) -> None:
+            with torch.device("cpu"):
+                create(*args, **kwargs)
+
+        return replaced(owner, "create_weights", create_weights, takes=("self", "layer", *takes))
+
+    sizes = ("output_partition_sizes", "input_size_per_partition", "params_dtype", "weight_loader")
+    with (
+        on_host(scheme.CompressedTensorsW4A4Fp4, *sizes),
+        on_host(modelopt.KNvfp4Static, "role", "ctx", "shapes", "wl"),
+    ):
+        yield
+
+
+def _nvfp4_modules() -> tuple[Any, Any]:
+    """Import vLLM's modules of NVFP4 linears: for checkpoints of compressed-tensors, and of ModelOpt."""
+    layers = "vllm.model_executor.layers.quantization"
+    scheme = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
+    return scheme, import_module(f"{layers}.modelopt")
+
+
+def cache_of_unchanged_blocks(
+    manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
+) -> None:
+    """Skip the scheduler's calls to the KV-cache manager for tokens that need no new block of the KV cache and fill
+    none.
+
+    Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
+    Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        manager: the ``KVCacheManager`` of one engine, whose methods of these names are replaced.
+    """
+    replace(manager, "allocate_slots", allocate_slots, takes=("request", "num_new_tokens"))
+    replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))
+
+
+def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
+    """Run what vLLM launches before and after the model's CUDA graph as CUDA graphs, too.
+
+    Symptom: with few sequences, the GPU waits for the host, which takes 2 to 4 ms for a decoding step.
+    Cause: outside of the model's graph vLLM launches about 30 kernels per step, one after another.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        runner: the ``GPUModelRunner`` of one engine.
+        graphs: a ``decoding_graphs.DecodingGraphs``, which has the new methods.
+    """
+    inputs = ("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras")
+    updated = ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")
+    replace(runner, "prepare_inputs", graphs.prepare_inputs, takes=inputs)
+    replace(runner, "prepare_attn", graphs.prepare_attn, takes=("input_batch",))
+    replace(runner, "sample", graphs.sample, takes=("hidden_states", "input_batch", "grammar_output"))
+    replace(runner, "postprocess_sampled", graphs.postprocess_sampled, takes=updated)
+    metadata = ("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config")
+    replace(runner.model_state, "prepare_attn", graphs.build_metadata, takes=metadata)
+
+
+PATCHES: tuple[Callable[..., Any], ...] = (
+    parallel_token_scores,
+    state_at_fixed_addresses,
+    graphs_with_adapter,
+    warmup_without_unused_kernels,
+    native_nvfp4_linears,
+    packed_weights_on_host,
+    cache_of_unchanged_blocks,
+    graphs_of_decoding_steps,
+)

@@ -1,0 +1,47 @@
+"""Parts of vLLM's sampler on CUDA that ``patches`` replaces: log-probabilities of sampled tokens, and copies of the
+tables with the sequences' state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+from qerl_pl.hopper.token_scores import token_scores
+
+
+def sampled_scores(
+    logits: Tensor,
+    num_logprobs: int,
+    sampled_token_ids: Tensor,
+    cu_num_logits: list[int] | None = None,
+    *,
+    max_per_req_token_ids: int = 0,
+    logits_mode: bool = False,
+    **others: Any,
+) -> LogprobsTensors:
+    """Compute log-probabilities and ranks of sampled tokens [T] from logits [T, V]; replaces vLLM's
+    ``compute_topk_scores``, and calls it if more is asked for."""
+    if num_logprobs or max_per_req_token_ids or logits_mode:
+        others |= {"max_per_req_token_ids": max_per_req_token_ids, "logits_mode": logits_mode}
+        return compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)
+    logprobs, ranks = token_scores(logits, sampled_token_ids)
+    return LogprobsTensors(sampled_token_ids.unsqueeze(-1), logprobs.unsqueeze(-1), ranks, cu_num_logits)
+
+
+def copy_if_changed(self: UvaBackedTensor, n: int | None = None) -> torch.Tensor:
+    """Copy a table of the sequences' state (``self.np``) to the GPU, always to the same address, if it has changed
+    since the last call, and return its first n rows; replaces ``UvaBackedTensor.copy_to_uva``."""
+    copied = vars(self).get("copied")  # values on the GPU; None: ``self.gpu`` is still vLLM's buffer
+    if copied is None:
+        self.gpu = torch.zeros_like(self.gpu)
+    if copied is None or not np.array_equal(copied, self.np):
+        async_tensor_h2d(self.np, out=self.gpu)
+        vars(self)["copied"] = self.np.copy()
+    return self.gpu[:n]

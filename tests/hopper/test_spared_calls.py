@@ -1,0 +1,117 @@
+"""Calls to vLLM's KV-cache manager that are skipped change nothing: such a manager ends up like another."""
+
+from __future__ import annotations
+
+import functools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qerl_pl.hopper import engine
+from tests.rollout.test_vllm_scheduler import make_request
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, MAX_LENGTH = 4, 60
+
+
+def spare(manager: Any) -> None:
+    engine.spare(SimpleNamespace(kv_cache_manager=manager, max_model_len=MAX_LENGTH))
+
+
+def make_manager(num_blocks: int, *, caching: bool, spared: bool) -> Any:
+    import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    manager = KVCacheManager(config, MAX_LENGTH, BLOCK, BLOCK, enable_caching=caching)
+    if spared:
+        spare(manager)
+    return manager
+
+
+def admit(manager: Any, request: Any) -> bool:
+    """The way of a request that waits: what is cached is shared, the rest gets blocks."""
+    blocks, cached = manager.get_computed_blocks(request)[:2]
+    new = manager.allocate_slots(
+        request, request.num_tokens - cached, num_new_computed_tokens=cached, new_computed_blocks=blocks
+    )
+    if new is not None:
+        request.num_computed_tokens = request.num_tokens
+    return new is not None
+
+
+def decode(manager: Any, request: Any, token: int) -> bool:
+    """The way of a request that runs."""
+    request.append_output_token_ids(token)
+    new = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+    if new is not None:
+        request.num_computed_tokens += 1
+        manager.cache_blocks(request, request.num_computed_tokens)
+    return new is not None
+
+
+def state(manager: Any, requests: dict[str, Any]) -> tuple[Any, ...]:
+    held = {name: manager.get_block_ids(name) for name in requests}
+    return held, manager.block_pool.get_num_free_blocks(), len(manager.block_pool.cached_block_hash_to_block)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_spared_manager_holds_the_same_blocks_at_every_step(seed, caching):
+    draw = random.Random(seed)
+    managers = [make_manager(24, caching=caching, spared=spared) for spared in (False, True)]
+    running: list[dict[str, Any]] = [{}, {}]
+    prompts = [[draw.randrange(3) for _ in range(draw.randrange(1, 14))] for _ in range(4)]
+    refused = 0
+    for step in range(150):
+        before = len(running[0])
+        if before < 6 and draw.random() < 0.3:
+            name, prompt = f"{step}", draw.choice(prompts)
+            done = []
+            for manager, requests in zip(managers, running, strict=True):
+                request = make_request(name, prompt)
+                done.append(admit(manager, request))
+                if done[-1]:
+                    requests[name] = request
+            assert done[0] == done[1]
+        for name in list(running[0]):
+            token, ends = draw.randrange(3), draw.random() < 0.05
+            for manager, requests in zip(managers, running, strict=True):
+                request = requests[name]
+                if ends or request.num_tokens + 1 >= MAX_LENGTH or not decode(manager, request, token):
+                    refused += not ends
+                    manager.free(requests.pop(name))
+        assert state(managers[0], running[0]) == state(managers[1], running[1])
+    assert refused, "a full cache belongs to what is tested"
+
+
+def test_most_calls_of_a_request_that_runs_are_spared():
+    manager = make_manager(24, caching=True, spared=False)
+    calls = []
+    allocate = manager.allocate_slots
+    manager.allocate_slots = functools.wraps(allocate)(
+        lambda *args, **more: calls.append(args) or allocate(*args, **more)
+    )
+    spare(manager)
+    request = make_request("a", [1, 2, 3])
+    assert admit(manager, request)
+    calls.clear()
+    assert all(decode(manager, request, 0) for _ in range(8 * BLOCK))
+    assert len(calls) == 2 * 8, "one call for a token that needs a block, one for a token that fills it"
+
+
+def test_layers_with_a_window_are_left_to_vllm():
+    import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    spec = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=8)
+    config = KVCacheConfig(24, [], [KVCacheGroupSpec(["layer"], spec)])
+    manager = KVCacheManager(config, MAX_LENGTH, BLOCK, BLOCK)
+    spare(manager)
+    assert "allocate_slots" not in vars(manager)
