@@ -22,8 +22,7 @@ EXTENDED = (
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List what the native kernels need and this machine, base format (None: not quantised) or compute dtype lacks,
-    without importing vLLM."""
+    """List what the native kernels need and this machine, base format or compute dtype lacks."""
     vllm = find_spec("vllm")
     folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = driver.is_available(torch.device("cuda"))

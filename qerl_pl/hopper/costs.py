@@ -1,14 +1,9 @@
 """Constants by which schedules of the Hopper kernels are chosen, measured on an NVIDIA H200 (132 SMs, 1.755 GHz).
 
-No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. The
-constants decide which of several correct schedules runs, and do not change any result. The comment of each constant
-says where it comes from:
-
-- either ``python -m tests.bench.bench_constants`` measures it again and prints the new value next to the one here,
-- or it is a threshold between two alternatives, set where the named benchmark found both equally fast.
-
-Other GPUs of compute capability 9.0 run the same kernels with the same schedules. For one with another number of SMs
-or another clock, run the script there and edit this file; ``docs/kernels.md`` has the steps.
+No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. They
+decide which of several correct schedules runs, and change no result. Each is either measured again by ``python -m
+tests.bench.bench_constants``, or is a threshold between two alternatives, set where the named benchmark found both
+equally fast. ``docs/kernels.md`` says how to fit them to another GPU of compute capability 9.0.
 """
 
 from __future__ import annotations

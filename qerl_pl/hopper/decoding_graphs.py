@@ -1,13 +1,10 @@
 """CUDA graphs for those parts of a decoding step that vLLM launches kernel by kernel.
 
 vLLM replays the model's blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block tables and
-the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them. Each of
-these takes the host longer than the GPU, so with few sequences the GPU would wait: the host needs 2 to 4 ms for a step,
-and the GPU 2.5 ms for the blocks of a 7B model with 8 sequences. For a given number of sequences and kind of sampling
-(``kind_of_sampling``) the launches are always the same, and use tensors at fixed addresses. So here they are captured
-in two further graphs, one before the blocks and one after them.
-
-This module imports vLLM's CUDA code, so only ``worker.use_graphs`` imports it, when it is called.
+the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them. With few
+sequences the GPU would wait for the host, which needs 2 to 4 ms for a step; the GPU needs 2.5 ms for the blocks of a 7B
+model with 8 sequences. For a given number of sequences and kind of sampling the launches are always the same, and use
+tensors at fixed addresses. So here they are captured in two further graphs, one before the blocks and one after them.
 """
 
 from __future__ import annotations
@@ -53,8 +50,8 @@ class Step:
     """The graph that samples and updates the sequences' state, and its output, by ``kind_of_sampling``."""
 
     def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
-        """Overwrite the values in ``batch`` that differ from step to step, and return whether it has the same sequences
-        in the same order as when it was last used."""
+        """Set the values in ``batch`` that differ from step to step; return whether it has the same sequences in the
+        same order as before."""
         batch, rows = self.batch, state.idx_mapping_np
         if not (same := np.array_equal(batch.idx_mapping_np, rows)):
             async_tensor_h2d(rows, out=batch.idx_mapping)
@@ -68,7 +65,7 @@ class Step:
 class DecodingGraphs:
     """Replaces methods of vLLM's model runner: where a batch has graphs, they are replayed instead.
 
-    The first step with a new number of sequences is launched by vLLM, which compiles the kernels; after that the same
+    The first step with a new number of sequences is launched by vLLM, which compiles the kernels; then the same
     launches are captured. All graphs are replayed in order on vLLM's stream, so those for different numbers of
     sequences share memory. Another stream copies each step's tokens to the host; the next step's tokens are written to
     the same addresses, so their graph waits for this copy.
@@ -102,7 +99,7 @@ class DecodingGraphs:
         batch_desc: BatchExecutionDescriptor,
         num_active_loras: int,
     ) -> InputBatch:
-        """Write the model's inputs; replaces the model runner's method of this name, which has the same arguments."""
+        """Write the model's inputs; replaces the model runner's method of this name."""
         before, self.step, self.uncaptured = self.step, None, None
         decodes = is_decoding(batch_req_state, batch_desc) and not scheduler_output.has_structured_output_requests
         step = self.steps.get((batch_req_state.num_tokens, batch_desc)) if decodes else None
@@ -136,10 +133,8 @@ class DecodingGraphs:
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Sample one token per sequence; replaces the model runner's method of this name.
 
-        Args:
-            hidden_states: output of the model's blocks, [tokens, hidden size], always at the same address.
-            input_batch: the batch that ``prepare_inputs`` has returned.
-            grammar_output: which tokens a grammar allows; None in steps that have graphs.
+        ``hidden_states`` [tokens, hidden size] are always at the same address; ``grammar_output`` is None in steps that
+        have graphs.
         """
         self.is_updated = False
         step = self.step_of(input_batch)
@@ -164,11 +159,8 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
-        """Capture what vLLM has launched for the running step.
-
-        If memory is short, this and the next step are left to vLLM: within a capture torch cannot free memory that it
-        has cached, so it is freed here, and the next step is captured.
-        """
+        """Capture what vLLM has launched for the running step. If memory is short, this and the next step are left to
+        vLLM: within a capture torch cannot free memory that it has cached, so it is freed here."""
         try:
             step = self.step
             if self.uncaptured:
@@ -180,10 +172,8 @@ class DecodingGraphs:
             torch.cuda.empty_cache()
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
-        """Capture what writes the inputs of batches that are like ``batch``.
-
-        The sequences' rows in vLLM's tables are read from a tensor of the graph's own, which ``Step.describe`` sets.
-        """
+        """Capture what writes the inputs of batches like ``batch``. The sequences' rows in vLLM's tables are read from
+        a tensor of the graph's own, which ``Step.describe`` sets."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
         own = replace(batch, idx_mapping=rows, expanded_idx_mapping=rows)
@@ -219,7 +209,7 @@ class DecodingGraphs:
 
     @contextmanager
     def capturing(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-        """Capture, and do not run, what is launched within the context. Unlike ``torch.cuda.graph`` this does not wait
+        """Capture, and do not run, what is launched within the context; unlike ``torch.cuda.graph``, without waiting
         for the GPU."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
@@ -232,8 +222,8 @@ class DecodingGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which all engines of a process capture: torch keeps a workspace of cuBLAS for each stream
-    until the process ends, 32 MiB on Hopper."""
+    """Return the stream on which all engines of a process capture: for each, torch keeps cuBLAS's workspace, 32 MiB on
+    Hopper."""
     return torch.cuda.Stream(device)
 
 
@@ -248,13 +238,9 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
-    """Return a value that is equal for batches for which vLLM's sampler launches the same kernels; None if these are
-    not captured, because a sequence has another option than a temperature and log-probabilities.
-
-    Args:
-        sampler: vLLM's sampler.
-        rows: the sequences' rows in its tables.
-    """
+    """Return a value that is equal for batches for which vLLM's sampler launches the same kernels, given the sequences'
+    rows in its tables; None if a sequence has another option than a temperature and log-probabilities, which is not
+    captured."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]
@@ -273,10 +259,7 @@ def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
 
 
 def use_graphs(worker: WorkerBase) -> None:
-    """Run decoding steps by graphs from now on, if all blocks of vLLM's model compute attention by FlashAttention.
-
-    The steps of other models stay as they are.
-    """
+    """Run decoding steps by graphs from now on, if all blocks of vLLM's model compute attention by FlashAttention."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:
         return

@@ -81,8 +81,7 @@ def start_compiling(kernels: Iterable[Kernel]) -> None:
 
 
 def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
-    """Compile kernels in parallel threads and load them on a device. Do not call this while a CUDA graph is
-    captured."""
+    """Compile kernels in parallel threads and load them on a device; not while a CUDA graph is captured."""
     kernels = list(dict.fromkeys(kernels))
     start_compiling(kernels)
     for kernel in kernels:
@@ -91,10 +90,8 @@ def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """Return the driver's function handle of a kernel on a device; the first call compiles and loads the kernel.
-
-    The first call must not be made while a CUDA graph is captured.
-    """
+    """Return the driver's function handle of a kernel; the first call compiles and loads it, and must not be made
+    during a capture."""
     driver: Any = import_module("cuda.bindings.driver")
     path = _cubin(kernel).result()
     with torch.cuda.device(device):
@@ -119,15 +116,12 @@ def launch(
     """Launch a kernel on the current stream.
 
     Args:
-        kernel: the kernel; while a CUDA graph is captured, it must have been loaded by ``prepare`` before.
         grid: number of thread blocks in x, y and z.
         threads: threads per thread block.
         cluster: number of consecutive thread blocks along y that form a cluster.
-        device: device of the tensors.
         arguments: integers, tensors, None for a null pointer, and structures of the driver.
-        pdl: use programmatic dependent launch. The kernel may then start before the previous kernel of the stream has
-            ended, if the previous kernel allows it, and must execute ``griddepcontrol.wait`` before it reads what the
-            previous kernel writes.
+        pdl: use programmatic dependent launch: the kernel may start before the previous one of the stream has ended,
+            and must execute ``griddepcontrol.wait`` before it reads what that one writes.
 
     Raises:
         RuntimeError: the CUDA driver refuses the launch.
@@ -151,11 +145,8 @@ def launch(
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """Check the status that a call of the CUDA bindings returned, and return the call's other values.
-
-    Raises:
-        RuntimeError: the status says that the call failed.
-    """
+    """Return the values of a call of the CUDA bindings without its status; RuntimeError if that says that the call
+    failed."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error!r}")

@@ -26,8 +26,8 @@ def install() -> None:
 
 @contextmanager
 def loading(policy: Policy) -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use the kernel class ``NativeLinear`` and the memory
-    of the trainer's weights, also after the context. Start to compile the kernels."""
+    """Make the NVFP4 linears that vLLM loads within this context use ``NativeLinear`` and the memory of the trainer's
+    weights, also after the context."""
     from qerl_pl.hopper import native_linear, one_copy
 
     linears = policy.packed_linears()
@@ -50,11 +50,8 @@ def loader_hooks() -> Any:
 
 
 def spare(scheduler: Any) -> None:
-    """Make the KV-cache manager of a scheduler return early for tokens that neither need a new block nor fill one.
-
-    With blocks of 16 tokens this saves the work for 15 of 16 tokens. Managers of models with layers other than full
-    attention are not changed.
-    """
+    """Make the KV-cache manager of a scheduler return early for tokens that neither need a new block nor fill one, 15
+    of 16 tokens with blocks of 16. Managers of models with layers other than full attention are not changed."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len

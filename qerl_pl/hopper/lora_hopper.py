@@ -1,9 +1,9 @@
 """LoRA fused into the NVFP4 GEMMs on Hopper: the output y is written only once.
 
 The decode GEMM computes h = x A^T itself, in thread blocks of its own launch (``Adapter``). For the batch GEMM,
-``shrink`` computes h and lets the GEMM start at once (programmatic dependent launch; ``Update``). Either GEMM
-multiplies x by the weights concurrently, waits for h at its end, and adds h B^T to its fp32 sums before it rounds them.
-Sums are added in a fixed order: equal inputs give equal bits. Letters: T tokens, K inputs, R rank.
+``shrink`` computes h and lets the GEMM start at once (``Update``). Either GEMM multiplies x by the weights
+concurrently, waits for h at its end, and adds h B^T to its fp32 sums in a fixed order before it rounds them. Letters: T
+tokens, K inputs, R rank.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Schedule(NamedTuple):
 
 
 class SpareSMs(NamedTuple):
-    """SMs that the first wave of a base GEMM leaves idle, and the time until the GEMM's first thread blocks need h = x
-    A^T."""
+    """SMs that the first wave of a base GEMM leaves idle for computing h."""
 
     sms: int
     seconds: float
@@ -84,18 +83,9 @@ def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
-    """Choose how ``shrink`` is divided among thread blocks, for an adapter that is fused into the batch GEMM.
-
-    Args:
-        num_tokens: T.
-        a: one [R, K] for each slice.
-        b: one [n, R] for each slice.
-        spare: SMs that the base GEMM leaves idle, and for how long.
-
-    Returns:
-        The schedule; None if the kernels do not support the adapter, or if adding it after the GEMM in separate kernels
-        is faster.
-    """
+    """Choose how ``shrink`` is divided among thread blocks, for an adapter ``a``, ``b`` (as in ``Adapter``) that is
+    fused into the batch GEMM, from the SMs that this leaves idle. None if it cannot be fused, or if adding the adapter
+    after the GEMM is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or not fits_adapter(a, b):
         return None
     rank, inputs = a[0].shape
@@ -118,8 +108,7 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
 
 @cache
 def kernel(tokens: int, slices: int) -> driver.Kernel:
-    """Return the instance of the kernel template in `lora_hopper.cu` for a number of tokens per tile and a number of
-    slices."""
+    """Return the instance of the kernel template for a number of tokens per tile and of slices."""
     name, threads = f"lora_shrink_{tokens}_{slices}", slices * SLICE_THREADS
     chunks = CHUNKS_IN_FLIGHT[slices][tokens]
     code = f"""
@@ -140,13 +129,12 @@ def all_kernels() -> list[driver.Kernel]:
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
     """Compute h = x A^T, rounded to bf16 once; rows of tokens without the adapter are zero.
 
-    The next kernel of the stream may start before this one ends, so the next kernel must execute
-    ``griddepcontrol.wait`` before it reads h. All other inputs of the next kernel must be complete before this kernel
-    starts.
+    The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
+    reads h. All its other inputs must be complete before this kernel starts.
 
     Args:
         x: [T, K] bf16, contiguous.
-        a: one [R, K] bf16 for each slice, contiguous.
+        a: one [R, K] for each slice, contiguous.
         indices: [T] or longer, int64; negative for a token without the adapter.
         schedule: from ``choose_schedule``.
 
@@ -170,8 +158,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) 
 
 
 def arguments(update: Update | None) -> list[Any]:
-    """Build the launch arguments by which a GEMM gets an adapter, as ``PARAMETERS`` declares them; null pointers and
-    zeros if there is no adapter."""
+    """Build the launch arguments of ``PARAMETERS``; null pointers and zeros if there is no adapter."""
     if update is None:
         return [None] * 4 + [0] * 3
     first = [*accumulate(map(len, update.b[:-1])), NO_SLICE, NO_SLICE][:2]
@@ -179,8 +166,7 @@ def arguments(update: Update | None) -> list[Any]:
 
 
 def shrink_arguments(adapter: Adapter | None) -> list[Any]:
-    """Build the launch arguments by which the decode GEMM computes h = x A^T, as ``SHRINK_PARAMETERS`` declares them;
-    null pointers and zero if there is no adapter."""
+    """Build the launch arguments of ``SHRINK_PARAMETERS``; null pointers and zero if there is no adapter."""
     return [*_pointers(adapter.a), adapter.indices, hidden_clusters(adapter)] if adapter else [None] * 4 + [0]
 
 

@@ -31,10 +31,8 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 class Native(NamedTuple):
-    """Mark of a linear of vLLM that the native kernels compute, its attribute ``native``.
-
-    It is a tuple, because torch would register a weight that is an attribute of the linear itself as its parameter.
-    """
+    """Mark of a linear of vLLM that the native kernels compute, its attribute ``native``. A tuple, because torch would
+    register a weight that is an attribute of the linear itself as its parameter."""
 
     next_weight: Tensor | None = None
     """Weight of the linear that is computed after this one, or None; see ``nvfp4_decode.decode_linear``."""
@@ -53,11 +51,8 @@ class Native(NamedTuple):
 
 
 class NativeLinear(NvFp4LinearKernel):
-    """Kernel class for vLLM that computes an NVFP4 linear with 16-bit activations.
-
-    A linear whose shape fits is put in tile order after loading, and computed by ``nvfp4_linear``. Any other linear
-    stays in row order, and is dequantised in every call.
-    """
+    """Kernel class for vLLM that computes an NVFP4 linear with 16-bit activations. A linear whose shape fits is put in
+    tile order after loading; any other stays in row order, and is dequantised in every call."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -68,8 +63,8 @@ class NativeLinear(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Convert a linear's ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and ``weight_global_scale``
-        [] fp32, and use the trainer's copy of them if it has the same layout."""
+        """Convert ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and ``weight_global_scale`` [] fp32,
+        and use the trainer's copy if it has the same layout."""
         one_copy.give(layer)
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
@@ -121,7 +116,7 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
     """Compute a linear with the attribute ``native``, [..., K] -> [..., N], or [..., N / 2] if it is gated; ``adapter``
-    is nothing or the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
+    is nothing or a, b, indices and no_lora of ``nvfp4_linear``."""
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
         x.reshape(-1, x.shape[-1]), *weights, bias, *layer.native, *(adapter or ([], [], None, None))
@@ -142,12 +137,12 @@ def nvfp4_linear(
     indices: Tensor | None,
     no_lora: Tensor | None,
 ) -> Tensor:
-    """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated; registered as an operator that is
-    opaque to torch.compile.
+    """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated; an operator that is opaque to
+    torch.compile.
 
-    The linear's kernel also adds the adapter if this is supported and faster. The decode GEMM also computes silu(gate)
-    * up, so that no other kernel runs between it and the GEMM of ``down``; after other kernels, vLLM's kernel does, and
-    rounds in the same places.
+    The linear's kernel also adds the adapter if this is faster. The decode GEMM also computes silu(gate) * up, so that
+    no other kernel runs between it and the GEMM of ``down``; after other kernels vLLM's does, and rounds in the same
+    places.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
@@ -195,8 +190,8 @@ def _without_adapter(
 def dequantised_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute a linear [T, K] bf16 -> [T, N]: dequantise the weight to scratch memory of 2 N K bytes, and multiply by
-    cuBLAS. Weight and scales are in tile order or in row order, the bias [N] in row order."""
+    """Compute a linear [T, K] bf16 -> [T, N]: dequantise the weight, in either order, to scratch memory of 2 N K bytes,
+    and multiply by cuBLAS. The bias is in row order."""
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 
@@ -204,8 +199,8 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose the schedules by which the batch GEMM computes a linear and its adapter together; None if it cannot, or if
-    adding the adapter afterwards is faster."""
+    """Choose the schedules by which the batch GEMM adds the adapter; None if it cannot, or if adding it afterwards is
+    faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None

@@ -1,13 +1,11 @@
-"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 2048 tokens on Hopper, for decoding large batches and for
-prompts.
+"""GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 2048 tokens on Hopper, for large batches and prompts.
 
-With this many tokens the GEMM can keep the tensor cores busy, provided that they do not wait for weights to be
-converted to bf16. Each warpgroup therefore computes outputs that no other warpgroup has, converts their weights in
-registers and waits for no other warpgroup; TMA copies tokens, weights and scales to shared memory. Sums are fp32 and
-added in a fixed order: equal inputs give equal bits.
+With this many tokens the GEMM can keep the tensor cores busy if they do not wait for weights to be converted. Each
+warpgroup therefore computes outputs that no other has, converts their weights in registers and waits for no other; TMA
+copies tokens, weights and scales to shared memory. Sums are fp32 in a fixed order: equal inputs give equal bits.
 
-Names: a k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the tokens of a thread
-block; a wave is as many thread blocks as the GPU runs at the same time. Letters: T tokens, K inputs, N outputs.
+A k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the tokens of a thread block; a
+wave is as many thread blocks as the GPU runs at the same time. Letters: T tokens, K inputs, N outputs.
 ``nvfp4_decode.fragments`` defines the weight layout; `docs/kernels.md` has the overview.
 """
 
@@ -48,8 +46,7 @@ class Variant(NamedTuple):
     their sums take half of an SM's registers."""
 
     def token_tiles(self, num_tokens: int) -> int:
-        """Count the thread blocks into which the tokens are divided, that is, which compute the same outputs for
-        different tokens."""
+        """Count the thread blocks that compute the same outputs for different tokens."""
         return -(-num_tokens // self.tokens)
 
     @property
@@ -86,8 +83,8 @@ class Schedule(NamedTuple):
     fewer than the others."""
 
     def wide(self, outputs: int) -> int:
-        """Count the thread blocks, among those that divide the outputs, that compute as many tiles as the variant has;
-        they are the first ones, and the others compute one tile less."""
+        """Count the thread blocks that compute as many tiles as the variant has; these are the first ones, and the
+        others compute one tile less."""
         narrower = self.blocks * (self.variant.tiles - 1)
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
@@ -100,17 +97,8 @@ the next larger one of these."""
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
-    """Choose the schedule of the GEMM whose predicted time (``seconds``) is shortest.
-
-    Args:
-        num_tokens: T.
-        outputs: N.
-        inputs: K.
-        fuses_lora: whether the GEMM also adds a LoRA adapter.
-
-    Returns:
-        The schedule; None if this kernel cannot run the GEMM.
-    """
+    """Choose the schedule of shortest predicted time for T tokens, N outputs and K inputs; None if this kernel cannot
+    run the GEMM. ``fuses_lora``: it also adds a LoRA adapter."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % X_BOX_INPUTS:
         return None
     return _fastest(FULL_TILES[bisect_left(FULL_TILES, num_tokens)], outputs, inputs, fuses_lora)
@@ -130,10 +118,8 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
 
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
-    """Predict how many SMs the GEMM leaves idle for ``lora_hopper.shrink``, and for how long.
-
-    If SMs run several thread blocks one after another, SMs that finish early are counted as idle from the start.
-    """
+    """Predict how many SMs the GEMM leaves idle for ``lora_hopper.shrink``, and for how long. SMs that finish early, if
+    they run several thread blocks one after another, count as idle from the start."""
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:
@@ -154,8 +140,8 @@ def variants_for(num_tokens: int) -> list[Variant]:
 
 
 def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield the schedules of a variant among which one is chosen: one per number of splits of K, and ones without
-    splits whose thread blocks, of two different numbers of tiles, fill whole waves."""
+    """Yield the schedules of a variant to choose from: one per number of splits of K, and ones without splits whose
+    thread blocks, of two numbers of tiles, fill whole waves."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
@@ -177,11 +163,8 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 
 @cache
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> float:
-    """Return the largest number of tiles that one of ``sms`` SMs computes one after another; a thread block of one tile
-    counts as ``costs.LONE_TILE``.
-
-    An SM starts the next thread block when its previous one has ended.
-    """
+    """Return the most tiles that one of ``sms`` SMs computes one after another; a thread block of one tile counts as
+    ``costs.LONE_TILE``. An SM starts the next thread block when its previous one has ended."""
     wide, tiles = schedule.wide(outputs), schedule.variant.tiles
     widths = [tiles] * wide + [costs.LONE_TILE if tiles == 2 else tiles - 1] * (schedule.blocks - wide)
     ends = [0.0] * sms
@@ -195,8 +178,7 @@ def _stages(inputs: int) -> int:
 
 
 def _tile_s(schedule: Schedule, inputs: int) -> float:
-    """Predict the seconds that an SM needs to multiply one tile of 64 outputs over the part of K that a thread block
-    has."""
+    """Predict the seconds that an SM needs for one tile over the part of K that a thread block has."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-_stages(inputs) // splits) * STAGE_INPUTS // K_BLOCK
     factor = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1
@@ -204,10 +186,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predict the GEMM's time in seconds on the GPU that ``costs`` describes.
-
-    The time is infinite if K is split into more parts than it has pipeline stages.
-    """
+    """Predict the GEMM's seconds on the GPU that ``costs`` describes; infinite if K is split into more parts than it
+    has pipeline stages."""
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:
@@ -221,7 +201,7 @@ def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> f
 
 @cache
 def kernel(variant: Variant) -> driver.Kernel:
-    """Return the instance of the kernel template in `nvfp4_batch.cu` for a variant."""
+    """Return the instance of the kernel template for a variant."""
     name = "nvfp4_batch_" + "_".join(map(str, variant))
     code = f"""
 extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
@@ -297,18 +277,14 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """Build a TMA descriptor of a 3-D tensor.
+    """Build a TMA descriptor of a 3-D tensor at an address that is a multiple of 16, which the driver would refuse
+    otherwise.
 
     Args:
-        address: address of the tensor, a multiple of 16.
         sizes: elements per dimension, the contiguous one first.
         strides: bytes between elements of the second and of the third dimension.
         box: elements per dimension of one copy.
-        swizzled_bf16: whether elements are bf16 and get the 128-byte swizzle in shared memory; otherwise they have 8
-            bytes each and are not swizzled.
-
-    Raises:
-        RuntimeError: the driver refuses the descriptor, for instance because the address is not a multiple of 16.
+        swizzled_bf16: whether elements are bf16 and get the 128-byte swizzle; otherwise they have 8 bytes, without one.
     """
     cuda: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle

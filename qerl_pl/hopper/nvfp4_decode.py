@@ -1,15 +1,13 @@
 """GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 64 tokens on Hopper, for decoding small batches.
 
-These GEMMs take most of the time of a decoding step. With so few tokens, the bandwidth of reading the weights should
-bound their time, but a straightforward conversion of 4-bit weights to bf16 takes more instructions than an SM issues in
-that time. The CUDA source (`nvfp4_decode.cu`) therefore uses few instructions: the bits of a packed word are ordered so
-that one to three instructions move those of two weights to their places in bf16, each scale is converted by one lane
-only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums are fp32 and added in a fixed order: equal
-inputs give equal bits.
+These GEMMs take most of the time of a decoding step. Reading the weights should bound their time, but a straightforward
+conversion of 4-bit weights to bf16 takes more instructions than an SM issues in that time. So the bits of a packed word
+are ordered such that one to three instructions move those of two weights to their places in bf16, each scale is
+converted by one lane only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums are fp32 in a fixed
+order: equal inputs give equal bits.
 
 Weights have the layout of humming-kernels 0.1.17 but for the order of the bits in a word; ``fragments`` defines it.
-`nvfp4_batch.py` has the kernel for more tokens, `docs/kernels.md` the overview.
-Letters: T tokens, K inputs, N outputs.
+`docs/kernels.md` has the overview. Letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ class Variant(NamedTuple):
 
     @property
     def x_stages(self) -> int:
-        """Pipeline stages whose inputs x are copied to shared memory together; more would take the memory that
-        ``blocks`` thread blocks have."""
+        """Pipeline stages whose inputs x are copied together; more would take the memory that ``blocks`` thread blocks
+        have."""
         return {8: 4, 16: 2}.get(self.tokens, 1)
 
     @property
@@ -137,7 +135,7 @@ def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
 
 @cache
 def kernel(variant: Variant) -> driver.Kernel:
-    """Return the instance of the kernel template in `nvfp4_decode.cu` for a variant."""
+    """Return the instance of the kernel template for a variant."""
     name, parameters = (
         "nvfp4_decode_" + "_".join(map(str, variant)),
         ", ".join(map(str, (*variant[:-1], variant.x_stages))),
@@ -176,9 +174,9 @@ def decode_linear(
     """Compute y = x W^T + bias, plus an adapter's h B^T with h = x A^T if one is given, and round the sum to bf16 once.
 
     The kernel starts to copy the weight before the previous kernel of the stream has ended (programmatic dependent
-    launch), so that kernel must not write ``weight`` or ``scales``. A few thread blocks compute h while the others
-    multiply x by the weight, and the others wait for h at their end. They count in global memory that belongs to the
-    kernel, so two streams must not run these kernels at the same time.
+    launch), so that one must not write ``weight`` or ``scales``. A few thread blocks compute h, for which the others
+    wait at their end. They count in global memory that belongs to the kernel, so two streams must not run these kernels
+    at the same time.
 
     Args:
         x: [T, K] bf16.
@@ -189,9 +187,9 @@ def decode_linear(
         schedule: from ``choose_schedule``.
         out: bf16, contiguous, to write the result to; None allocates it.
         adapter: the adapter, or None; ``lora_hopper.fits_adapter`` must hold for it.
-        next_weight: weight in the same order that the next call will multiply by, or None. The kernel starts to fetch
-            ``costs.FETCHED_AHEAD`` bytes of it to L2 as soon as it has read its own weight, so that memory is not idle
-            until the next call. No result depends on this.
+        next_weight: weight in the same order that the next call will multiply by, or None. The kernel fetches
+            ``costs.FETCHED_AHEAD`` bytes of it to L2 once it has read its own weight, so that memory is not idle until
+            the next call.
         gated: W is the fused gate and up of an MLP, without a bias; return silu(gate) * up, where gate, up, silu(gate)
             and the product are rounded to bf16.
 
@@ -226,18 +224,9 @@ def decode_linear(
 
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
-    """Choose what thread blocks fetch to L2 of the next weight: of each part into which its GEMM will divide K, the
-    same number of bytes from the start of the part on.
-
-    Args:
-        weight: [K / 16, 2 N] int32, or None.
-        num_tokens: T.
-        blocks: number of thread blocks.
-
-    Returns:
-        The weight, the number of parts, the bytes from one part to the next, the number of thread blocks that fetch,
-        and the bytes that each fetches.
-    """
+    """Choose what thread blocks fetch to L2 of the next weight [K / 16, 2 N]: of each part into which its GEMM will
+    divide K, the same number of bytes from its start on. Returns the weight, the number of parts, the bytes from one
+    part to the next, the number of thread blocks that fetch, and the bytes that each fetches."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape
@@ -250,33 +239,20 @@ def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tenso
 
 
 def decode_linear_reference(x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
-    """Compute x W^T from NVFP4 values and scales in fp32: the definition that tests compare the GEMM kernels with.
-
-    Args:
-        x: [T, K].
-        weight: [N, K], e2m1 values as floating-point numbers.
-        scales: [N, K / 16].
-        global_scale: [1].
-
-    Returns:
-        [T, N] fp32.
-    """
+    """Compute x W^T, [T, N] fp32, from x [T, K], e2m1 values [N, K], scales [N, K / 16] and tensor scale [1]: the
+    definition that tests compare the GEMM kernels with."""
     return x.float() @ (weight.float() * scales.float().repeat_interleave(K_BLOCK, 1)).T * global_scale
 
 
 def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Reorder codes and scales of a weight such that, for each tile of 64 outputs x 16 inputs, the 16 bytes of codes
-    that one lane of a warp needs for ``wgmma`` are contiguous.
-
-    Args:
-        codes: [N, K] uint8, one e2m1 code of four bits each.
-        scales: [N, K / 16] e4m3.
+    """Reorder codes [N, K] uint8 and scales [N, K / 16] e4m3 such that, for each tile of 64 outputs x 16 inputs, the 16
+    bytes of codes that one lane of a warp needs for ``wgmma`` are contiguous.
 
     Returns:
         Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words per tile, one per 16 outputs. With
-        g = lane // 4 and c = lane % 4, the eight codes of a word are (output g, input 2c), (g, 2c + 8), (g + 8, 2c), (g
-        + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. ``BITS`` has the positions of their bits.
-        Within the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j.
+            g = lane // 4 and c = lane % 4, the eight codes of a word are (output g, input 2c), (g, 2c + 8), (g + 8,
+            2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. ``BITS`` has the positions of their
+            bits. Within the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j.
     """
     outputs, inputs = codes.shape
     parts = codes.view(
@@ -292,6 +268,6 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] as Humming's layout has it: within each 32 outputs, first the outputs n with n % 8 in (0, 1),
-    then those with n % 8 in (2, 3), and so on."""
+    """Reorder a bias [N] as Humming has it: of each 32 outputs first those with n % 8 in (0, 1), then (2, 3), and so
+    on."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

@@ -47,10 +47,8 @@ def digest_of(layer: Any) -> Tensor:
 
 
 def put_in_tile_order(linears: Linears) -> None:
-    """Rearrange the trainer's weights to tile order; linears that vLLM fuses get one common buffer.
-
-    Linears in other formats than NVFP4 or of shapes that do not fit stay as they are. A second call changes nothing.
-    """
+    """Rearrange the trainer's NVFP4 weights whose shapes fit to tile order, in one buffer where vLLM fuses them. A
+    second call changes nothing."""
     for group in fused_groups(list(linears), present=linears.keys()).values():
         parts = [linears[name] for name in group]
         weights = [part.packed for part in parts]
@@ -65,8 +63,7 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Find the linears of vLLM whose codes and block scales it need not read: names of the trainer's linears that each
-    consists of, by its name."""
+    """Find the linears of vLLM whose codes and scales it need not read: names of the trainer's linears by name."""
     return {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
@@ -75,11 +72,9 @@ def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
 
 
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
-    """Store in each linear of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``.
-
-    Until ``give``, the parameters of linears named in ``unread`` are on the trainer's device and take no memory, so
-    vLLM copies nothing between devices before and after it converts them.
-    """
+    """Store in each linear of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``. Until
+    ``give``, parameters of linears in ``unread`` take no memory on the trainer's device, so vLLM copies nothing between
+    devices."""
     for name, layer, _, parts in fused_linears(model, linears):
         layer.trainers_weight = whole = whole_of([part.packed for part in parts])
         if name in unread and whole is not None:
@@ -90,7 +85,7 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
 
 
 def give(layer: Any) -> None:
-    """Fill a linear that vLLM has not read with a copy of the trainer's weight in row order, right before vLLM converts
+    """Fill a linear that vLLM has not read with a copy of the trainer's weight in row order, before vLLM converts
     it."""
     if vars(layer).pop("is_empty", False):
         rows = to_row_order(layer.trainers_weight)
@@ -99,7 +94,7 @@ def give(layer: Any) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """Set the parameters of a converted linear to the trainer's memory if this holds the same bits; return whether it
+    """Set a converted linear's parameters to the trainer's memory if this holds the same bits; return whether it
     does."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
@@ -115,18 +110,8 @@ def adopt(layer: Any) -> bool:
 
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
-    """Complete a model whose weights vLLM has loaded and converted.
-
-    Args:
-        model: vLLM's model.
-        linears: the trainer's.
-        device: vLLM's.
-        one_adapter: whether vLLM has at most one adapter slot. With more it adds adapters to what the operator returns,
-            which must then be gate and up.
-
-    Raises:
-        CheckFailed: as ``place``.
-    """
+    """Complete a model whose weights vLLM has loaded and converted. With several adapter slots vLLM adds adapters to
+    what the operator returns, which must then be gate and up."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:
@@ -159,16 +144,15 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
 
 def tell_next_weights(model: nn.Module) -> None:
-    """Tell each linear that the native kernels compute which weight the next such linear has: its kernel fetches that
-    to the GPU's L2 cache while the layers between the two run."""
+    """Tell each native linear which weight the next one has: its kernel fetches that to L2 while the layers between
+    them run."""
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
         linear.native = linear.native._replace(next_weight=following.weight)
 
 
 def move_activations(model: nn.Module) -> None:
-    """Let the operator of each fused gate and up that the native kernels compute also compute silu(gate) * up, instead
-    of the layer after it."""
+    """Let the operator of each native fused gate and up also compute silu(gate) * up, instead of the layer after it."""
     for mlp in model.modules():
         linear: Any = getattr(mlp, "gate_up_proj", None)
         if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:

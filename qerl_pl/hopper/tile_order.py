@@ -1,13 +1,10 @@
-"""Tile order: the order of NVFP4 codes and scales in which the engine's kernels on Hopper read a weight.
+"""Tile order: the order of NVFP4 codes and scales in which the native kernels read a weight.
 
-A checkpoint stores the codes of each output's row contiguously (row order). The native NVFP4 kernels read weights in
-which the codes of 64 outputs x 16 inputs are contiguous (tile order; `docs/kernels.md` explains it,
-``nvfp4_decode.fragments`` defines it). If trainer and engine are to use one copy of the base, it
-has to be in tile order.
-
-A weight in tile order is a ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K /
-16, N]; in row order, codes are uint8. Output rows from one multiple of 64 to another are a view of some columns of
-these tensors, so the trainer's linears (q, k, v; gate, up) can be views of the matrix into which the engine fuses them.
+A checkpoint stores the codes of each output's row contiguously (row order); in tile order those of 64 outputs x 16
+inputs are (``nvfp4_decode.fragments`` defines it). A weight in tile order is a ``PackedWeight`` whose codes are int32
+words [K / 16, 2 N] and whose block scales are [K / 16, N]; in row order, codes are uint8. Output rows from one multiple
+of 64 to another are a view of some columns of these tensors, so the trainer's linears (q, k, v; gate, up) can be views
+of the matrix into which the engine fuses them.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multi
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
     """Return whether the native kernels can compute the linear into which the engine fuses linears of these shapes (N,
-    K), so that trainer and engine can share the weights in tile order."""
+    K)."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
@@ -40,9 +37,7 @@ def is_in_tile_order(weight: PackedWeight) -> bool:
 
 
 def to_tile_order(weight: PackedWeight) -> PackedWeight:
-    """Copy an NVFP4 weight from row order to tile order.
-
-    The conversion needs temporary memory of about twice the bytes of the codes.
+    """Copy an NVFP4 weight from row order to tile order, with temporary memory of about twice the bytes of the codes.
 
     Raises:
         ValueError: the number of outputs is not a multiple of 64.
@@ -93,8 +88,8 @@ def words_in_tile_order(words: Tensor) -> Tensor:
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Group the bits of a word of eight codes, four bits for each, by how many positions they move up in tile order;
-    each number of positions has the mask of its bits before and after."""
+    """Group the 32 bits of a word by how many positions they move up; each number has the mask of its bits before and
+    after."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32
@@ -113,24 +108,14 @@ def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
 
 
 def rows_of(weight: PackedWeight, start: int, stop: int, global_scale: Tensor) -> PackedWeight:
-    """Return output rows of a weight in tile order as views of the weight's memory.
-
-    Args:
-        weight: a weight in tile order.
-        start, stop: first row, and the row after the last one: multiples of 64.
-        global_scale: [] tensor scale of the returned rows.
-    """
+    """Return output rows ``start`` to ``stop`` (multiples of 64) of a weight in tile order as views, with their tensor
+    scale []."""
     assert start % TILE == stop % TILE == 0, (start, stop)
     return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], global_scale)
 
 
 def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Copy several weights with the same K from row order into one buffer in tile order, and return each weight as a
-    view of the buffer.
-
-    Raises:
-        ValueError: a number of outputs is not a multiple of 64.
-    """
+    """Copy weights with the same K from row order into one buffer in tile order, and return each as a view of it."""
     tiles = [to_tile_order(weight) for weight in weights]
     codes = torch.cat([weight.codes for weight in tiles], dim=1)
     scales = torch.cat([weight.block_scale for weight in tiles], dim=1)
@@ -143,8 +128,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return the fused weight whose rows are exactly the given views in this order, as ``fused`` makes them; None if
-    the views do not lie in one buffer in this way."""
+    """Return the fused weight whose rows are exactly the given views in this order, as ``fused`` makes them, or
+    None."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

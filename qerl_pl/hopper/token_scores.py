@@ -1,9 +1,7 @@
-"""Triton kernels for the log-probability and rank of one token per row of logits [T, V], made for few rows (tens to
-hundreds).
+"""Triton kernels for the log-probability and rank of one token per row of logits [T, V], for few rows.
 
-A decoding step has one row per sequence, often fewer rows than the GPU has SMs, so with one program per row most SMs
-would be idle. Here each program reads one block of the vocabulary of one row, and a second kernel merges the blocks.
-Letters: T rows, V vocabulary.
+A decoding step has one row per sequence, often fewer than the GPU has SMs, so each program reads one block of the
+vocabulary of one row, and a second kernel merges the blocks.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -48,11 +46,7 @@ def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple
 
 
 def token_scores_reference(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the results of ``token_scores`` in plain PyTorch: the definition that tests compare the kernels with.
-
-    Returns:
-        Log-probabilities, [T] fp64 in nats, and ranks, [T] int64.
-    """
+    """Compute ``token_scores`` in plain PyTorch, log-probabilities in fp64: the definition that tests compare with."""
     picked = tokens[:, None]
     logprobs = logits.double().log_softmax(-1).gather(1, picked)[:, 0]
     return logprobs, (logits >= logits.gather(1, picked)).sum(1)
@@ -70,8 +64,8 @@ def _sum(values):
 
 @triton.jit(do_not_specialize=["plane"])
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
-    """Write three numbers per row and block of the vocabulary: the highest logit z of the block, the sum of exp(z -
-    highest), and the number of z that are at least the logit of the row's token."""
+    """Write per row and block: the highest logit z, the sum of exp(z - highest), and the count of z >= the token's
+    logit."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < V

@@ -1,4 +1,2 @@
-"""GPU kernels in Triton and CUDA C++, each with a function in plain PyTorch that defines its result.
-
-No other package holds GPU code. ``docs/kernels.md`` explains the weight layout, the schedules and the tuning.
-"""
+"""GPU kernels in Triton that any GPU runs, each with a function in plain PyTorch that defines its result; see
+``docs/kernels.md``."""

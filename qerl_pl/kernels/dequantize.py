@@ -1,11 +1,9 @@
 """Triton kernels that dequantise packed 4-bit weights; ``qerl_pl.quant.formats`` defines what they compute.
 
 Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
-threads writes 16 bytes, coalesced. All arithmetic is done in registers, and each byte of memory is read or written
-once.
-
-The result is allocated by torch's caching allocator and freed as soon as the matrix product has been queued, so the
-next layer gets the same memory. Unlike a static buffer, this is safe with several streams, threads and recomputation.
+threads writes 16 bytes, coalesced. The result is allocated by torch's caching allocator and freed once the matrix
+product has been queued, so the next layer gets the same memory. Unlike a static buffer, this is safe with several
+streams, threads and recomputation.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -23,17 +21,13 @@ WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight in row order; the result equals ``nvfp4.dequantize_reference``, rounded once to
-    ``dtype``, bit for bit.
+    """Dequantise an NVFP4 weight in row order to [N, K]; equals ``nvfp4.dequantize_reference``, rounded once to
+    ``dtype``.
 
     Args:
         codes: [N, K/2] uint8, contiguous.
         block_scale: [N, K/16] uint8, contiguous: the bits of float8_e4m3fn values.
         global_scale: one number, fp64 or fp32, on the same device.
-        dtype: dtype of the result.
-
-    Returns:
-        [N, K] of ``dtype``.
     """
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
@@ -44,19 +38,14 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 
 
 def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight of any 4-bit format by table lookup; the result equals that of ``formats.decode`` bit for
-    bit.
-
-    For NVFP4 weights this takes a third longer than ``dequantize_nvfp4``.
+    """Dequantise a weight of any 4-bit format to [N, K] by table lookup; equals ``formats.decode`` bit for bit. For
+    NVFP4 weights this takes a third longer than ``dequantize_nvfp4``.
 
     Args:
         codes: [N, K/2] uint8, contiguous.
         scale: [N, K/block] fp32, contiguous; block is a multiple of 8.
         values: [16] fp32, the value of each code.
-        dtype: dtype of the result; the products are computed in fp32 and rounded to it.
-
-    Returns:
-        [N, K] of ``dtype``.
+        dtype: dtype of the result; products are computed in fp32.
     """
     assert scale.is_contiguous(), scale.stride()
     out, words = _output_and_words(codes, dtype)

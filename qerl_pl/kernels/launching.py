@@ -1,8 +1,7 @@
 """Launch Triton kernels with little work on the host.
 
-Before each launch, Triton inspects every argument to choose a compiled variant of the kernel. This takes about 50 us,
-which is longer than many kernels run, so passes that are not in a CUDA graph wait for the host. ``launch`` looks the
-variant up by what Triton's choice depends on: dtypes, and whether integers are 1 or multiples of 16.
+Before each launch, Triton takes about 50 us to inspect every argument, longer than many kernels run. ``launch`` looks
+the compiled variant up by what Triton's choice depends on: dtypes, and whether integers are 1 or multiples of 16.
 """
 
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -36,7 +35,6 @@ def launch(
     """Launch a Triton kernel on the current stream; also works in Triton's interpreter.
 
     Args:
-        kernel: function with the decorator ``triton.jit``.
         grid: number of programs, up to three dimensions.
         arguments: tensors and integers, in the kernel's order. The first is a tensor.
         constants: the kernel's parameters of type ``tl.constexpr``, in the kernel's order, which are its last ones.

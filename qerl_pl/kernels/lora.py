@@ -1,14 +1,12 @@
 """Triton kernels for y += (x A^T) B^T: one LoRA adapter, any frozen base; used in rollouts.
 
 A linear that vLLM fuses (q/k/v, gate/up) has slices of its outputs, each with its own A and B; one launch serves up to
-three slices. A and B are small (1 MB, where the base weight has 70 MB), so with few tokens, i.e. while decoding,
-latency dominates: ``shrink`` splits K over the whole GPU and writes one fp32 partial sum per split; ``expand`` adds the
-partial sums in a fixed order (no atomics: equal inputs give equal bits) and starts to load B while ``shrink`` is still
+three. While decoding, latency dominates: ``shrink`` splits K over the whole GPU and writes one fp32 partial sum per
+split; ``expand`` adds these in a fixed order (equal inputs give equal bits) and loads B while ``shrink`` is still
 running (programmatic dependent launch). With a high rank cuBLAS is faster, and ``add_lora`` calls it.
 
-Tile sizes are chosen by a fixed rule, because no kernel can be timed while a CUDA graph is captured. They are powers of
-2 or multiples of 128 only, because each new size has to be compiled, which takes longer than one rollout. Letters: T
-tokens, K inputs, N outputs of which a slice has n, R rank.
+Tile sizes follow a fixed rule, because no kernel can be timed while a CUDA graph is captured, and are few, because
+compiling a new one takes longer than a rollout. Letters: T tokens, K inputs, N outputs of which a slice has n, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -80,10 +78,8 @@ def expand_tiles(num_tokens: int, widths: tuple[int, ...]) -> ExpandTiles:
 
 
 def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1) -> list[int]:
-    """Return the lowest number of tokens for each combination of tile sizes of ``shrink`` and ``expand``.
-
-    Numbers below ``fewest`` are ignored. Calling ``add_lora`` with each number compiles every kernel that it may need.
-    """
+    """Return the lowest number of tokens, from ``fewest`` on, for each combination of tile sizes: calling ``add_lora``
+    with each compiles every kernel that it may need."""
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
     end = MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1
     # From one multiple of EXPAND_TOKENS to the next, tile sizes are the same.
@@ -94,8 +90,7 @@ def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1)
 
 def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
     """Add (x A^T) B^T to the rows of y whose entry in ``indices`` is not negative; no bit of the other rows changes.
-
-    Sums are fp32. x A^T is rounded to the dtype of x, and y is rounded once.
+    Sums are fp32; x A^T and y are rounded once.
 
     Args:
         y: [T, N], written in place; any row stride.
@@ -145,18 +140,10 @@ def add_lora_reference(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
-    """Compute x A^T as partial sums, one per split of K.
+    """Compute x A^T, x [T, K] and one contiguous A [R, K] for each slice, as partial sums [slices, splits, T, R] fp32.
 
     From compute capability 9.0 on, the kernel may start before the previous kernel of the stream has ended, and waits
-    for its end before reading x (programmatic dependent launch).
-
-    Args:
-        x: [T, K]; any row stride.
-        a: one [R, K] for each slice, contiguous.
-        tiles: from ``shrink_tiles``.
-
-    Returns:
-        [slices, splits, T, R] fp32.
+    for its end before reading x.
     """
     assert x.stride(1) == 1, x.stride()
     assert all(matrix.is_contiguous() for matrix in a), [matrix.stride() for matrix in a]
@@ -172,17 +159,11 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
 
 
 def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, tiles: ExpandTiles) -> None:
-    """Add up the partial sums of x A^T, and add (x A^T) B^T to the rows of y whose entry in ``indices`` is >= 0.
+    """Add up the partial sums of x A^T, and add (x A^T) B^T to the rows of y [T, N] whose entry in ``indices`` is >= 0,
+    in place.
 
-    From compute capability 9.0 on, the kernel starts before ``shrink`` has ended, loads B, and then waits for the
-    partial sums (programmatic dependent launch).
-
-    Args:
-        y: [T, N], written in place; any row stride.
-        partials: [slices, splits, T, R] from ``shrink``, which must be the previous kernel of the stream.
-        b: one [n, R] for each slice, contiguous.
-        indices: [T] or longer, int64; negative for a token without the adapter.
-        tiles: from ``expand_tiles``.
+    From compute capability 9.0 on, the kernel starts before ``shrink``, which must be the previous kernel of the
+    stream, has ended, loads B, one contiguous [n, R] for each slice, and then waits for the partial sums.
     """
     assert y.stride(1) == 1, y.stride()
     assert all(matrix.is_contiguous() for matrix in b), [matrix.stride() for matrix in b]

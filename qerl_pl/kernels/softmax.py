@@ -1,10 +1,5 @@
 """Triton kernels for log-probabilities, entropies and log-partition functions of logits [R, V], and for their gradient,
-each in one pass over the logits.
-
-``statistics`` reads the logits once and writes [R] values; ``logit_gradient`` reads them once and writes the gradient
-in the dtype of the next matrix product. ``qerl_pl.policy.logprobs`` defines both in plain PyTorch. Letters: R rows, V
-vocabulary.
-"""
+each in one pass over the logits; ``qerl_pl.policy.logprobs`` defines them in plain PyTorch."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 # Triton's type hints do not have its launch options and scalars.
@@ -21,16 +16,13 @@ BLOCK = 4096
 def statistics(
     logits: Tensor, targets: Tensor, temperature: float, *, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities of the targets, entropies and log-partition functions of softmax(logits / temperature).
+    """Compute log-probabilities of the targets, entropies and log-partition functions of softmax(logits / temperature),
+    [R] fp32 each, in nats.
 
     Args:
         logits: [R, V] fp32, contiguous.
         targets: [R] int64 in [0, V).
-        temperature: positive divisor of the logits.
         block: logits that a program holds at a time, a power of 2.
-
-    Returns:
-        Log-probabilities, entropies and log-partition functions: [R] fp32 each, in nats.
     """
     assert logits.is_contiguous(), logits.stride()
     logprobs, entropy, log_partition = logits.new_empty(3, len(logits)).unbind()
@@ -60,20 +52,16 @@ def logit_gradient(
     *,
     block: int = BLOCK,
 ) -> Tensor:
-    """Compute the gradient with respect to the logits from the gradients of log-probabilities and entropies.
+    """Compute the gradient [R, V] of ``dtype`` with respect to the logits from those of log-probabilities and
+    entropies.
 
     Args:
         logits: [R, V] fp32, contiguous.
         targets: [R] int64 in [0, V).
-        entropy: [R] from ``statistics``.
-        log_partition: [R] from ``statistics``.
+        entropy, log_partition: [R] from ``statistics``.
         d_logprobs: [R] fp32, gradient of the loss with respect to the log-probabilities.
-        d_entropy: [R] fp32, gradient of the loss with respect to the entropies; None counts as zero.
-        dtype: dtype of the result.
+        d_entropy: [R] fp32, that with respect to the entropies; None counts as zero.
         block: logits that a program holds at a time, a power of 2.
-
-    Returns:
-        [R, V] of ``dtype``.
     """
     assert logits.is_contiguous(), logits.stride()
     out = torch.empty_like(logits, dtype=dtype)
@@ -95,8 +83,8 @@ def logit_gradient(
 
 @triton.jit
 def _merge(highest, total, moment, highest2, total2, moment2):
-    """Merge two partial softmaxes over logits z. Each is given by its highest logit, the sum of exp(z - highest), and
-    the sum of exp(z - highest) (z - highest)."""
+    """Merge two partial softmaxes over logits z: the highest, the sum of exp(z - highest), and that of exp(z - highest)
+    (z - highest)."""
     top = tl.maximum(highest, highest2)
     drop, drop2 = highest - top, highest2 - top
     scale, scale2 = tl.exp(drop), tl.exp(drop2)

@@ -1,5 +1,4 @@
-"""Rollout engine that samples with vLLM and implements the protocol of ``qerl_pl.rollout.base``; no other package
-imports vLLM."""
+"""Rollout engine that samples with vLLM (``qerl_pl.rollout.base`` has the protocol)."""
 
 from qerl_pl.rollout.vllm.engine import VLLMEngine
 

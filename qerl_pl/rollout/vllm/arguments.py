@@ -32,13 +32,10 @@ def llm_arguments(
     """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine.
 
     Weights of norms that get noise are kept in fp32, so that noise smaller than the spacing of 16-bit numbers is not
-    rounded away. Logits are computed in fp32 as the trainer does; by default vLLM rounds them to the compute dtype.
+    rounded away, and logits are computed in fp32 as the trainer does.
 
     Args:
-        policy: policy whose base is loaded.
         memory: the engine's memory settings, including the size of its KV cache if the memory plan has chosen one.
-        dtype: the engine's compute dtype.
-        max_model_len: tokens of the longest prompt and completion together.
         kernel: what computes NVFP4 linears: the native kernels or those that vLLM chooses ("humming").
         hooks: as in ``register_loader``.
         on_cpu: whether vLLM's platform is a CPU.
@@ -71,12 +68,8 @@ def llm_arguments(
 
 
 def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings that vLLM needs for the position-dependent scaling of queries in Ministral 3; empty for other
-    models.
-
-    The checkpoint has these settings in ``rope_parameters``. vLLM 0.32 reads them from there only for checkpoints in
-    Mistral's own format; for checkpoints in the format of transformers it would omit the scaling.
-    """
+    """Return the settings of Ministral 3's position-dependent scaling of queries, which vLLM 0.32 reads only from
+    checkpoints in Mistral's own format and would omit otherwise; empty for other models."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" not in rope:
         return {}
@@ -87,10 +80,9 @@ def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
 def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` for models with recurrent layers; they override the user's settings.
 
-    The prefix cache is turned off, because vLLM 0.32 stores recurrent states in it only at the ends of blocks of
-    hundreds of tokens, and only if prompts are split into chunks, which is not done on a CPU. Triton kernels compute
-    recurrent layers for prompts, because FlashInfer's, which vLLM would use on Hopper, are compiled during the first
-    rollout.
+    The prefix cache is off, because vLLM 0.32 stores recurrent states in it only at the ends of blocks of hundreds of
+    tokens, and only if prompts are split into chunks. Triton kernels compute recurrent layers for prompts, because
+    FlashInfer's, which vLLM would use on Hopper, are compiled during the first rollout.
     """
     if not num_recurrent_layers(config):
         return {}
@@ -100,11 +92,8 @@ def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
 def policy_arguments(
     policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy: its base, its adapter and the dtypes.
-
-    Raises:
-        ValueError: vLLM does not support adapters of this rank.
-    """
+    """Build the arguments of ``vllm.LLM`` that depend on the policy; ValueError if vLLM does not support adapters of
+    its rank."""
     from vllm.platforms import current_platform
 
     return {
@@ -133,11 +122,7 @@ def policy_arguments(
 
 def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) -> dict[str, bool]:
     """Choose the settings of Inductor, which compiles vLLM's layers between the linears and attention on a GPU.
-
-    Args:
-        kernel: as in ``llm_arguments``.
-        recurrent: whether some layers keep a recurrent state instead of keys and values.
-    """
+    ``recurrent``: some layers keep a recurrent state instead of keys and values."""
     # Choose the tile sizes of reductions by a rule, which costs no measurable time. Inductor otherwise takes those that
     # are fastest when a process first runs them, and sums depend on them in their last bits.
     settings = {"deterministic": True}
@@ -152,11 +137,7 @@ def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) 
 
 
 def accepted_rank(rank: int) -> int:
-    """Return the smallest adapter rank supported by vLLM that is at least ``rank``.
-
-    Raises:
-        ValueError: vLLM supports no such rank.
-    """
+    """Return the smallest adapter rank supported by vLLM that is at least ``rank``; ValueError if there is none."""
     from vllm.config.lora import MaxLoRARanks
 
     accepted = sorted(get_args(MaxLoRARanks))
@@ -168,12 +149,9 @@ def accepted_rank(rank: int) -> int:
 def cpu_arguments(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that are specific to a CPU.
-
-    The KV cache holds ``max_num_seqs`` sequences of the longest length, but takes at most 4 GiB. Prompts are not split
-    into chunks: after each chunk of a request with a seed, vLLM 0.32 sets the random generator's offset, which torch's
-    CPU generator does not support.
-    """
+    """Build the arguments of ``vllm.LLM`` for a CPU. The KV cache holds ``max_num_seqs`` sequences of the longest
+    length, but takes at most 4 GiB. Prompts are not split into chunks: after each chunk of a request with a seed, vLLM
+    0.32 sets the random generator's offset, which torch's CPU generator does not support."""
     wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=CPU_BLOCK)
     return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
 
@@ -181,12 +159,9 @@ def cpu_arguments(
 def gpu_arguments(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that are specific to a GPU.
-
-    The KV cache holds ``max_num_seqs`` sequences of the longest length, but takes at most half of the free memory.
-    Since its size is given, vLLM uses ``gpu_memory_utilization`` only to refuse a start when a smaller share of the GPU
-    is free; it is therefore set to nearly 0.
-    """
+    """Build the arguments of ``vllm.LLM`` for a GPU. The KV cache holds ``max_num_seqs`` sequences of the longest
+    length, but takes at most half of the free memory. Since its size is given, vLLM uses ``gpu_memory_utilization``
+    only to refuse a start when a smaller share of the GPU is free."""
     free, _total = torch.cuda.mem_get_info()
     wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=KV_BLOCK)
     return {

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Fused(NamedTuple):
-    """Linear of vLLM's model, with the linears of the trainer's model whose weights it concatenates, e.g. q_proj,
-    k_proj and v_proj."""
+    """Linear of vLLM's model, with the trainer's linears whose weights it concatenates, e.g. q_proj, k_proj and
+    v_proj."""
 
     name: str
     layer: Any
@@ -33,7 +33,7 @@ class Fused(NamedTuple):
 
 
 def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the linears of vLLM's model whose weights consist of packed linears of the trainer, which are given by name
+    """Find the linears of vLLM's model that consist of the trainer's packed linears, given by name
     (``model.layers.0.mlp.up_proj``)."""
     members = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
@@ -48,14 +48,8 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 def check_same_base(
     model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
 ) -> int:
-    """Compare the NVFP4 weights that vLLM has read with the trainer's, before vLLM converts them to the layout of its
-    kernels.
-
-    Args:
-        model: vLLM's model.
-        linears: the trainer's packed linears by name.
-        base: folder from which both have loaded the base, for the error message.
-        unread: names of vLLM's linears of which it has read the tensor scales only.
+    """Compare the NVFP4 weights that vLLM has read from the folder ``base`` with the trainer's, before vLLM converts
+    them to the layout of its kernels; of linears named in ``unread`` it has read the tensor scales only.
 
     Returns:
         Number of the trainer's linears that were compared.
@@ -89,8 +83,8 @@ def check_same_base(
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of the packed base weights are shared by trainer and vLLM; nothing is logged for a base that
-    is not quantised."""
+    """Log how many bytes of the packed base weights trainer and vLLM share; nothing for a base that is not
+    quantised."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
@@ -105,12 +99,12 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
 
 
 def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
-    """Compare every packed linear of vLLM with the trainer's: the first row of each part if both have copies, and a
-    digest of the whole weight if they share one copy (its attribute ``adopted``).
+    """Compare every packed linear of vLLM with the trainer's: the first row of each part if both have copies, a digest
+    of the whole weight if they share one copy (its attribute ``adopted``). Linears whose packed weights vLLM has
+    rearranged are not compared.
 
     Returns:
-        Number of vLLM's linears that were compared. Linears whose packed weights vLLM has rearranged for its kernels
-        are not compared.
+        Number of vLLM's linears that were compared.
 
     Raises:
         CheckFailed: a linear differs from the trainer's, or has changed since it was loaded.
@@ -135,8 +129,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
 
 
 def packed_codes(layer: Any) -> Any:
-    """Return the parameter with a linear's codes in row order, by the name that it has in the checkpoint's format; None
-    if it has none."""
+    """Return the parameter with a linear's codes in row order, by its name in the checkpoint's format, or None."""
     codes = getattr(layer, "weight_packed", getattr(layer, "weight", None))
     return codes if codes is not None and codes.dtype == torch.uint8 else None
 
@@ -154,12 +147,8 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return, for each part of a fused linear, its tensor scale as a divisor, [n] fp32, as compressed-tensors stores
-    it; None for each part if the linear has no parameter ``weight_global_scale``.
-
-    Each part has one divisor (n = 1), except in delta nets, whose first part has queries, keys and values with three
-    equal divisors.
-    """
+    """Return each part's tensor scale as a divisor, [n] fp32, as compressed-tensors stores it; None without them. n is
+    1, except in delta nets, whose first part has queries, keys and values with three equal divisors."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

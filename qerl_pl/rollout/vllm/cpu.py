@@ -1,7 +1,4 @@
-"""Additions to vLLM's CPU platform: NVFP4 weights with 16-bit activations, and faster adapters.
-
-On a CPU, vLLM and ``plugin`` import this module; nothing else does.
-"""
+"""Additions to vLLM's CPU platform: NVFP4 weights with 16-bit activations, and adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
 
 
 class NVFP4Config(CompressedTensorsConfig):
-    """Configuration class of vLLM for compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit
+    """vLLM's configuration class of compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit
     activations."""
 
     def get_scheme(self, layer: nn.Module, layer_name: str | None = None) -> CompressedTensorsScheme | None:
@@ -33,12 +30,8 @@ class NVFP4Config(CompressedTensorsConfig):
 
 class NVFP4Scheme(CompressedTensorsScheme):
     """Scheme of vLLM that dequantises an NVFP4 linear, or several that are fused along N (q/k/v, gate/up), when it is
-    loaded.
-
-    The dequantised weight takes more memory than the packed one, but dequantising in every call was measured to be 2
-    (many tokens) to 8 times (few tokens) slower. A block of hidden size 128 took 3.0 ms for 256 tokens if it
-    dequantised in the call, and 1.2 ms with weights dequantised at loading.
-    """
+    loaded. Dequantising in every call would take less memory and was measured to be 2 (many tokens) to 8 times (few
+    tokens) slower."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -85,11 +78,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
 
 
 class OneAdapterKernels(PunicaWrapperCPU):
-    """Adapter kernels for one adapter slot: y += x A^T B^T as two matrix products over all tokens.
-
-    vLLM's own CPU kernels gather a copy of A and B per token, which is slower. Here, y does not change for tokens of
-    requests without the adapter; vLLM 0.32's own kernels on a CPU add the adapter for these tokens too.
-    """
+    """Adapter kernels for one adapter slot: y += x A^T B^T as two matrix products over all tokens. vLLM 0.32's own
+    kernels gather a copy of A and B per token, which is slower, and add the adapter for tokens without it too."""
 
     def add_lora_linear(
         self,
@@ -101,16 +91,8 @@ class OneAdapterKernels(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the adapter to y [T, N] in place.
-
-        Args:
-            y: [T, N].
-            x: [T, K].
-            lora_a_stacked: one [1, 1, R, K] for each slice of N.
-            lora_b_stacked: one [1, 1, n, R] for each slice of N.
-            scale: factor of the update.
-            output_slices: sizes n of the slices.
-        """
+        """Add the adapter to y [T, N] in place, for x [T, K] and one A [1, 1, R, K] and B [1, 1, n, R] for each of the
+        slices of N, whose sizes n are ``output_slices``; ``scale`` is a factor of the update."""
         with_adapter = self.token_lora_indices >= 0  # [T]
         if not with_adapter.any():
             return
@@ -122,7 +104,6 @@ class OneAdapterKernels(PunicaWrapperCPU):
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
-    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and
-    vLLM's own class if it has more."""
+    """Create the object by which vLLM computes LoRA adapters: vLLM's own class if it has more than one adapter slot."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

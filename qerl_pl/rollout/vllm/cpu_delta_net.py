@@ -1,8 +1,5 @@
-"""Gated delta nets of vLLM on a CPU in fp32, computed by transformers' functions in torch, because vLLM's CPU kernels
-support only bf16.
-
-Only ``patches`` imports this module, on a CPU.
-"""
+"""Gated delta nets of vLLM on a CPU in fp32, by transformers' functions in torch: vLLM's CPU kernels support only
+bf16."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ Operator = Callable[[Tensor, Tensor, Tensor, Tensor, LayerNameType], None]
 
 
 def with_fp32(bf16: Operator) -> Operator:
-    """Make an operator that calls vLLM's operator ``bf16`` for inputs in bf16, and functions of this module for other
-    dtypes."""
+    """Make an operator that calls vLLM's operator ``bf16`` for bf16 inputs, and computes other dtypes here."""
 
     def cpu_gdn_attention_core(
         mixed_qkv: torch.Tensor,
@@ -44,12 +40,11 @@ def with_fp32(bf16: Operator) -> Operator:
 
 
 def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, outputs: Tensor) -> None:
-    """Compute the convolution and recurrence of a delta net for each request's new tokens, and update the request's
-    states.
+    """Compute convolution and recurrence of a delta net for each request's new tokens, and update the request's states.
 
     Args:
-        layer: vLLM's layer, whose ``kv_cache`` holds the last inputs of the convolution, and recurrent states in
-            memory of [slots, value heads, key width, value width], in fp32.
+        layer: vLLM's layer, whose ``kv_cache`` holds the last inputs of the convolution, and recurrent states in memory
+            of [slots, value heads, key width, value width], in fp32.
         batch: vLLM's ``GDNAttentionMetadata``: tokens of requests that decode come first, then prompts.
         mixed: [T, channels], the projected queries, keys and values of T tokens.
         b: [T, value heads]; its sigmoid is the step size of the recurrence.
@@ -83,11 +78,7 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
 def _rows(
     layer: Any, mixed: Tensor, b: Tensor, a: Tensor, conv: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the convolution and recurrence of B rows of S tokens, starting from given states.
-
-    Returns:
-        Outputs [B, S, value heads, value width], and the new states of convolution and recurrence.
-    """
+    """Compute B rows of S tokens from given states: outputs [B, S, value heads, value width], and the new states."""
     weight = layer.conv1d.weight
     # the convolution's inputs, [B, channels, width of the convolution - 1 + S]
     inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)

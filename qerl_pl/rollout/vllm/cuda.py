@@ -1,7 +1,4 @@
-"""Faster LoRA kernels for vLLM's CUDA platform, which are used if vLLM has only one adapter slot.
-
-Only vLLM, ``plugin`` and other modules of this package that run on CUDA import this module.
-"""
+"""LoRA kernels for vLLM's CUDA platform, which are used if vLLM has only one adapter slot."""
 
 from __future__ import annotations
 
@@ -27,10 +24,9 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's opera
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
     """Adapter kernels for linears and one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora``.
 
-    Whenever the sequences of a batch change, vLLM says which adapter each token has. An index per token is written, by
-    which the kernels tell tokens with the adapter from tokens without it; one CUDA graph therefore serves both kinds of
-    requests. A pass without any adapter runs without a graph (``patches.graphs_with_adapter``); then the flag
-    ``no_lora`` is True and no LoRA kernel is launched.
+    Whenever the sequences of a batch change, vLLM says which adapter each token has. An index per token tells the
+    kernels which tokens have the adapter; one CUDA graph therefore serves both kinds of requests. In a pass without any
+    adapter the flag ``no_lora`` is True and no LoRA kernel is launched.
     """
 
     def update_metadata(
@@ -41,15 +37,11 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         vocab_size: int,
         **_: object,
     ) -> None:
-        """Write the adapter index of each token of the next batches.
+        """Write the adapter index of each token of the next batches, from adapter ids per token (0 or less for none)
+        and the adapter id in each slot.
 
         vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results. Whenever a
         sequence ends, the host would wait there until the GPU has finished a step, and the GPU for the host afterwards.
-
-        Args:
-            mapping: adapter id of each token; 0 or less for none.
-            lora_index_to_id: adapter id in each slot.
-            max_loras, vocab_size: not used.
         """
         ids = np.asarray(mapping.index_mapping, dtype=np.int64)
         indices = np.full(len(ids), -1)
@@ -59,11 +51,7 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         self.token_mapping_meta.no_lora_flag_cpu.fill_(not (ids > 0).any())
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
-        """Refuse to compute what needs vLLM's own metadata.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refuse to compute what needs vLLM's own metadata."""
         raise NotImplementedError("these adapter kernels are for linears; vLLM's are used if max_loras is above 1")
 
     add_shrink = add_expand = add_lora_embedding = add_lora_logits = refuse  # pyright: ignore[reportAssignmentType]
@@ -78,32 +66,22 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the adapter to y [T, N] in place.
-
-        Args:
-            y: [T, N].
-            x: [T, K].
-            lora_a_stacked: one [1, 1, R, K] for each slice of N.
-            lora_b_stacked: one [1, 1, n, R] for each slice of N, which include LoRA's scaling.
-            scale: must be 1, because ``lora_b_stacked`` includes LoRA's scaling.
-            output_slices: not used; the sizes n are taken from B.
-        """
+        """Add the adapter to y [T, N] in place, for x [T, K] and one A [1, 1, R, K] and B [1, 1, n, R] for each slice
+        of N; B includes LoRA's scaling, so ``scale`` must be 1."""
         assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, slots(lora_a_stacked), slots(lora_b_stacked), *self.tokens)
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Adapter index of each token, [max T] int64, which is -1 for tokens without the adapter; and a flag, [1] bool
-        on the host, that is True if no token has the adapter."""
+        """Adapter index of each token, [max T] int64, -1 without the adapter; and a flag, [1] bool on the host: True if
+        no token has it."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
-    """Call ``qerl_pl.kernels.lora.add_lora``; registered as an operator that is opaque to torch.compile.
-
-    ``a`` and ``b`` are views of the adapter's slot, because compiled code makes views in less time than this function.
-    ``no_lora`` is a tensor, because a Python bool would become a constant of the compiled graph.
-    """
+    """Call ``kernels.lora.add_lora``; an operator that is opaque to torch.compile. ``a`` and ``b`` are views of the
+    adapter's slot, which compiled code makes in less time; ``no_lora`` is a tensor, because a bool would become a
+    constant of the graph."""
     if not no_lora.item():
         lora.add_lora(y, x, a, b, indices)
 
@@ -112,14 +90,8 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
-    """Compile the Triton kernels that a linear's LoRA adapter may need. This takes seconds, so it is done before
-    rollouts. Threads may do it for several linears at once.
-
-    Args:
-        a: one [1, 1, R, K] for each slice.
-        b: one [1, 1, n, R] for each slice.
-        fewest: smallest number of tokens for which these kernels are used.
-    """
+    """Compile the Triton kernels that a linear's LoRA adapter may need for ``fewest`` tokens or more, before rollouts,
+    as this takes seconds. Threads may do it for several linears at once."""
     if len(a) > lora.MOST_SLICES:  # ``lora.add_lora`` splits more slices than MOST_SLICES in the same way
         compile_kernels(a[: lora.MOST_SLICES], b[: lora.MOST_SLICES], fewest)
         compile_kernels(a[lora.MOST_SLICES :], b[lora.MOST_SLICES :], fewest)
@@ -138,8 +110,7 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
-    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has one adapter slot, and
-    vLLM's own class if it has more."""
+    """Create the object by which vLLM computes LoRA adapters: vLLM's own class if it has more than one adapter slot."""
     if lora_config.max_loras > 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
     return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

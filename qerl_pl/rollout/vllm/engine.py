@@ -131,7 +131,7 @@ class VLLMEngine:
         """Load vLLM with the policy's base and adapter.
 
         Raises:
-            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run.
+            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or vLLM does not start.
         """
         if self._llm is not None:
             return
@@ -162,8 +162,8 @@ class VLLMEngine:
         setup.log_started(self.start_s, self._call(worker.linear_kernels))
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Copy the base's norm weights, reserve vLLM's slots for the adapter, and prepare the adapter's kernels and the
-        CUDA graphs of whole decoding steps."""
+        """Copy the base's norm weights, reserve the adapter's slots, and prepare kernels and the graphs of decoding
+        steps."""
         faster = native.for_vllm()
         if faster:
             faster.spare(self._scheduler())

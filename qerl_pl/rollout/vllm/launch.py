@@ -46,12 +46,10 @@ def launch(
     """Load vLLM with the policy's base.
 
     Args:
-        policy: policy whose base is loaded.
         sizes: memory settings, including the size of the KV cache if the memory plan has chosen one.
         settings: arguments of ``vllm.LLM`` that the user set; they override those that follow from the policy.
-        dtype: compute dtype; "auto" means the policy's.
+        dtype, decoding_kernel: as in ``VLLMEngine``.
         max_model_len: tokens of the longest prompt and completion together.
-        decoding_kernel: as in ``VLLMEngine``.
         watch: stopwatch for the phases "imports" and "vLLM".
 
     Raises:

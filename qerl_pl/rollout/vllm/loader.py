@@ -1,8 +1,5 @@
-"""Model loader for vLLM that takes from the trainer what both can share, and reads the rest from the checkpoint.
-
-If vLLM has no kernels for the base's 4-bit format, the loader dequantises the trainer's packed linears and gives vLLM
-the dequantised weights. This module imports vLLM, so it is imported only when the engine starts.
-"""
+"""Model loader for vLLM that takes from the trainer what both can share, and reads the rest from the checkpoint. If
+vLLM has no kernels for the base's 4-bit format, it gets the trainer's packed linears dequantised."""
 
 from __future__ import annotations
 
@@ -31,16 +28,14 @@ def register_loader(
     packed: Mapping[str, FrozenLinear],
     hooks: Any = None,
 ) -> str:
-    """Register a model loader with vLLM that takes some weights from the trainer and the rest from safetensors files,
-    and return the value of vLLM's ``load_format`` that selects it.
+    """Register a model loader with vLLM, and return the value of vLLM's ``load_format`` that selects it.
 
     Args:
         shared: the trainer's tensors by the model's names (``model.embed_tokens.weight``), whose memory must not move
-            while the engine runs. Tensors whose shape, dtype or device differs from vLLM's are not shared; vLLM pads
-            vocabularies to a multiple of 64.
-        unpacked: the trainer's packed linears by name (``model.layers.0.mlp.up_proj``) that vLLM is to hold in
-            dequantised form.
-        packed: the trainer's packed linears that vLLM holds packed, too. What it reads of them is compared.
+            while the engine runs. Those whose shape, dtype or device differs from vLLM's, which pads vocabularies to a
+            multiple of 64, are not shared.
+        unpacked: the trainer's packed linears by name that vLLM is to hold dequantised.
+        packed: those that vLLM holds packed, too. What it reads of them is compared.
         hooks: from ``for_vllm().loader_hooks()`` if the native kernels compute these linears, which then use the
             trainer's memory.
     """
@@ -87,8 +82,8 @@ def register_loader(
 
 
 def forget() -> None:
-    """Register a loader without references to the trainer's tensors, because vLLM never releases the loader class that
-    was registered last."""
+    """Register a loader without the trainer's tensors, because vLLM never releases the class that was registered
+    last."""
     register_loader({}, {}, {})
 
 

@@ -1,11 +1,9 @@
 """Free the memory pool of vLLM's sleep mode completely when an engine ends, and drop vLLM's references to the trainer's
 memory.
 
-vLLM has one such pool per process, and refuses to start an engine while any byte of the pool is in use: "CuMem
-allocator can only be used for one instance per process". An engine that ends drops its own references to its tensors,
-but modules, compiled graphs or caches may hold further references, which keep the memory allocated. The functions here
-free the memory of these tensors even if they are still referenced. Memory outside the pool is never freed here: for the
-packed base and the embeddings, which vLLM shares with the trainer, only vLLM's references are dropped.
+vLLM has one such pool per process, and refuses to start an engine while any byte of it is in use. Modules, compiled
+graphs or caches may still refer to tensors of an engine that has ended. The functions here free the memory of these
+tensors even so. Memory outside the pool is never freed here.
 """
 
 from __future__ import annotations
@@ -34,11 +32,8 @@ the address of each segment to vLLM's record of it."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Free all memory in vLLM's pool, and drop the references to the trainer's memory, before a worker is shut down.
-
-    vLLM allows one engine at a time, so the whole pool belongs to this engine. Memory outside the pool, such as the
-    embeddings and the base that are shared with the trainer, is not freed, but vLLM's model no longer refers to it.
-    """
+    """Free all memory in vLLM's pool, which belongs to the one engine that vLLM allows at a time, and drop its
+    references to the trainer's memory, before a worker is shut down."""
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
         gc.unfreeze()  # vLLM calls gc.freeze after its start; gc.get_objects omits frozen objects
@@ -48,19 +43,13 @@ def free(worker: WorkerBase) -> None:
 
 
 def referred_to() -> list[Tensor]:
-    """List the tensors that Python's garbage collector tracks in this process, on any device, without the fake tensors
-    of ``torch.compile``; objects that ``gc.freeze`` has frozen are missing."""
+    """List the tensors that Python's garbage collector tracks, on any device, without those that are frozen or fake."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_traced(thing)]
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those tensors that lie in the given segments of vLLM's pool. Shapes and dtypes of the tensors
-    stay.
-
-    Args:
-        tensors: tensors on any device.
-        segments: size of each segment in bytes, by its address.
-    """
+    """Free the memory of those tensors that lie in the given segments of vLLM's pool, sizes in bytes by address. Shapes
+    and dtypes stay."""
     starts = sorted(segments)
     for tensor in tensors:
         if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():
@@ -76,12 +65,9 @@ def is_inside(tensor: Tensor) -> bool:
 
 
 def collect() -> None:
-    """Free the memory that an engine has not freed when it ended. Call this only while no other engine runs, since all
-    engines share one pool.
-
-    A warning says how much memory is still referenced. This memory is freed when its last reference is dropped, and
-    does not stop the next engine from starting (``ignoring_what_is_left``).
-    """
+    """Free the memory that an engine has not freed when it ended; only while no other engine runs, since all share one
+    pool. A warning says how much is still referenced. It is freed with its last reference, and does not stop the next
+    engine from starting (``ignoring_what_is_left``)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -111,12 +97,9 @@ def given_back() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Make vLLM ignore memory of ended engines when it checks, before loading weights, that its pool is empty.
-
-    vLLM 0.32 has no setting for this. Memory of an engine that still runs is counted, so vLLM refuses to start a second
-    engine at the same time. If a start within the context fails, later starts ignore the memory that this start has not
-    freed.
-    """
+    """Make vLLM ignore memory of ended engines when it checks, before loading weights, that its pool is empty. Memory
+    of an engine that still runs is counted. If a start within the context fails, later starts ignore the memory that
+    this start has not freed."""
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
     count = pool.get_current_usage if pool else None
@@ -140,12 +123,11 @@ def allocator() -> Any:
 
 
 def _segments(pool: Any) -> dict[int, int]:
-    """Return the size in bytes of each segment of vLLM's pool, by the segment's address."""
     return {address: data.handle[1] for address, data in pool.pointer_to_data.items()}
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Return whether a tensor is a placeholder of torch.compile (e.g. a FakeTensor), which has no memory."""
+    """Return whether a tensor is a placeholder of torch.compile, which has no memory."""
     return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 

@@ -1,11 +1,9 @@
 """Norms with fp32 weights in vLLM's model, so that no noise is rounded away; activations stay in the compute dtype.
 
-vLLM 0.32 computes norms by operators (``vllm.ir.ops``) with several implementations. All but its CUDA kernel accept an
-fp32 weight with 16-bit activations, and vLLM does not use the CUDA kernel for such a weight. In a compiled engine,
-Inductor fuses a norm with neighbouring operations and does not round the normalised input to 16 bits, whether weights
-are fp32 or 16-bit. A bf16 weight that is stored in fp32 therefore gives the same bits; the only cost is that the H
-values of the weight take twice the bytes. An engine without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds
-as transformers does.
+All implementations of norms in vLLM 0.32 but its CUDA kernel, which it does not use for such a weight, accept an fp32
+weight with 16-bit activations. In a compiled engine, Inductor fuses a norm with its neighbours and does not round the
+normalised input, whatever the weight's dtype, so a bf16 weight stored in fp32 gives the same bits. An engine without
+compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
 
 
 def widen(model: nn.Module, norms: Sequence[str]) -> None:
-    """Convert to fp32 the weights of those norms of a loaded model whose names are in ``norms``
+    """Convert to fp32 the weights of the norms of a loaded model whose names are in ``norms``
     (``Family.noise_norms``)."""
     for name, module in model.named_modules():
         if is_noise_norm(f"{name}.weight", norms):

@@ -1,11 +1,10 @@
 """Run-time patches of vLLM and torch that correct results and a start without errors need; ``hopper/patches.py`` has
 those that only make vLLM faster.
 
-vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process; no
-file of another package is changed. Each function below is one patch. Its docstring says which symptom occurs without
-it, the cause, the versions that it was written for, and the upstream discussion. A patch raises an error with the
-attribute's name if the attribute is gone or has another signature, so an engine with an incompatible version of vLLM
-fails at its start. ``PATCHES`` lists the patches, and ``python -m qerl_pl doctor`` prints them.
+vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process.
+Each function is one patch: its docstring says the symptom without it, the cause, the versions that it was written for,
+and the upstream discussion. A patch raises an error with the attribute's name if that is gone or has another signature.
+``python -m qerl_pl doctor`` prints ``PATCHES``.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once
 
 
 def apply_all() -> None:
-    """Apply the patches that are in force for the whole process; a second call changes nothing.
-
-    All other patches are in force for one engine, and are applied when it starts. On platforms other than CPU and CUDA
-    nothing is patched.
+    """Apply the patches that are in force for the whole process; a second call changes nothing. All others are in force
+    for one engine. On platforms other than CPU and CUDA nothing is patched.
 
     Raises:
         RuntimeError: an attribute is gone or has another signature.

@@ -1,7 +1,6 @@
 """Entry point (group ``vllm.general_plugins``) that adds this project's patches and formats to vLLM.
 
-If this package is installed, vLLM calls ``register`` in each of its processes. The engine calls it as well, because
-entry points are found only for installed packages.
+vLLM calls ``register`` in each of its processes if this package is installed; the engine calls it as well.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ _registered = False
 
 
 def register() -> None:
-    """Apply the patches that are in force for the whole process; on a CPU, also add NVFP4 weights with 16-bit
-    activations to vLLM's formats. A second call changes nothing.
+    """Apply the patches that are in force for the whole process; on a CPU, also add NVFP4 with 16-bit activations to
+    vLLM's formats. A second call changes nothing.
 
     Raises:
         RuntimeError: the patches do not fit this version of vLLM.

