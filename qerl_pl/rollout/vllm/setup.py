@@ -95,8 +95,8 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Return whether vLLM 0.32 lacks kernels for a weight format (None: not quantised) with 16-bit activations here: for
-    NF4, and for MXFP4 on a CPU and on Blackwell, where its kernels quantise activations as well."""
+    """Return whether vLLM 0.32 lacks kernels for a weight format (None: not quantised) with 16-bit activations here:
+    for NF4, and for MXFP4 on a CPU and on Blackwell, where its kernels quantise activations as well."""
     from vllm.platforms import current_platform
 
     if fmt is None or fmt is NVFP4:
