@@ -8,112 +8,77 @@ equally fast. ``docs/kernels.md`` says how to fit them to another GPU of compute
 
 from __future__ import annotations
 
-SMS = 132
-"""SMs of the GPU; ``bench_constants`` reads it from the driver."""
-CLOCK_HZ = 1.755e9
-"""SM clock in Hz, by which ``K_BLOCK_CYCLES`` are converted to seconds."""
+SMS, CLOCK_HZ = 132, 1.755e9
 
 # The batch GEMM (nvfp4_batch): a sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens at commit
 # 7d881c1. For each of these linears, the schedule chosen with these constants was the fastest or within 1 % of it. What
 # concerns 256 tokens per thread block is from a sweep over Qwen2.5-3B to 32B with 192 to 2048 tokens on an H100, which
 # `bench_batch` repeats: each chosen schedule was the fastest of those measured or within 9 % of it.
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74, 256: 130}
-"""Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the tokens per thread block.
-
-A GPU at its power limit needs 16 to 21 more for each (on an H100), so that thread blocks of 256 tokens are better than
-predicted.
-
-``bench_constants`` fits them together with ``BLOCK_S`` to the times of one wave of thread blocks at several K."""
+"""Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the tokens per thread block;
+``bench_constants`` fits them and ``BLOCK_S`` to the times of one wave of thread blocks at several K. A GPU at its power
+limit needs 16 to 21 more (on an H100), so that thread blocks of 256 tokens are better than predicted."""
 TWO_TILES = 1.2
-"""Factor by which ``K_BLOCK_CYCLES`` grow in thread blocks of two tiles and at most 128 tokens, whose two warpgroups
-cannot keep the tensor cores busy.
-
-``bench_constants`` measures it as the slope of the GEMM's time over K with two tiles, divided by the slope with more
-tiles."""
+"""Factor of ``K_BLOCK_CYCLES`` in thread blocks of two tiles and at most 128 tokens, whose two warpgroups cannot keep
+the tensor cores busy: the slope of the GEMM's time over K with two tiles, divided by that with more tiles."""
 LONE_TILE = 1.5
-"""Time that a thread block of a single tile takes, in tiles of a thread block of two: one warpgroup cannot keep the
-tensor cores busy.
-
-``bench_constants`` measures it as the slope of the GEMM's time over K with one tile of 256 tokens, divided by half of
-the slope with two. With fewer tokens, where such thread blocks were never the fastest, it is assumed to be the same."""
+"""Time that a thread block of a single tile takes, in tiles of a thread block of two: the slope of the GEMM's time over
+K with one tile of 256 tokens, divided by half of that with two. Assumed to be the same with fewer tokens, where such
+thread blocks were never the fastest."""
 BLOCK_S = 3e-6
 """Seconds that a thread block takes in addition to its products: start, filling the pipeline, storing the sums."""
 CLUSTER_S, SUMS_S = 1e-6, 4e-6
-"""Seconds to start a cluster instead of single thread blocks, and to add up its fp32 sums of 256 outputs x 128 tokens.
-
-Adding up the sums takes a cluster of ``splits`` thread blocks the share (splits - 1) / splits of ``SUMS_S``.
-``bench_constants`` solves for both constants from the times of equal work in 2 and in 8 splits."""
+"""Seconds to start a cluster instead of single thread blocks, and to add up its fp32 sums of 256 outputs x 128 tokens,
+of which a cluster of ``splits`` thread blocks takes the share (splits - 1) / splits; solved from the times of equal
+work in 2 and in 8 splits."""
 RESIDENT_CLUSTERS = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
-"""Clusters that run at the same time according to the driver (``cuOccupancyMaxActiveClusters``), by thread blocks per
-cluster, with one thread block per SM.
-
-``bench_constants`` prints what the driver says next to each number. It says less than what runs."""
+"""Clusters that run at the same time according to the driver (``cuOccupancyMaxActiveClusters``), which says less than
+what runs, by thread blocks per cluster, with one thread block per SM."""
 CONCURRENT_CLUSTERS = {**RESIDENT_CLUSTERS, 2: 66, 8: 15}
-"""Clusters that run at the same time, as measured, by thread blocks per cluster.
-
-From a sweep of `bench_layer` at commit 443f568, in which a second kernel's clusters fill SMs that the first leaves, and
-from the time of 64 clusters of two on an H100."""
+"""The same as measured: in a sweep of `bench_layer` at commit 443f568, in which a second kernel's clusters fill SMs
+that the first leaves, and from the time of 64 clusters of two on an H100."""
 ADAPTER_S = {(128, 5): 2.5e-6, (256, 2): 2.5e-6}
-"""Extra seconds that the batch GEMM takes if it also adds an adapter's h B^T, by (tokens, tiles) of a thread block; 0
-for sizes that are not listed.
-
-A thread block of 128 tokens x 5 tiles has few free registers, so it loads less of B and h at a time; one of 256 tokens
-has half of the warps for as much work. ``bench_constants`` measures it."""
+"""Extra seconds of the batch GEMM if it also adds an adapter's h B^T, by (tokens, tiles) of a thread block, else 0: one
+of 128 x 5 has few free registers, so it loads less of B and h at a time; one of 256 has half of the warps."""
 
 # The decode GEMM (nvfp4_decode).
 WIDE = 64
-"""A linear is called wide if it has more than WIDE blocks of 256 outputs, and narrow otherwise.
-
-Wide linears fill the GPU almost without dividing the inputs K into parts."""
+"""A linear is wide if it has more blocks of 256 outputs than this: it fills the GPU almost without dividing K."""
 WIDE_BLOCKS = {8: 430, 16: 430, 32: 375}
 """Thread blocks of a wide linear, by its largest number of tokens: K is divided into as many parts as come closest.
-
 Threshold: `bench_decode`, Qwen2.5-3B to 32B on an H200, 8 to 32 tokens; so are those below."""
 FIVE_PER_SM = range(36096, 42241)
-"""Outputs N of wide linears that use, for up to 8 tokens, smaller thread blocks, of which five run on an SM.
-
-With K in 4 parts, these linears fill the GPU almost exactly: gate and up of Qwen2.5-7B take 27.8 us instead of 28.6."""
+"""Outputs N of wide linears that use, for up to 8 tokens, smaller thread blocks, of which five run on an SM: with K in
+4 parts they fill the GPU almost exactly. Gate and up of Qwen2.5-7B take 27.8 us instead of 28.6."""
 GPCS, SMS_OF_GPC = 8, 16
-"""Number of GPCs of the GPU, and number of SMs per GPC, by which a narrow linear is scheduled; a cluster has to fit in
-one GPC."""
+"""By which a narrow linear is scheduled; a cluster has to fit in one GPC."""
 FEW_SPLITS, NARROW_BLOCKS = 4, 198
 """If one thread block per SM allows a narrow linear no more than FEW_SPLITS parts of K, it uses up to NARROW_BLOCKS
-thread blocks, two on some SMs.
-
-q, k and v of Qwen2.5-14B then take 4 to 14 % less time."""
+thread blocks, two on some SMs: q, k and v of Qwen2.5-14B take 4 to 14 % less time."""
 LONG_INPUTS, FULL_NARROW = 8192, 0.8
 """A narrow linear with more inputs K than LONG_INPUTS uses larger thread blocks if its own occupy less than this share
-of the SMs.
-
-``down`` of Qwen2.5-14B and 32B then takes 3 to 30 % less time, and that of 7B, whose thread blocks occupy 0.85 of the
-SMs, would take 1 % more."""
+of the SMs: ``down`` of Qwen2.5-14B and 32B takes 3 to 30 % less time, and that of 7B, 0.85 of the SMs, would take 1 %
+more."""
 FULL_WAVE = 0.75
 """Smallest share of the GPU that a wide linear's thread blocks have to occupy, with K in one or two parts, for the
-decode GEMM to run it with 33 to 64 tokens.
-
-Otherwise another kernel runs the linear. Threshold: `bench_schedules`."""
+decode GEMM to run it with 33 to 64 tokens. Threshold: `bench_schedules`."""
 FETCHED_AHEAD = 8 * 2**20
 """Most bytes of the next linear's weight that the decode GEMM fetches to L2, which has 50 MiB.
 
 From a sweep of 0 to 32 MiB over layers of Qwen2.5-3B to 32B on an H200, 8 to 32 tokens: 4 MiB are best, and 8 MiB up to
 1 % slower, but attention, which reads little memory, leaves more time between linears than the sweep does. In a 7B
-engine on an H100, decoding steps of 1 and 8 sequences take 2 % less time than with 0 here, those of 32 the same. The
-gain in the linears alone is `bench_layer`, ``together`` against ``unfetched``."""
+engine on an H100, decoding steps of 1 and 8 sequences take 2 % less time than with 0 here, those of 32 the same."""
 
 # Fused LoRA (lora_hopper): sweeps of `bench_layer` over Qwen2.5-3B to 32B at commits d14877c and 443f568.
 SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
 """Seconds for h = x A^T of one tile of tokens while a base GEMM runs, by the number of slices (linears that are fused
-into one): a constant, and seconds per input.
-
-``bench_constants`` fits both terms over K with no other kernel running, which gives a lower bound."""
+into one): a constant, and seconds per input. ``bench_constants`` fits both with no other kernel running, which gives a
+lower bound."""
 IN_TIME, TOO_LATE = 0.8, 1.1
-"""Bounds on the time for h = x A^T, as a share of the time until the base GEMM first needs h.
-
-If the share is at most ``IN_TIME``, more clusters for h gain nothing. If it is above ``TOO_LATE``, adding the adapter
-after the GEMM in separate kernels is faster. Thresholds: `bench_layer`, its variants ``together`` and ``apart``."""
+"""Bounds on the time for h = x A^T, as a share of the time until the base GEMM first needs h: up to ``IN_TIME``, more
+clusters for h gain nothing; above ``TOO_LATE``, adding the adapter after the GEMM is faster. Thresholds:
+`bench_layer`, ``together`` against ``apart``."""
 WIDE_OUTPUTS, WIDE_TOKENS = range(16384, 40961), 16
-"""Range of outputs N for which fusing the adapter into the GEMM pays although the GEMM leaves no SM idle, and the
-tokens per tile of h = x A^T for such N.
-
-For such N, all tiles of h are computed at the same time. With fewer outputs, adding the adapter after the GEMM in
-separate kernels is faster; with more, thread blocks of the base GEMM would wait for an SM. Threshold: `bench_layer`."""
+"""Outputs N for which fusing the adapter into the GEMM pays although the GEMM leaves no SM idle, and the tokens per
+tile of h for such N, all of which are computed at the same time. With more outputs, thread blocks of the base GEMM
+would wait for an SM. Threshold: `bench_layer`."""

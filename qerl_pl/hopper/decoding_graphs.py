@@ -38,14 +38,12 @@ class Step:
 
     batch: InputBatch
     """vLLM's description of the batch. Its tensors on the GPU stay the same; its values on the host change."""
-    inputs: torch.cuda.CUDAGraph
-    """Writes the model's inputs, block tables and attention's schedule."""
+    inputs: torch.cuda.CUDAGraph  # writes the model's inputs, block tables and attention's schedule
     starts: torch.Tensor
     """Index of each sequence's first token in the batch; kept because ``inputs`` reads it at each replay."""
     attention: tuple[tuple[torch.Tensor, ...], torch.Tensor]
     """Block tables and slots of the KV cache that ``inputs`` writes."""
-    metadata: dict[str, Any]
-    """Attention's metadata by layer."""
+    metadata: dict[str, Any]  # attention's metadata by layer
     sampling: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]]
     """The graph that samples and updates the sequences' state, and its output, by ``kind_of_sampling``."""
 
@@ -176,27 +174,27 @@ class DecodingGraphs:
         a tensor of the graph's own, which ``Step.describe`` sets."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
-        own = replace(batch, idx_mapping=rows, expanded_idx_mapping=rows)
+        ours = replace(batch, idx_mapping=rows, expanded_idx_mapping=rows)
         with self.capturing(self.input_memory) as graph:
             buffers.query_start_loc.copy_(starts)
             computed = states.num_computed_tokens.gpu
-            prepare_pos_seq_lens(rows, own.query_start_loc, computed, buffers.positions, buffers.seq_lens)
+            prepare_pos_seq_lens(rows, ours.query_start_loc, computed, buffers.positions, buffers.seq_lens)
             combine_sampled_and_draft_tokens(
                 buffers.input_ids,
                 rows,
                 states.last_sampled_tokens,
-                own.query_start_loc,
-                own.seq_lens,
+                ours.query_start_loc,
+                ours.seq_lens,
                 states.prefill_len.gpu,
                 states.draft_tokens,
-                own.cu_num_logits,
-                own.num_reqs,
+                ours.cu_num_logits,
+                ours.num_reqs,
             )
-            attention = self.prepare_attention_plainly(own)
+            attention = self.prepare_attention_plainly(ours)
             groups, config = runner.attn_groups, runner.kv_cache_config
             # as for the model's graph, the schedule is for sequences of any length
-            metadata = self.build_metadata_plainly(own, desc.cg_mode, *attention, groups, config, for_capture=True)
-        return Step(own, graph, starts, attention, metadata, {})
+            metadata = self.build_metadata_plainly(ours, desc.cg_mode, *attention, groups, config, for_capture=True)
+        return Step(ours, graph, starts, attention, metadata, {})
 
     def capture_sampling(self, hidden_states: torch.Tensor, batch: InputBatch) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Capture logits, sampling, log-probabilities and the update of the sequences' state."""

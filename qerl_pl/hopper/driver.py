@@ -24,14 +24,10 @@ _COMPILING = ThreadPoolExecutor(thread_name_prefix="NVRTC")  # NVRTC releases th
 class Kernel(NamedTuple):
     """One instance of a CUDA template, exported under a plain C name."""
 
-    source: str
-    """File name in this folder."""
-    name: str
-    """Exported name."""
-    code: str
-    """CUDA code appended to the source: the exported function."""
-    shared_bytes: int
-    """Dynamic shared memory of a thread block, in bytes."""
+    source: str  # file name in this folder
+    name: str  # exported name
+    code: str  # CUDA code appended to the source: the exported function
+    shared_bytes: int  # dynamic shared memory of a thread block, in bytes
 
 
 def is_available(device: torch.device) -> bool:

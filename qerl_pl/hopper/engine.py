@@ -1,4 +1,4 @@
-"""What the vLLM engine calls of this package, through ``qerl_pl.kernels.native``."""
+"""Functions that the vLLM engine calls through ``qerl_pl.kernels.native``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def loading(policy: Policy) -> Iterator[None]:
     }:
         driver.start_compiling(native_linear.kernels_for(outputs, inputs))
     one_copy.put_in_tile_order(linears)
-    own = patches.native_nvfp4_linears(native_linear.make, native_linear.apply_with_adapter)
-    with own, patches.packed_weights_on_host():
+    linear_classes = patches.native_nvfp4_linears(native_linear.make, native_linear.apply_with_adapter)
+    with linear_classes, patches.packed_weights_on_host():
         yield
 
 

@@ -35,28 +35,22 @@ SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 class Update(NamedTuple):
     """Adapter whose h B^T, with a given h = x A^T, a GEMM adds to its output, slice by slice."""
 
-    hidden: Tensor
-    """[slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream."""
-    b: Sequence[Tensor]
-    """One [n, R] bf16 for each slice, contiguous."""
+    hidden: Tensor  # [slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream
+    b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
 
 
 class Adapter(NamedTuple):
     """Adapter that the decode GEMM computes together with its base; ``fits_adapter`` must hold."""
 
-    a: Sequence[Tensor]
-    """One [R, K] bf16 for each slice, contiguous."""
-    b: Sequence[Tensor]
-    """One [n, R] bf16 for each slice, contiguous."""
-    indices: Tensor
-    """[T] or longer, int64; negative for a token without the adapter."""
+    a: Sequence[Tensor]  # one [R, K] bf16 for each slice, contiguous
+    b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
+    indices: Tensor  # [T] or longer, int64; negative for a token without the adapter
 
 
 class Schedule(NamedTuple):
     """Division of the work of ``shrink`` among thread blocks."""
 
-    tokens: int
-    """Tokens per tile of h = x A^T; a thread block computes one tile at a time."""
+    tokens: int  # tokens per tile of h = x A^T; a thread block computes one tile at a time
     clusters: int
     """Clusters per 32 ranks of the adapter. The tiles are divided among them, and each computes its tiles one after
     another."""
@@ -66,8 +60,7 @@ class SpareSMs(NamedTuple):
     """SMs that the first wave of a base GEMM leaves idle for computing h."""
 
     sms: int
-    seconds: float
-    """Predicted seconds from the start of the base GEMM until h is needed."""
+    seconds: float  # predicted seconds from the start of the base GEMM until h is needed
 
 
 def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -39,8 +39,7 @@ MOST_WAVES = 3  # numbers of waves that are tried for a variant
 class Variant(NamedTuple):
     """Template parameters of the kernel."""
 
-    tokens: int
-    """Tokens per thread block: 64, 96, 128 or 256."""
+    tokens: int  # tokens per thread block: 64, 96, 128 or 256
     tiles: int
     """Tiles of 64 outputs per thread block, 2 to 5; each is computed by one warpgroup. Two if there are 256 tokens, as
     their sums take half of an SM's registers."""

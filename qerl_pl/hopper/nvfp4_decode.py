@@ -33,16 +33,11 @@ CACHE_LINE = 128  # bytes
 class Variant(NamedTuple):
     """Template parameters of the kernel."""
 
-    tokens: int
-    """Largest number of tokens that this variant computes: 8, 16, 32 or 64."""
-    groups: int
-    """Warpgroups per thread block; each multiplies a part of the inputs of every pipeline stage."""
-    k_blocks: int
-    """K-blocks of 16 inputs that a warp multiplies per pipeline stage: 4 or 8."""
-    stages: int
-    """Pipeline stages in shared memory."""
-    blocks: int
-    """Thread blocks that run on an SM at the same time; the compiler limits the registers accordingly."""
+    tokens: int  # largest number of tokens that this variant computes: 8, 16, 32 or 64
+    groups: int  # warpgroups per thread block; each multiplies a part of the inputs of every pipeline stage
+    k_blocks: int  # K-blocks of 16 inputs that a warp multiplies per pipeline stage: 4 or 8
+    stages: int  # pipeline stages in shared memory
+    blocks: int  # thread blocks that run on an SM at the same time; the compiler limits the registers accordingly
 
     @property
     def x_stages(self) -> int:

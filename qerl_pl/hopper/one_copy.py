@@ -30,8 +30,7 @@ Linears = Mapping[str, FrozenLinear]  # the trainer's packed linears by name
 class Adopted(NamedTuple):
     """Mark of a linear of vLLM that uses the trainer's memory, its attribute ``adopted``."""
 
-    digest: Tensor
-    """[2] int64, ``digest_of`` the linear when it was loaded."""
+    digest: Tensor  # [2] int64, ``digest_of`` the linear when it was loaded
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
         """Return whether the linear still has these bits, in the memory of the trainer's linears: [] bool."""

@@ -24,7 +24,7 @@ def parallel_token_scores() -> None:
 
     sampler: Any = import_module("vllm.v1.worker.gpu.sample.sampler")
     takes = ("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits")
-    replace_once(sampler, "compute_topk_scores", lambda own: sampled_scores, takes=takes)
+    replace_once(sampler, "compute_topk_scores", lambda _: sampled_scores, takes=takes)
 
 
 def state_at_fixed_addresses() -> None:
@@ -39,7 +39,7 @@ def state_at_fixed_addresses() -> None:
     from qerl_pl.hopper.sampler import copy_if_changed
 
     table: Any = import_module("vllm.v1.worker.gpu.buffer_utils").UvaBackedTensor
-    replace_once(table, "copy_to_uva", lambda own: copy_if_changed, takes=("self", "n"))
+    replace_once(table, "copy_to_uva", lambda _: copy_if_changed, takes=("self", "n"))
 
 
 def graphs_with_adapter() -> None:

@@ -10,7 +10,7 @@ of the matrix into which the engine fuses them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -107,24 +107,13 @@ def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
     return result
 
 
-def rows_of(weight: PackedWeight, start: int, stop: int, global_scale: Tensor) -> PackedWeight:
-    """Return output rows ``start`` to ``stop`` (multiples of 64) of a weight in tile order as views, with their tensor
-    scale []."""
-    assert start % TILE == stop % TILE == 0, (start, stop)
-    return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], global_scale)
-
-
 def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
     """Copy weights with the same K from row order into one buffer in tile order, and return each as a view of it."""
     tiles = [to_tile_order(weight) for weight in weights]
-    codes = torch.cat([weight.codes for weight in tiles], dim=1)
-    scales = torch.cat([weight.block_scale for weight in tiles], dim=1)
-    views, start = [], 0
-    for weight in tiles:
-        stop = start + weight.block_scale.shape[1]
-        views.append(rows_of(PackedWeight(codes, scales, weight.global_scale), start, stop, weight.global_scale))
-        start = stop
-    return views
+    rows = [weight.block_scale.shape[1] for weight in tiles]
+    codes = torch.cat([weight.codes for weight in tiles], dim=1).split([2 * count for count in rows], dim=1)
+    scales = torch.cat([weight.block_scale for weight in tiles], dim=1).split(rows, dim=1)
+    return [PackedWeight(*parts, weight.global_scale) for *parts, weight in zip(codes, scales, tiles, strict=True)]
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
@@ -134,9 +123,7 @@ def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2
     for tensors, width in (([view.codes for view in views], 2), ([view.block_scale for view in views], 1)):
-        starts = [0]
-        for tensor in tensors:
-            starts.append(starts[-1] + tensor.shape[1])
+        starts = list(accumulate((tensor.shape[1] for tensor in tensors), initial=0))
         places = [tensor.storage_offset() for tensor in tensors]
         buffers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         strides = {tensor.stride() for tensor in tensors}

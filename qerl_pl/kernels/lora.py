@@ -41,8 +41,7 @@ class ShrinkTiles(NamedTuple):
 
     tokens: int
     rank: int
-    k_block: int
-    """Inputs of one step of the loop over K."""
+    k_block: int  # inputs of one step of the loop over K
     chunk: int
     """Number of inputs that one program sums over, a multiple of k_block; K is divided into ceil(K / chunk) splits."""
     warps: int = 4

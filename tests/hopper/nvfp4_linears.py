@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.hopper.nvfp4_decode import decode_linear_reference, fragments, humming_bias
+from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import E2M1_CODES
 
 SHAPES = [
@@ -41,6 +42,11 @@ def random_linear(outputs: int, inputs: int, device: str = "cpu") -> tuple[torch
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
     scales = torch.randint(0, 127, (outputs, inputs // 16), dtype=torch.uint8, device=device)
     return codes, scales.view(torch.float8_e4m3fn)
+
+
+def rows_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
+    """Output rows of a weight in tile order, from one multiple of 64 to another, as views."""
+    return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], weight.global_scale)
 
 
 def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], schedules: dict[int, Any]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl_pl.hopper.tile_order import rows_of, to_tile_order
+from qerl_pl.hopper.tile_order import to_tile_order
 from qerl_pl.quant import formats, nvfp4
 from qerl_pl.quant.formats import PackedWeight
+from tests.hopper.nvfp4_linears import rows_of
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
 from tests.kernels.test_dequantize import DEVICE, DTYPES, draw, once_rounded, same_bits
 
@@ -36,6 +37,6 @@ def test_every_code_under_every_scale_byte_in_tile_order(kernels):
 
 def test_rows_of_a_fused_weight_in_tile_order_are_taken_where_they_are(kernels):
     weight = draw(256, 176)
-    part = rows_of(to_tile_order(weight), 64, 192, weight.global_scale)
+    part = rows_of(to_tile_order(weight), 64, 192)
     found = kernels.dequantize_tiles(part.codes, part.block_scale, weight.global_scale, torch.float32)
     assert same_bits(found, nvfp4.dequantize_reference(weight)[64:192])

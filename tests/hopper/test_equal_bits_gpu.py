@@ -15,7 +15,6 @@ import torch
 from qerl_pl.hopper import driver
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.rollout.vllm import worker as vllm_worker
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
     assert_sampled_by_its_policy,
@@ -51,10 +50,6 @@ def engine(unpadded, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
 def samples(engine: VLLMEngine, count: int) -> list:
     """Completions of as many prompts of 40 tokens, with their log-probabilities."""
     return engine.generate(some_prompts(*[40] * count), Sampling(num_completions=1, max_tokens=12), 5)
-
-
-def test_every_linear_has_our_kernels(engine):
-    assert engine._call(vllm_worker.linear_kernels) == {"NativeLinear": 8}
 
 
 def test_prompts_and_decoding_are_those_of_the_trainer(engine):

@@ -124,31 +124,6 @@ def test_wide_linears_that_need_the_whole_gpu_have_all_tiles_at_a_time():
     assert blocks(65, *adapter((WIDE_OUTPUTS[-1] // 2 + 64,) * 2, 128, 32, "cpu"), spare=0) is None
 
 
-def test_the_rule_is_what_the_sweep_found():
-    """Of what was measured, the fastest for each linear and 128 and 256 tokens, or 1 % from it."""
-    found = {
-        ((3584, 512, 512), 3584): (None, (32, 4)),
-        ((3584,), 3584): ((64, 1), (64, 2)),
-        ((18944, 18944), 3584): ((32, 1), (16, 16)),
-        ((3584,), 18944): ((64, 1), None),
-        ((5120, 1024, 1024), 5120): (None, None),
-        ((5120,), 5120): ((64, 1), (64, 2)),
-        ((13824, 13824), 5120): ((32, 1), (32, 2)),
-        ((5120,), 13824): ((64, 1), (64, 1)),
-        ((27648, 27648), 5120): ((32, 1), (32, 2)),
-        ((5120,), 27648): ((64, 1), (64, 1)),
-    }
-    for (widths, inputs), by_tokens in found.items():
-        for tokens, expected in zip((128, 256), by_tokens, strict=True):
-            shape = tokens, sum(widths), inputs
-            schedule = nvfp4_batch.choose_schedule(*shape, fuses_lora=True)
-            assert schedule is not None
-            a = [torch.empty(32, inputs, dtype=torch.bfloat16, device="meta") for _ in widths]
-            b = [torch.empty(width, 32, dtype=torch.bfloat16, device="meta") for width in widths]
-            found_blocks = lora_hopper.choose_schedule(tokens, a, b, nvfp4_batch.spare_sms(schedule, *shape))
-            assert found_blocks == (expected and Schedule(*expected)), shape
-
-
 @pytest.mark.parametrize("widths", [(48,), (48, 32), (48, 32, 16)])
 def test_a_kernel_is_told_where_slices_begin(widths):
     _, b = adapter(widths, 32, 16, "cpu")

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from qerl_pl import hopper
 from qerl_pl.hopper import costs, driver, engine, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.hopper.nvfp4_decode import fragments
+from qerl_pl.kernels import native
 from qerl_pl.quant.formats import pack
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
@@ -81,6 +82,7 @@ def capable(monkeypatch) -> None:
     """A machine that has all that our kernels need."""
 
     monkeypatch.setattr(driver, "is_available", lambda device: True)
+    monkeypatch.setattr(native, "why_off", lambda: None)
 
 
 @pytest.fixture

@@ -187,15 +187,6 @@ def test_a_schedule_is_among_few_that_are_tried(shape):
         assert sum(one.blocks * one.variant.token_tiles(tokens) for one in tried if one.splits == 1) <= 120_000
 
 
-def test_a_linear_that_does_not_fill_whole_waves_is_split_or_divided_unequally():
-    for shape in ((256, 5120, 13824), (129, 5120, 13824)):
-        assert chosen(*shape) == choose_schedule(*shape, fuses_lora=True)
-    assert chosen(128, 27648, 5120) == Schedule(Variant(128, 4), 1, 108)
-    assert chosen(256, 27648, 5120) == Schedule(Variant(128, 4), 1, 124), "unequal blocks leave little of it idle"
-    assert chosen(256, 37888, 3584) == Schedule(Variant(128, 5), 1, 132)
-    assert chosen(256, 5120, 5120) == Schedule(Variant(128, 3), 2, 27), "a small one"
-
-
 @pytest.mark.parametrize("variant", sorted({*VARIANTS} - {Variant(128, 5)}), ids=str)
 def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
     """A compiler does so where registers are few. They are for 5 x 128 tokens; there four other warpgroups multiply."""

@@ -20,7 +20,7 @@ from tests.rollout.conftest import (
     random_adapter,
     some_prompts,
 )
-from tests.rollout.leaks import held_in_vllms_pool
+from tests.rollout.leaks import held_in_vllms_pool, is_inside
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,12 +58,7 @@ def test_vllm_computes_with_the_trainers_memory(engine):
     assert {weight.data_ptr() for weight in words} == codes
     assert len(words) == len(codes) == 8
     assert engine._call(vllm_worker.check_base, engine._policy.packed_linears()) == 8
-    assert not any(vllm_memory.is_inside(weight) for weight in words)
-
-
-@pytest.mark.parametrize("copies", [1, 40])
-def test_what_is_sampled_is_what_the_trainer_says(engine, copies):
-    assert_sampled_by_its_policy(engine, PROMPTS, Sampling(num_completions=copies, max_tokens=12))
+    assert not any(is_inside(weight) for weight in words)
 
 
 @pytest.mark.parametrize("level", [0, 1])

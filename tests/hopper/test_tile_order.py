@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from qerl_pl.hopper.nvfp4_decode import fragments
-from qerl_pl.hopper.tile_order import is_in_tile_order, rows_of, to_row_order, to_tile_order
+from qerl_pl.hopper.tile_order import is_in_tile_order, to_row_order, to_tile_order
 from qerl_pl.quant import nvfp4
 from qerl_pl.quant.formats import PackedWeight, unpack
+from tests.hopper.nvfp4_linears import rows_of
 
 SHAPES = [(64, 16), (128, 48), (192, 272)]
 
@@ -42,7 +43,7 @@ def test_there_and_back(shape):
 
 def test_rows_of_a_larger_weight_are_views_of_it():
     weight, fused = draw(256, 80), to_tile_order(draw(256, 80))
-    part = rows_of(fused, 64, 192, weight.global_scale)
+    part = rows_of(fused, 64, 192)
     assert part.codes.untyped_storage().data_ptr() == fused.codes.untyped_storage().data_ptr()
     back = to_row_order(part)
     assert torch.equal(back.codes, weight.codes[64:192])

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import gc
 
+from torch import Tensor
+
 from qerl_pl.rollout.vllm import memory as vllm_memory
+
+
+def is_inside(tensor: Tensor) -> bool:
+    """Whether a tensor's memory belongs to vLLM's pool."""
+    if (pool := vllm_memory.allocator()) is None or not tensor.is_cuda:
+        return False
+    segments = vllm_memory._segments(pool)
+    return vllm_memory._is_in(tensor, sorted(segments), segments)
 
 
 def held_in_vllms_pool() -> list[str]:
     """Shapes and dtypes of all tensors in it, and the types of what refers to them."""
     found = []
-    for tensor in vllm_memory.referred_to():
-        if vllm_memory.is_inside(tensor):
-            who = {f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_referrers(tensor)}
-            found.append(f"{tuple(tensor.shape)} {tensor.dtype} held by {', '.join(sorted(who))}")
+    for tensor in filter(is_inside, vllm_memory.referred_to()):
+        who = {f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_referrers(tensor)}
+        found.append(f"{tuple(tensor.shape)} {tensor.dtype} held by {', '.join(sorted(who))}")
     return found

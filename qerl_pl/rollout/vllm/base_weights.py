@@ -27,8 +27,7 @@ class Fused(NamedTuple):
 
     name: str
     layer: Any
-    members: list[str]
-    """Names of ``parts`` in the trainer's model."""
+    members: list[str]  # names of ``parts`` in the trainer's model
     parts: list[FrozenLinear]
 
 
@@ -70,8 +69,8 @@ def check_same_base(
         read = zip(codes.split(rows), layer.weight_scale.view(torch.uint8).split(rows), strict=True)
         factors = _factors(layer, len(parts))
         same = [
-            _is_same_scale(part.packed, factor) and (name in unread or _is_same(part.packed, own_codes, own_scales))
-            for part, (own_codes, own_scales), factor in zip(parts, read, factors, strict=True)
+            _is_same_scale(part.packed, factor) and (name in unread or _is_same(part.packed, *matrices))
+            for part, matrices, factor in zip(parts, read, factors, strict=True)
         ]
         if not all(same):
             raise ValueError(
@@ -116,7 +115,7 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
             same[name] = adopted.holds(layer, parts)
         elif weight is not None and weight.is_floating_point() and len(weight) == sum(p.out_features for p in parts):
             rows = weight.detach().split([part.out_features for part in parts])
-            equal = [(_first_row(part, own) == own[0]).all() for part, own in zip(parts, rows, strict=True)]
+            equal = [(_first_row(part, row) == row[0]).all() for part, row in zip(parts, rows, strict=True)]
             same[name] = torch.stack(equal).all()
     if same and not all(results := torch.stack([*same.values()]).tolist()):
         wrong = [name for name, is_same in zip(same, results, strict=True) if not is_same]
@@ -161,5 +160,6 @@ def _is_same_scale(weight: PackedWeight, divisor: Tensor | None) -> bool:
 
 def _is_same(weight: PackedWeight, codes: Tensor, block_scale: Tensor) -> bool:
     weight = native.row_order(weight)
-    own, device = (weight.codes, weight.block_scale), weight.codes.device  # on a GPU, where comparing is faster
-    return all(map(torch.equal, own, (codes.to(device), block_scale.to(device))))
+    device = weight.codes.device  # a GPU, if there is one, where comparing is faster
+    same_codes = torch.equal(weight.codes, codes.to(device))
+    return same_codes and torch.equal(weight.block_scale, block_scale.to(device))

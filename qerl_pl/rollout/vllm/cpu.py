@@ -17,13 +17,12 @@ from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
 
 
 class NVFP4Config(CompressedTensorsConfig):
-    """vLLM's configuration class of compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit
-    activations."""
+    """Configuration class of compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit activations."""
 
     def get_scheme(self, layer: nn.Module, layer_name: str | None = None) -> CompressedTensorsScheme | None:
         """Return the object that stores and computes a linear (vLLM's scheme); None if the linear is not quantised."""
-        found = self.get_scheme_dict(layer, layer_name) or {}
-        if found.get("format") == "nvfp4-pack-quantized" and found["input_activations"] is None:
+        scheme = self.get_scheme_dict(layer, layer_name) or {}
+        if scheme.get("format") == "nvfp4-pack-quantized" and scheme["input_activations"] is None:
             return NVFP4Scheme()
         return super().get_scheme(layer, layer_name)
 

@@ -64,15 +64,15 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     for row in range(decodes, decodes + batch.num_prefills):
         rows.append((starts[row + 1] - starts[row], [slots[row]], known[row]))
     first = 0
-    for count, own, continues in rows:
+    for count, row_slots, continues in rows:
         part = slice(first, first + count)
         first += count
         # inputs of shape [sequences, tokens, ...]: one token of each decoding request, or all tokens of one prompt
-        new = [each[part].unsqueeze(1 if continues is None else 0) for each in (mixed, b, a)]
+        new = [tensor[part].unsqueeze(1 if continues is None else 0) for tensor in (mixed, b, a)]
         if continues is False:
-            convs[own], states[own] = 0, 0
-        found, convs[own], states[own] = _rows(layer, *new, convs[own], states[own])
-        outputs[part] = found.flatten(0, 1)
+            convs[row_slots], states[row_slots] = 0, 0
+        computed, convs[row_slots], states[row_slots] = _rows(layer, *new, convs[row_slots], states[row_slots])
+        outputs[part] = computed.flatten(0, 1)
 
 
 def _rows(

@@ -111,9 +111,8 @@ def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
     """Create the object by which vLLM computes LoRA adapters: vLLM's own class if it has more than one adapter slot."""
-    if lora_config.max_loras > 1:
-        return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
-    return OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
+    kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperGPU
+    return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
 
 
 def slots(stacked: Sequence[Tensor]) -> list[Tensor]:

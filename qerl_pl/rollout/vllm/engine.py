@@ -64,7 +64,8 @@ class VLLMEngine:
         decoding_kernel: what computes the linears of an NVFP4 base: "native" (this project's kernels,
             `docs/kernels.md`; steps of more than 2048 tokens, that is, with many prompts, dequantise each linear to
             scratch memory, for a 7B 0.3 GB) or "humming" (the kernels that vLLM chooses; on Hopper Humming's, which
-            decode slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings installed.
+            decode slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings and a
+            tested vLLM.
 
     Raises:
         ValueError: a value is out of its range.
@@ -83,15 +84,6 @@ class VLLMEngine:
         sleep_level: Literal[0, 1] = 0,
         decoding_kernel: Literal["auto", "native", "humming"] = "auto",
     ) -> None:
-        counts = {
-            "kv_cache_bytes": kv_cache_bytes,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-        }
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
         self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
         self.sleep_level = sleep_level
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
@@ -106,6 +98,9 @@ class VLLMEngine:
             "enable_prefix_caching": enable_prefix_caching,
             "kv_cache_dtype": kv_cache_dtype,
         }
+        for name, value in {"kv_cache_bytes": kv_cache_bytes, **arguments}.items():
+            if type(value) is int and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
         """Seconds of each phase of the last start: imports, vLLM, adapter slots, adapter kernels."""

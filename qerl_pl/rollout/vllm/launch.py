@@ -29,8 +29,7 @@ class Launched(NamedTuple):
 
     llm: LLM
     on_cpu: bool
-    owns_group: bool
-    """Whether vLLM created torch's default process group, because the trainer had none."""
+    owns_group: bool  # whether vLLM created torch's default process group, because the trainer had none
 
 
 def launch(

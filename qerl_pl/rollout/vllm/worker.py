@@ -35,10 +35,8 @@ class Slot(NamedTuple):
     """Tensors in which vLLM holds the adapter of one linear; R is its rank, rounded up to the next that vLLM
     supports."""
 
-    a: Tensor
-    """[R, K], LoRA's matrix A; rows from the adapter's rank on are 0."""
-    b: Tensor
-    """[n, R], n rows of the matrix B times LoRA's scaling; columns from the adapter's rank on are 0."""
+    a: Tensor  # [R, K], LoRA's matrix A; rows from the adapter's rank on are 0
+    b: Tensor  # [n, R], n rows of the matrix B times LoRA's scaling; columns from the adapter's rank on are 0
     first: int = 0
     """Index, in the adapter's whole matrix B, of the first row of ``b``. It differs from 0 only in delta nets, where
     vLLM has a slot each for queries, keys and values, which the trainer computes by one linear."""
@@ -88,14 +86,14 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
     """Return the matrices in vLLM's slots by PEFT's names, without what pads the rank; RuntimeError if slots of the
     same matrix differ."""
-    found = {}
+    adapter = {}
     for linear, slots in _slots(worker).items():
         a, rows = slots[0].a, {slot.first: slot.b for slot in reversed(slots)}
         if any(not (torch.equal(slot.a, a) and torch.equal(slot.b, rows[slot.first])) for slot in slots[1:]):
             raise RuntimeError(f"vLLM holds different adapters in the {len(slots)} slots of {linear}")
-        found[linear + A_WEIGHT] = a[:rank]
-        found[linear + B_WEIGHT] = torch.cat([rows[first] for first in sorted(rows)])[:, :rank]
-    return found
+        adapter[linear + A_WEIGHT] = a[:rank]
+        adapter[linear + B_WEIGHT] = torch.cat([rows[first] for first in sorted(rows)])[:, :rank]
+    return adapter
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
@@ -110,14 +108,14 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     fit it apart."""
     from vllm.model_executor.layers.linear import LinearBase
 
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for module in worker.get_model().modules():
         if isinstance(module, LinearBase):
             # linears in formats other than compressed-tensors have no ``scheme``
             scheme = getattr(module, "scheme", module.quant_method)
             name = type(getattr(scheme, "kernel", scheme)).__name__
-            found[f"{name}, dequantised" if name == "NativeLinear" and not hasattr(module, "native") else name] += 1
-    return dict(found)
+            counts[f"{name}, dequantised" if name == "NativeLinear" and not hasattr(module, "native") else name] += 1
+    return dict(counts)
 
 
 def check_base(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
