@@ -51,7 +51,7 @@ FIVE_PER_SM = range(36096, 42241)
 """Outputs N of wide linears that use, for up to 8 tokens, smaller thread blocks, of which five run on an SM: with K in
 4 parts they fill the GPU almost exactly. Gate and up of Qwen2.5-7B take 27.8 us instead of 28.6."""
 GPCS, SMS_OF_GPC = 8, 16
-"""By which a narrow linear is scheduled; a cluster has to fit in one GPC."""
+"""Number of GPCs, and of SMs per GPC, by which a narrow linear is scheduled; a cluster has to fit in one GPC."""
 FEW_SPLITS, NARROW_BLOCKS = 4, 198
 """If one thread block per SM allows a narrow linear no more than FEW_SPLITS parts of K, it uses up to NARROW_BLOCKS
 thread blocks, two on some SMs: q, k and v of Qwen2.5-14B take 4 to 14 % less time."""

@@ -113,7 +113,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
     rows = [weight.block_scale.shape[1] for weight in tiles]
     codes = torch.cat([weight.codes for weight in tiles], dim=1).split([2 * count for count in rows], dim=1)
     scales = torch.cat([weight.block_scale for weight in tiles], dim=1).split(rows, dim=1)
-    return [PackedWeight(*parts, weight.global_scale) for *parts, weight in zip(codes, scales, tiles, strict=True)]
+    parts = zip(codes, scales, tiles, strict=True)
+    return [PackedWeight(words, bits, weight.global_scale) for words, bits, weight in parts]
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:

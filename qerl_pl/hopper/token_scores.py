@@ -15,31 +15,30 @@ from torch import Tensor
 
 from qerl_pl.kernels.launching import launch
 
-BLOCK = 4096
+BLOCK = 4096  # logits per program, a power of 2
 
 
-def token_scores(logits: Tensor, tokens: Tensor, *, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def token_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Compute, for one token per row, its log-probability under softmax(logits) and its rank, the number of logits of
     the row that are at least as high.
 
     Args:
         logits: [T, V] of any float dtype, with stride 1 along V; -inf marks a token that cannot be sampled.
         tokens: [T] int64 in [0, V).
-        block: logits per program, a power of 2.
 
     Returns:
         Log-probabilities, [T] fp32 in nats, and ranks, [T] int64, 1 for the most likely token.
     """
     assert logits.stride(1) == 1, logits.stride()
     rows, vocabulary = logits.shape
-    splits = triton.cdiv(vocabulary, block)
+    splits = triton.cdiv(vocabulary, BLOCK)
     partials = torch.empty(3, rows, splits, dtype=torch.float32, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         tokens, stride, plane = tokens.contiguous(), logits.stride(0), rows * splits
         arguments = logits, tokens, partials, stride, vocabulary, plane
-        launch(_blocks_kernel, (rows, splits), arguments, {"BLOCK": block}, num_warps=8)
+        launch(_blocks_kernel, (rows, splits), arguments, {"BLOCK": BLOCK}, num_warps=8)
         arguments = logits, tokens, partials, logprobs, ranks, stride, splits, plane
         launch(_merge_kernel, (rows,), arguments, {"SPLITS": triton.next_power_of_2(splits)}, num_warps=1)
     return logprobs, ranks

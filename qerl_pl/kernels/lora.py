@@ -33,6 +33,7 @@ MOST_TOKENS = 64 * PROGRAMS  # tile sizes are the same for this number of tokens
 EXPAND_TOKENS = 16  # tokens per program of ``expand``; more tokens need more registers, or fewer splits
 MOST_SLICES = 3  # slices per launch, as many as the kernels have pointers for
 EXPAND_SUMS = 2**14  # largest number of partial sums in the registers of a program of ``expand``;
+WARPS, STAGES = 4, 3
 MOST_STEPS = 8  # most output tiles per program of ``expand``, which is compiled for each number
 
 
@@ -44,8 +45,6 @@ class ShrinkTiles(NamedTuple):
     k_block: int  # inputs of one step of the loop over K
     chunk: int
     """Number of inputs that one program sums over, a multiple of k_block; K is divided into ceil(K / chunk) splits."""
-    warps: int = 4
-    stages: int = 3
 
 
 class ExpandTiles(NamedTuple):
@@ -56,7 +55,6 @@ class ExpandTiles(NamedTuple):
     steps: int
     """Number of output tiles that a program computes one after another from the same x A^T, which it sums over splits
     once; a power of 2."""
-    warps: int = 4
 
 
 @lru_cache(1024)
@@ -153,7 +151,7 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
     constants = {"RANK": rank, "CHUNK": tiles.chunk, "BLOCK_T": tiles.tokens, "BLOCK_R": tiles.rank}
     constants |= {"BLOCK_K": tiles.k_block, "PDL": _has_pdl(x)}
     arguments = x, *_three(a), partials, num_tokens, K, x.stride(0)
-    launch(_shrink_kernel, grid, arguments, constants, num_stages=tiles.stages, **_options(x, tiles.warps))
+    launch(_shrink_kernel, grid, arguments, constants, num_stages=STAGES, **_options(x))
     return partials
 
 
@@ -173,7 +171,7 @@ def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, ti
     constants = {"RANK": rank, "SPLITS": splits, "BLOCK_S": triton.next_power_of_2(splits), "STEPS": tiles.steps}
     constants |= {"BLOCK_T": tiles.tokens, "BLOCK_R": _power_of_2(rank), "BLOCK_N": tiles.outputs, "PDL": _has_pdl(y)}
     arguments = y, partials, *_three(b), indices, num_tokens, *(widths + [0, 0])[:3], y.stride(0)
-    launch(_expand_kernel, grid, arguments, constants, **_options(y, tiles.warps))
+    launch(_expand_kernel, grid, arguments, constants, **_options(y))
 
 
 def _three(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -188,8 +186,8 @@ def _power_of_2_below(size: int) -> int:
     return 1 << max(0, size.bit_length() - 1)
 
 
-def _options(tensor: Tensor, warps: int) -> dict[str, int | bool]:
-    return {"num_warps": warps} | ({"launch_pdl": True} if _has_pdl(tensor) else {})
+def _options(tensor: Tensor) -> dict[str, int | bool]:
+    return {"num_warps": WARPS} | ({"launch_pdl": True} if _has_pdl(tensor) else {})
 
 
 def _has_pdl(tensor: Tensor) -> bool:

@@ -10,19 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = 4096  # logits that a program holds at a time, a power of 2
 
 
-def statistics(
-    logits: Tensor, targets: Tensor, temperature: float, *, block: int = BLOCK
-) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of the targets, entropies and log-partition functions of softmax(logits / temperature),
     [R] fp32 each, in nats.
 
     Args:
         logits: [R, V] fp32, contiguous.
         targets: [R] int64 in [0, V).
-        block: logits that a program holds at a time, a power of 2.
     """
     assert logits.is_contiguous(), logits.stride()
     logprobs, entropy, log_partition = logits.new_empty(3, len(logits)).unbind()
@@ -34,7 +31,7 @@ def statistics(
         log_partition,
         1 / temperature,
         logits.shape[1],
-        BLOCK=block,
+        BLOCK=BLOCK,
         num_warps=8,
     )
     return logprobs, entropy, log_partition
@@ -49,8 +46,6 @@ def logit_gradient(
     d_logprobs: Tensor,
     d_entropy: Tensor | None,
     dtype: torch.dtype,
-    *,
-    block: int = BLOCK,
 ) -> Tensor:
     """Compute the gradient [R, V] of ``dtype`` with respect to the logits from those of log-probabilities and
     entropies.
@@ -61,11 +56,10 @@ def logit_gradient(
         entropy, log_partition: [R] from ``statistics``.
         d_logprobs: [R] fp32, gradient of the loss with respect to the log-probabilities.
         d_entropy: [R] fp32, that with respect to the entropies; None counts as zero.
-        block: logits that a program holds at a time, a power of 2.
     """
     assert logits.is_contiguous(), logits.stride()
     out = torch.empty_like(logits, dtype=dtype)
-    _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], block))](
+    _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
         logits,
         targets.contiguous(),
         entropy.contiguous(),
@@ -75,7 +69,7 @@ def logit_gradient(
         out,
         1 / temperature,
         logits.shape[1],
-        BLOCK=block,
+        BLOCK=BLOCK,
         num_warps=8,
     )
     return out

@@ -16,6 +16,11 @@ BLOCK = 64
 SHAPES = [(1, 1), (3, 7), (2, BLOCK), (3, BLOCK + 1), (5, 300), (0, 10)]
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks(kernels, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", BLOCK)
+
+
 def draw(rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows * vocabulary)
     logits = 5 * torch.randn(rows, vocabulary, generator=generator)
@@ -23,7 +28,7 @@ def draw(rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def check(kernels: ModuleType, logits: Tensor, tokens: Tensor) -> None:
-    logprobs, ranks = kernels.token_scores(logits, tokens, block=BLOCK)
+    logprobs, ranks = kernels.token_scores(logits, tokens)
     exact, exact_ranks = kernels.token_scores_reference(logits, tokens)
     torch.testing.assert_close(logprobs.double(), exact, rtol=2e-6, atol=2e-5)
     assert torch.equal(ranks, exact_ranks)
@@ -50,7 +55,7 @@ def test_tokens_that_cannot_be_sampled_take_no_part(kernels):
 
 def test_equal_logits_share_the_worst_rank(kernels):
     logits = torch.zeros(2, 100, device=DEVICE)
-    _, ranks = kernels.token_scores(logits, torch.tensor([0, 99], device=DEVICE), block=BLOCK)
+    _, ranks = kernels.token_scores(logits, torch.tensor([0, 99], device=DEVICE))
     assert ranks.tolist() == [100, 100]
 
 

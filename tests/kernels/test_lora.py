@@ -128,7 +128,7 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
         expand = kernels.expand_tiles(tokens, widths)
         assert shrink.chunk % shrink.k_block == 0
         assert 1 <= -(-inputs // shrink.chunk) <= 32  # sums that each program of expand reads
-        assert shrink.stages * shrink.k_block * (shrink.tokens + shrink.rank) * 2 <= 99 * 1024  # shared memory
+        assert kernels.STAGES * shrink.k_block * (shrink.tokens + shrink.rank) * 2 <= 99 * 1024  # shared memory
         assert expand.tokens * expand.outputs <= 64 * 256  # registers
 
 

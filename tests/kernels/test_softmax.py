@@ -22,6 +22,11 @@ SHAPES = [
 ]  # one block exactly, one column more, the last one short
 
 
+@pytest.fixture
+def small_blocks(kernels, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", BLOCK)
+
+
 def draw(rows: int, vocabulary: int, scale: float = 5.0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows * vocabulary)
     logits = scale * torch.randn(rows, vocabulary, generator=generator)
@@ -30,10 +35,10 @@ def draw(rows: int, vocabulary: int, scale: float = 5.0) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.013])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_statistics_equal_their_definition(kernels, shape, temperature):
+def test_statistics_equal_their_definition(kernels, small_blocks, shape, temperature):
     logits, targets = draw(*shape)
     expected = statistics_reference(logits.double(), targets, temperature)
-    found = kernels.statistics(logits, targets, temperature, block=BLOCK)
+    found = kernels.statistics(logits, targets, temperature)
     for value, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(value.double(), exact, rtol=2e-6, atol=2e-5)  # sums of V fp32 terms near 30 nats
 
@@ -50,9 +55,9 @@ def test_statistics_on_the_gpu_are_finite_at_all_temperatures(vocabulary):
 
 
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
-def test_statistics_do_not_overflow(kernels, offset):
+def test_statistics_do_not_overflow(kernels, small_blocks, offset):
     logits, targets = draw(3, 200)
-    logprobs, entropy, log_partition = kernels.statistics(logits + offset, targets, 1.0, block=BLOCK)
+    logprobs, entropy, log_partition = kernels.statistics(logits + offset, targets, 1.0)
     expected = statistics_reference((logits + offset).double(), targets, 1.0)
     torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=2e-3)  # one ulp of 1e4 is 1e-3
     torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=2e-3)
@@ -63,7 +68,7 @@ def test_statistics_do_not_overflow(kernels, offset):
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.013])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_equal_their_definition(kernels, shape, temperature, with_entropy, dtype):
+def test_gradients_equal_their_definition(kernels, small_blocks, shape, temperature, with_entropy, dtype):
     logits, targets = draw(*shape)
     _, entropy, log_partition = statistics_reference(logits.double(), targets, temperature)
     upstream = torch.tensor(0.7, device=DEVICE).expand(len(logits))  # as autograd gives it below a sum
@@ -77,7 +82,6 @@ def test_gradients_equal_their_definition(kernels, shape, temperature, with_entr
         upstream,
         on_entropy,
         dtype,
-        block=BLOCK,
     )
     expected = logit_gradient_reference(
         logits.double(),

@@ -161,7 +161,8 @@ def _kernels_are_interpreted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")
-        import_module("qerl_pl.kernels.lora")
+        for name in ("qerl_pl.kernels.lora", "qerl_pl.hopper.token_scores"):
+            import_module(name)
 
 
 @pytest.fixture(scope="session")

@@ -65,11 +65,13 @@ def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
     """Check that ``owner.name`` exists and takes ``takes``; raises the same error as ``replace``."""
     where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
     about = f"{' '.join(installed_vllm())}, patched by this project (python -m qerl_pl doctor lists what is)"
-    advice = f"install a tested version ({', '.join(TESTED['vllm'])})"
+    tested = ", ".join(TESTED["vllm"])
     if (present := getattr(owner, name, None)) is None:
-        raise RuntimeError(f"{where} is gone from {about}: {advice}")
+        raise RuntimeError(f"{where} is gone from {about}: install a tested version ({tested})")
     parameters = list(inspect.signature(present).parameters.values())
     extra = [one.name for one in parameters[len(takes) :] if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
     if [one.name for one in parameters[: len(takes)]] != list(takes) or extra:
         listed = ", ".join(one.name for one in parameters)
-        raise RuntimeError(f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: {advice}")
+        raise RuntimeError(
+            f"{where} takes ({listed}) and not ({', '.join(takes)}) in {about}: install a tested version ({tested})"
+        )
