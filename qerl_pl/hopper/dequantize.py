@@ -15,15 +15,9 @@ BLOCKS, WARPS = 8, 4  # k-blocks of one tile, and warps, per program
 
 
 def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight in tile order, or some rows of one, to [N, K] of ``dtype``.
-
-    A program reads 512 contiguous bytes of codes for each of its k-blocks, and writes 64 rows of 256 bytes.
-
-    Args:
-        codes: [K / 16, 2 N] int32; the stride of the first dimension may be larger, that of the second is 1.
-        block_scale: [K / 16, N] uint8, the bits of float8_e4m3fn values; strides as for ``codes``.
-        global_scale: one number, fp64 or fp32, on the same device.
-    """
+    """Dequantise an NVFP4 weight in tile order, codes [K / 16, 2 N] int32 and block scales [K / 16, N], or some columns
+    of both, to [N, K]. A program reads 512 contiguous bytes of codes for each of its k-blocks, and writes 64 rows of
+    256 bytes."""
     assert codes.stride(1) == block_scale.stride(1) == 1, (codes.stride(), block_scale.stride())
     (blocks, rows), columns = block_scale.shape, 16 * block_scale.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)

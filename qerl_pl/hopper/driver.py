@@ -49,11 +49,8 @@ def has_compiler() -> bool:
 
 
 def compiled(kernel: Kernel) -> bytes:
-    """Compile a kernel to a cubin. NVRTC takes about a second and needs no GPU.
-
-    Raises:
-        RuntimeError: the source does not compile; holds the compiler's log.
-    """
+    """Compile a kernel to a cubin, in about a second and without a GPU; RuntimeError with the compiler's log if it does
+    not compile."""
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
     [program] = checked(nvrtc.nvrtcCreateProgram(_text(kernel).encode(), kernel.source.encode(), 0, [], []))
     options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"-std=c++17"]
@@ -109,18 +106,13 @@ def launch(
     arguments: Sequence[Any],
     pdl: bool = False,
 ) -> None:
-    """Launch a kernel on the current stream.
+    """Launch a kernel on the current stream; RuntimeError if the driver refuses it.
 
     Args:
-        grid: number of thread blocks in x, y and z.
-        threads: threads per thread block.
         cluster: number of consecutive thread blocks along y that form a cluster.
         arguments: integers, tensors, None for a null pointer, and structures of the driver.
         pdl: use programmatic dependent launch: the kernel may start before the previous one of the stream has ended,
             and must execute ``griddepcontrol.wait`` before it reads what that one writes.
-
-    Raises:
-        RuntimeError: the CUDA driver refuses the launch.
     """
     driver: Any = import_module("cuda.bindings.driver")
     config = driver.CUlaunchConfig()

@@ -120,19 +120,11 @@ def all_kernels() -> list[driver.Kernel]:
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
-    """Compute h = x A^T, rounded to bf16 once; rows of tokens without the adapter are zero.
+    """Compute h = x A^T, [slices, T, R] bf16, rounded once, of x [T, K] and one A [R, K] bf16 for each slice,
+    contiguous; zero for tokens whose entry in ``indices``, [T] or longer, is negative.
 
     The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
     reads h. All its other inputs must be complete before this kernel starts.
-
-    Args:
-        x: [T, K] bf16, contiguous.
-        a: one [R, K] for each slice, contiguous.
-        indices: [T] or longer, int64; negative for a token without the adapter.
-        schedule: from ``choose_schedule``.
-
-    Returns:
-        [slices, T, R] bf16.
     """
     assert x.is_contiguous(), x.stride()
     assert all(matrix.is_contiguous() for matrix in a), [matrix.stride() for matrix in a]

@@ -236,13 +236,8 @@ def batch_linear(
 ) -> Tensor:
     """Compute y = x W^T + bias, plus an adapter's h B^T if one is given, and round the sum to bf16 once: [T, N] bf16.
 
-    Args:
-        x: [T, K] bf16, at an address that is a multiple of 16.
-        weight, scales, global_scale, bias, out, update: as in ``nvfp4_decode.decode_linear``.
-        schedule: from ``choose_schedule``.
-
-    Raises:
-        RuntimeError: the driver refuses the address of x.
+    Arguments are those of ``nvfp4_decode.decode_linear``. The driver refuses (RuntimeError) an x whose address is no
+    multiple of 16.
     """
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
@@ -276,15 +271,9 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """Build a TMA descriptor of a 3-D tensor at an address that is a multiple of 16, which the driver would refuse
-    otherwise.
-
-    Args:
-        sizes: elements per dimension, the contiguous one first.
-        strides: bytes between elements of the second and of the third dimension.
-        box: elements per dimension of one copy.
-        swizzled_bf16: whether elements are bf16 and get the 128-byte swizzle; otherwise they have 8 bytes, without one.
-    """
+    """Build a TMA descriptor of a 3-D tensor: ``sizes`` and ``box``, the part that one copy has, in elements, the
+    contiguous dimension first; ``strides`` in bytes of the second and third dimension. Elements are bf16 that get the
+    128-byte swizzle, or have 8 bytes."""
     cuda: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
     [tensor_map] = driver.checked(

@@ -170,21 +170,18 @@ def decode_linear(
 
     The kernel starts to copy the weight before the previous kernel of the stream has ended (programmatic dependent
     launch), so that one must not write ``weight`` or ``scales``. A few thread blocks compute h, for which the others
-    wait at their end. They count in global memory that belongs to the kernel, so two streams must not run these kernels
-    at the same time.
+    wait at their end. They count in global memory of the kernel's, so two streams must not run these kernels at the
+    same time.
 
     Args:
         x: [T, K] bf16.
-        weight: [K / 16, 2 N] int32, in the order of ``fragments``.
-        scales: [K / 16, N] e4m3, not negative, in the order of ``fragments``.
+        weight, scales: [K / 16, 2 N] int32 and [K / 16, N] e4m3, not negative, in the order of ``fragments``.
         global_scale: [1] fp32, tensor scale.
         bias: [N] bf16 in the order of ``humming_bias``, or None.
-        schedule: from ``choose_schedule``.
         out: bf16, contiguous, to write the result to; None allocates it.
-        adapter: the adapter, or None; ``lora_hopper.fits_adapter`` must hold for it.
-        next_weight: weight in the same order that the next call will multiply by, or None. The kernel fetches
-            ``costs.FETCHED_AHEAD`` bytes of it to L2 once it has read its own weight, so that memory is not idle until
-            the next call.
+        adapter: ``lora_hopper.fits_adapter`` must hold for it.
+        next_weight: weight that the next call will multiply by: ``costs.FETCHED_AHEAD`` bytes of it are fetched to L2
+            once the own weight has been read, so that memory is not idle until the next call.
         gated: W is the fused gate and up of an MLP, without a bias; return silu(gate) * up, where gate, up, silu(gate)
             and the product are rounded to bf16.
 
@@ -219,9 +216,8 @@ def decode_linear(
 
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
-    """Choose what thread blocks fetch to L2 of the next weight [K / 16, 2 N]: of each part into which its GEMM will
-    divide K, the same number of bytes from its start on. Returns the weight, the number of parts, the bytes from one
-    part to the next, the number of thread blocks that fetch, and the bytes that each fetches."""
+    """Choose what thread blocks fetch to L2 of the next weight: its parts (of K), the bytes from one to the next, the
+    thread blocks that fetch, and the bytes that each fetches, the same of each part from its start on."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape

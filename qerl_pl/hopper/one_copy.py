@@ -122,9 +122,7 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
     vLLM converts weights that it has created in host memory (``patches.packed_weights_on_host``) on the GPU, and moves
     parameters whose names have not changed back. Those of adopted linears are set to the trainer's memory again.
-
-    Raises:
-        CheckFailed: a linear that vLLM has not read was not filled by ``give``.
+    CheckFailed: a linear that vLLM has not read was not filled by ``give``.
     """
     for name, layer, _, parts in fused_linears(model, linears):
         if hasattr(layer, "is_empty"):

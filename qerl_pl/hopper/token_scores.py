@@ -19,15 +19,12 @@ BLOCK = 4096  # logits per program, a power of 2
 
 
 def token_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute, for one token per row, its log-probability under softmax(logits) and its rank, the number of logits of
-    the row that are at least as high.
+    """Compute, for one token per row, its log-probability under softmax(logits), [T] fp32 in nats, and its rank, [T]
+    int64, the number of logits of the row that are at least as high.
 
     Args:
         logits: [T, V] of any float dtype, with stride 1 along V; -inf marks a token that cannot be sampled.
         tokens: [T] int64 in [0, V).
-
-    Returns:
-        Log-probabilities, [T] fp32 in nats, and ranks, [T] int64, 1 for the most likely token.
     """
     assert logits.stride(1) == 1, logits.stride()
     rows, vocabulary = logits.shape

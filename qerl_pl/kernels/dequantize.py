@@ -21,14 +21,8 @@ WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight in row order to [N, K]; equals ``nvfp4.dequantize_reference``, rounded once to
-    ``dtype``.
-
-    Args:
-        codes: [N, K/2] uint8, contiguous.
-        block_scale: [N, K/16] uint8, contiguous: the bits of float8_e4m3fn values.
-        global_scale: one number, fp64 or fp32, on the same device.
-    """
+    """Dequantise an NVFP4 weight in row order, contiguous codes [N, K/2] and block scales [N, K/16] uint8 and a tensor
+    scale, fp64 or fp32, to [N, K]; equals ``nvfp4.dequantize_reference``, rounded once to ``dtype``."""
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
     grid, arguments = (triton.cdiv(words.numel(), WORDS),), (words, block_scale, global_scale, out, words.numel())
@@ -38,15 +32,9 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 
 
 def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight of any 4-bit format to [N, K] by table lookup; equals ``formats.decode`` bit for bit. For
-    NVFP4 weights this takes a third longer than ``dequantize_nvfp4``.
-
-    Args:
-        codes: [N, K/2] uint8, contiguous.
-        scale: [N, K/block] fp32, contiguous; block is a multiple of 8.
-        values: [16] fp32, the value of each code.
-        dtype: dtype of the result; products are computed in fp32.
-    """
+    """Dequantise a weight of any 4-bit format, contiguous codes [N, K/2] and scales [N, K/block] fp32 (block a multiple
+    of 8), to [N, K] by the table ``values`` [16] fp32; equals ``formats.decode`` bit for bit. For NVFP4 weights this
+    takes a third longer than ``dequantize_nvfp4``."""
     assert scale.is_contiguous(), scale.stride()
     out, words = _output_and_words(codes, dtype)
     with torch.cuda.device_of(codes):

@@ -15,25 +15,11 @@ BLOCK = 4096  # logits that a program holds at a time, a power of 2
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of the targets, entropies and log-partition functions of softmax(logits / temperature),
-    [R] fp32 each, in nats.
-
-    Args:
-        logits: [R, V] fp32, contiguous.
-        targets: [R] int64 in [0, V).
-    """
+    [R] fp32 each, in nats, from contiguous logits [R, V] fp32 and targets [R] int64."""
     assert logits.is_contiguous(), logits.stride()
     logprobs, entropy, log_partition = logits.new_empty(3, len(logits)).unbind()
-    _statistics_kernel[(len(logits),)](
-        logits,
-        targets.contiguous(),
-        logprobs,
-        entropy,
-        log_partition,
-        1 / temperature,
-        logits.shape[1],
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    tensors = logits, targets.contiguous(), logprobs, entropy, log_partition
+    _statistics_kernel[(len(logits),)](*tensors, 1 / temperature, logits.shape[1], BLOCK=BLOCK, num_warps=8)
     return logprobs, entropy, log_partition
 
 
@@ -47,31 +33,15 @@ def logit_gradient(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient [R, V] of ``dtype`` with respect to the logits from those of log-probabilities and
-    entropies.
-
-    Args:
-        logits: [R, V] fp32, contiguous.
-        targets: [R] int64 in [0, V).
-        entropy, log_partition: [R] from ``statistics``.
-        d_logprobs: [R] fp32, gradient of the loss with respect to the log-probabilities.
-        d_entropy: [R] fp32, that with respect to the entropies; None counts as zero.
-    """
+    """Compute the gradient [R, V] of ``dtype`` with respect to the logits [R, V] fp32 from those with respect to the
+    log-probabilities and entropies, [R] fp32 (None counts as zero), and from what ``statistics`` returned."""
     assert logits.is_contiguous(), logits.stride()
     out = torch.empty_like(logits, dtype=dtype)
-    _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
-        logits,
-        targets.contiguous(),
-        entropy.contiguous(),
-        log_partition.contiguous(),
-        d_logprobs.contiguous(),  # autograd hands over expanded scalars
-        None if d_entropy is None else d_entropy.contiguous(),
-        out,
-        1 / temperature,
-        logits.shape[1],
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    tensors = targets, entropy, log_partition, d_logprobs, d_entropy
+    # autograd hands over expanded scalars
+    contiguous = (tensor if tensor is None else tensor.contiguous() for tensor in tensors)
+    grid = len(logits), triton.cdiv(logits.shape[1], BLOCK)
+    _gradient_kernel[grid](logits, *contiguous, out, 1 / temperature, logits.shape[1], BLOCK=BLOCK, num_warps=8)
     return out
 
 
@@ -111,16 +81,7 @@ def _statistics_kernel(logits, targets, logprobs, entropy, log_partition, invers
 
 @triton.jit
 def _gradient_kernel(
-    logits,
-    targets,
-    entropy,
-    log_partition,
-    d_logprobs,
-    d_entropy,
-    out,
-    inverse_temperature,
-    V,
-    BLOCK: tl.constexpr,
+    logits, targets, entropy, log_partition, d_logprobs, d_entropy, out, inverse_temperature, V, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

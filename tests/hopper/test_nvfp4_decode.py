@@ -9,15 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from qerl_pl.hopper import costs, driver, lora_hopper, nvfp4_decode
-from qerl_pl.hopper.nvfp4_decode import (
-    BITS,
-    VARIANTS,
-    WIDE,
-    choose_schedule,
-    decode_linear,
-    fragments,
-    humming_bias,
-)
+from qerl_pl.hopper.nvfp4_decode import BITS, VARIANTS, WIDE, choose_schedule, decode_linear, fragments, humming_bias
 from qerl_pl.hopper.tile_order import words_in_tile_order
 from tests.bench import bench_decode
 from tests.hopper.nvfp4_linears import (

@@ -74,14 +74,7 @@ def test_gradients_equal_their_definition(kernels, small_blocks, shape, temperat
     upstream = torch.tensor(0.7, device=DEVICE).expand(len(logits))  # as autograd gives it below a sum
     on_entropy = torch.linspace(-1, 1, len(logits), device=DEVICE) if with_entropy else None
     found = kernels.logit_gradient(
-        logits,
-        targets,
-        temperature,
-        entropy.float(),
-        log_partition.float(),
-        upstream,
-        on_entropy,
-        dtype,
+        logits, targets, temperature, entropy.float(), log_partition.float(), upstream, on_entropy, dtype
     )
     expected = logit_gradient_reference(
         logits.double(),

@@ -29,16 +29,11 @@ def llm_arguments(
     hooks: Any,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine.
+    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine; ``memory`` may hold the size of
+    the KV cache that the memory plan has chosen, and ``hooks`` are as in ``register_loader``.
 
     Weights of norms that get noise are kept in fp32, so that noise smaller than the spacing of 16-bit numbers is not
     rounded away, and logits are computed in fp32 as the trainer does.
-
-    Args:
-        memory: the engine's memory settings, including the size of its KV cache if the memory plan has chosen one.
-        kernel: what computes NVFP4 linears: the native kernels or those that vLLM chooses ("humming").
-        hooks: as in ``register_loader``.
-        on_cpu: whether vLLM's platform is a CPU.
     """
     from qerl_pl.rollout.vllm.loader import register_loader
 
@@ -60,8 +55,7 @@ def llm_arguments(
     # implementation in vLLM supports fp32 weights.
     if "norms" in policy.family.elementwise:
         arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
-    platform_arguments = cpu_arguments if on_cpu else gpu_arguments
-    arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len)
+    arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len, on_cpu=on_cpu)
     if memory.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = memory.kv_cache_bytes
     return arguments
@@ -146,39 +140,24 @@ def accepted_rank(rank: int) -> int:
     return next(larger for larger in accepted if larger >= rank)
 
 
-def cpu_arguments(
-    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
+def platform_arguments(
+    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for a CPU. The KV cache holds ``max_num_seqs`` sequences of the longest
-    length, but takes at most 4 GiB. Prompts are not split into chunks: after each chunk of a request with a seed, vLLM
-    0.32 sets the random generator's offset, which torch's CPU generator does not support."""
-    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=CPU_BLOCK)
-    return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
-
-
-def gpu_arguments(
-    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int
-) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for a GPU. The KV cache holds ``max_num_seqs`` sequences of the longest
-    length, but takes at most half of the free memory. Since its size is given, vLLM uses ``gpu_memory_utilization``
-    only to refuse a start when a smaller share of the GPU is free."""
-    free, _total = torch.cuda.mem_get_info()
-    wanted = _cache_bytes(config, engine, dtype=dtype, max_model_len=max_model_len, block=KV_BLOCK)
-    return {
-        "kv_cache_memory_bytes": min(wanted, free // 2),
-        "gpu_memory_utilization": UNUSED_SHARE,
-        "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS,
-    }
-
-
-def _cache_bytes(
-    config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int, block: int
-) -> int:
-    return kv_cache(
+    """Build the arguments of ``vllm.LLM`` for this platform. The KV cache holds ``max_num_seqs`` sequences of the
+    longest length, but takes at most half of the GPU's free memory, or 4 GiB on a CPU."""
+    wanted = kv_cache(
         config_shape(config, None, dtype),
         dtype.itemsize,
         engine.kv_cache_dtype,
-        block=engine.block_size or block,
+        block=engine.block_size or (CPU_BLOCK if on_cpu else KV_BLOCK),
         length=max_model_len,
         num_sequences=engine.max_num_seqs,
     )
+    if on_cpu:
+        # Prompts are not split into chunks: after each chunk of a request with a seed, vLLM 0.32 sets the random
+        # generator's offset, which torch's CPU generator does not support.
+        return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
+    free, _total = torch.cuda.mem_get_info()
+    # Since the cache's size is given, vLLM uses the share only to refuse a start when less of the GPU is free.
+    sizes = {"gpu_memory_utilization": UNUSED_SHARE, "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS}
+    return {"kv_cache_memory_bytes": min(wanted, free // 2), **sizes}

@@ -48,10 +48,8 @@ def check_same_base(
     model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
 ) -> int:
     """Compare the NVFP4 weights that vLLM has read from the folder ``base`` with the trainer's, before vLLM converts
-    them to the layout of its kernels; of linears named in ``unread`` it has read the tensor scales only.
-
-    Returns:
-        Number of the trainer's linears that were compared.
+    them; of linears named in ``unread`` it has read the tensor scales only. Returns the number of the trainer's linears
+    compared.
 
     Raises:
         ValueError: a weight differs.
@@ -100,10 +98,7 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
 def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
     """Compare every packed linear of vLLM with the trainer's: the first row of each part if both have copies, a digest
     of the whole weight if they share one copy (its attribute ``adopted``). Linears whose packed weights vLLM has
-    rearranged are not compared.
-
-    Returns:
-        Number of vLLM's linears that were compared.
+    rearranged are not compared. Returns the number of vLLM's linears compared.
 
     Raises:
         CheckFailed: a linear differs from the trainer's, or has changed since it was loaded.

@@ -24,24 +24,18 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's opera
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
     """Adapter kernels for linears and one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora``.
 
-    Whenever the sequences of a batch change, vLLM says which adapter each token has. An index per token tells the
-    kernels which tokens have the adapter; one CUDA graph therefore serves both kinds of requests. In a pass without any
-    adapter the flag ``no_lora`` is True and no LoRA kernel is launched.
+    An index per token tells the kernels which tokens have the adapter; one CUDA graph therefore serves both kinds of
+    requests. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched.
     """
 
     def update_metadata(
-        self,
-        mapping: LoRAMapping,
-        lora_index_to_id: list[int | None],
-        max_loras: int,
-        vocab_size: int,
-        **_: object,
+        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
     ) -> None:
         """Write the adapter index of each token of the next batches, from adapter ids per token (0 or less for none)
         and the adapter id in each slot.
 
-        vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results. Whenever a
-        sequence ends, the host would wait there until the GPU has finished a step, and the GPU for the host afterwards.
+        vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results: whenever a
+        sequence ends, the host would wait until the GPU has finished a step, and the GPU for the host afterwards.
         """
         ids = np.asarray(mapping.index_mapping, dtype=np.int64)
         indices = np.full(len(ids), -1)

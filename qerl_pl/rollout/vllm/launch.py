@@ -42,14 +42,9 @@ def launch(
     decoding_kernel: Literal["auto", "native", "humming"],
     watch: Stopwatch,
 ) -> Launched:
-    """Load vLLM with the policy's base.
-
-    Args:
-        sizes: memory settings, including the size of the KV cache if the memory plan has chosen one.
-        settings: arguments of ``vllm.LLM`` that the user set; they override those that follow from the policy.
-        dtype, decoding_kernel: as in ``VLLMEngine``.
-        max_model_len: tokens of the longest prompt and completion together.
-        watch: stopwatch for the phases "imports" and "vLLM".
+    """Load vLLM with the policy's base. ``sizes`` hold the size of the KV cache if the memory plan has chosen one;
+    ``settings`` are arguments of ``vllm.LLM`` that the user set, which override those that follow from the policy;
+    ``watch`` measures the phases "imports" and "vLLM".
 
     Raises:
         ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or vLLM does not start.
