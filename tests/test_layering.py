@@ -120,7 +120,7 @@ def test_one_module_is_the_door_to_the_folder_that_may_be_left_out():
     users = {path for path, value in strings if re.fullmatch(r"qerl_pl\.hopper[\w.:]*", value)}
     users |= {path for path in PRODUCT if any(name.startswith("qerl_pl.hopper") for name in imports_of(path))}
     outside = {path.relative_to(ROOT) for path in users if path.parent.name != "hopper"}
-    assert outside == {Path("qerl_pl", "kernels", "native.py")}
+    assert outside == {Path("qerl_pl", "native.py")}
 
 
 TOP_LEVEL = {"qerl_pl", "callbacks", "datamodules", "configs", "tests", "docs", "train.py", "pyproject.toml"}

@@ -1,5 +1,5 @@
 """Native kernels for NVFP4 on Hopper GPUs, and changes of vLLM that only make it faster. The folder may be left out:
-``qerl_pl.kernels.native`` is the only module that imports it."""
+``qerl_pl.native`` is the only module that imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that the vLLM engine calls through ``qerl_pl.kernels.native``."""
+"""Functions that the vLLM engine calls through ``qerl_pl.native``."""
 
 from __future__ import annotations
 

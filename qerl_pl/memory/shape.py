@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from qerl_pl import native
 from qerl_pl.base.folder import BaseFormat, base_folder
 from qerl_pl.base.prepared import check_format
-from qerl_pl.kernels import native
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.model.hub import hub_config, is_hub_name

@@ -20,7 +20,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import native
+from qerl_pl import native
 from qerl_pl.quant.formats import Format, PackedWeight, decode
 from qerl_pl.quant.formats import dequantize_reference as dequantize_by_table
 

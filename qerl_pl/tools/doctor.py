@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from qerl_pl import __version__
+from qerl_pl import __version__, native
 from qerl_pl.common.packages import TESTED, installed_vllm, is_tested
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import CommandParser, called_as, quoted_from_environment
-from qerl_pl.kernels import native
 
 PACKAGES = (
     "torch",

@@ -16,12 +16,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl import native
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import restored_arguments
-from qerl_pl.kernels import native
 from qerl_pl.memory.advice import Change, advice, advice_text
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import (

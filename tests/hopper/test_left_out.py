@@ -24,10 +24,18 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+HERE_ALONE = """
+import sys
+
+# An installation of the clone by `pip install -e` would find the folder there.
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+"""
+
+
 def run(product: Path, script: str, *arguments: object) -> str:
     """What a process prints that finds the product there, and the tests here."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(product), str(ROOT)])}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
+    command = [sys.executable, "-c", HERE_ALONE + script, *map(str, arguments)]
     done = subprocess.run(command, cwd=product, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -118,7 +126,8 @@ engine.sleep()
 engine.wake()
 assert engine.fingerprint() == held
 engine.close()
-assert not [name for name in sys.modules if name.startswith("qerl_pl.hopper")]
+found = {name: str(module) for name, module in sys.modules.items() if name.startswith("qerl_pl.hopper")}
+assert not found, found
 """
 
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qerl_pl import hopper
+from qerl_pl import hopper, native
 from qerl_pl.hopper import costs, driver, engine, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.hopper.nvfp4_decode import fragments
-from qerl_pl.kernels import native
 from qerl_pl.quant.formats import pack
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4

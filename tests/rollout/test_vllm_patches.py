@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from qerl_pl import native
 from qerl_pl.__main__ import main as command
 from qerl_pl.hopper import patches as speed
-from qerl_pl.kernels import native
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import patches, plugin, setup
 from qerl_pl.rollout.vllm.replacing import replace, replaced

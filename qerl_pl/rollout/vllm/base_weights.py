@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 
+from qerl_pl import native
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.files import in_bytes
-from qerl_pl.kernels import native
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor

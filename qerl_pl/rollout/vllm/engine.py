@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from qerl_pl import native
 from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.isolation import any_algorithm, preserved_rng
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Completion
-from qerl_pl.kernels import native
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.model.stop import tokenizer_of
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms

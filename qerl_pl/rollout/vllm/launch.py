@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import distributed as dist
 
+from qerl_pl import native
 from qerl_pl.common.isolation import any_algorithm, preserved_rng, preserved_torch_settings
 from qerl_pl.common.metrics import Stopwatch
-from qerl_pl.kernels import native
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.vllm import memory, patches, plugin, setup

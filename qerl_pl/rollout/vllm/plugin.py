@@ -5,7 +5,7 @@ vLLM calls ``register`` in each of its processes if this package is installed; t
 
 from __future__ import annotations
 
-from qerl_pl.kernels import native
+from qerl_pl import native
 from qerl_pl.rollout.vllm import patches
 
 _registered = False

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
 
+from qerl_pl import native
 from qerl_pl.common.files import in_bytes
-from qerl_pl.kernels import native
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.formats import Format
