@@ -20,9 +20,8 @@ from qerl_pl.objective.advantages import AdvantageFunction, Baseline, batch_std,
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
-from qerl_pl.rollout.decode import completion_texts
+from qerl_pl.rollout.decode import check_ends, completion_texts
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
-from qerl_pl.rollout.ends import check_ends
 from qerl_pl.rollout.scored import ScoredBatch, collate
 
 

@@ -148,9 +148,7 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
         ({"clip_low": -0.1}, r"clip_low is -0\.1; expected 0 or more"),
         ({"clip_high": math.nan}, "clip_high is nan; expected a number"),
         ({"kl_coefficient": math.nan}, "kl_coefficient is nan; expected a finite number"),
-        ({"kl_coefficient": math.inf}, "kl_coefficient is inf; expected a finite number"),
         ({"entropy_coefficient": math.nan}, "entropy_coefficient is nan; expected a finite number"),
-        ({"entropy_coefficient": -math.inf}, "entropy_coefficient is -inf; expected a finite number"),
         ({"correction": "truncate", "correction_high": 0.5}, r"correction_high is 0\.5; expected 1 or more"),
         ({"correction": "mask", "correction_high": math.nan}, "correction_high is nan; expected a number"),
         (
@@ -162,7 +160,6 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
         ({"max_ratio": 1.28}, r"max_ratio is 1\.28; expected more than 1 \+ clip_high = 1\.28"),
         ({"max_ratio": 1.5, "clip_high": 0.6}, r"max_ratio is 1\.5; expected more than 1 \+ clip_high = 1\.6"),
         ({"max_ratio": 1.0004, "surrogate": "sequence"}, r"max_ratio is 1\.0004; .* = 1\.0004, or null"),
-        ({"max_ratio": math.nan}, "max_ratio is nan; expected a finite number"),
         ({"max_ratio": 10.0, "surrogate": "cispo"}, r"max_ratio is 10\.0 and surrogate is 'cispo'.*expected null"),
         ({"correction_divisor": "kept"}, "correction_divisor is 'kept' and nothing is left out"),
         ({"correct_noise": False, "correction": "none"}, "correct_noise is false and nothing is corrected"),

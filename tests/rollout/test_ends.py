@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.rollout.ends import check_ends
+from qerl_pl.rollout.decode import check_ends
 
 WORDS = {f"w{token}": token for token in range(20)}
 WRITER = Tokenizer(models.WordLevel(WORDS, unk_token="w0"))
