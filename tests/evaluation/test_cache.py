@@ -20,7 +20,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from qerl_pl.evaluation.cache import Indescribable, describe, described, open_cache
+from qerl_pl.evaluation.cache import Indescribable, describe, described, evaluation_identity, open_cache
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -80,9 +80,13 @@ def module_of(base: Path, engine: RolloutEngine | None = None, reward: Reward = 
     return module
 
 
+def identity_of(module: QeRLModule) -> dict[str, Any]:
+    return evaluation_identity(module.policy, module.settings.evaluation, run=module._identity, built=module.built)
+
+
 def identity(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """As JSON has it, because it is kept under a digest of that."""
-    return json.loads(json.dumps(module_of(*args, **kwargs)._evaluation_identity()))
+    return json.loads(json.dumps(identity_of(module_of(*args, **kwargs))))
 
 
 def test_engines_and_rewards_with_other_settings_find_nothing_of_each_other(base):
@@ -97,11 +101,11 @@ def test_engines_and_rewards_with_other_settings_find_nothing_of_each_other(base
 def test_the_cache_that_a_memory_plan_chose_and_a_started_engine_change_nothing(base):
     planned = module_of(base, VLLMEngine())
     planned.engine.plan_cache(12345)
-    assert json.loads(json.dumps(planned._evaluation_identity())) == identity(base, VLLMEngine())
+    assert json.loads(json.dumps(identity_of(planned))) == identity(base, VLLMEngine())
     started = module_of(base)
-    before = started._evaluation_identity()
+    before = identity_of(started)
     started.engine.start(started.policy, max_model_len=16)
-    assert started._evaluation_identity() == before
+    assert identity_of(started) == before
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,7 @@ def test_an_evaluation_with_a_reward_that_cannot_be_described_is_not_kept_and_sa
     module = module_of(base, reward=lambda prompts, completions: [0.0 for _ in prompts])
     module.trainer = Trainer(default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
     with pytest.warns(UserWarning, match="starts anew if it is interrupted.*lambda"):
-        assert open_cache(tmp_path, module._evaluation_identity()) is None
+        assert open_cache(tmp_path, identity_of(module)) is None
 
 
 @pytest.mark.parametrize(
