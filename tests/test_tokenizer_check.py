@@ -16,7 +16,14 @@ from datamodules.arithmetic import Arithmetic
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder, check_base
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.model.tokenizer import check_chat_template, check_text_survives, load_tokenizer, read_tokenizer, render
+from qerl_pl.model.tokenizer import (
+    check_chat_template,
+    check_same_vocabulary,
+    check_text_survives,
+    load_tokenizer,
+    read_tokenizer,
+    render,
+)
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.common import end_tokens
@@ -235,3 +242,15 @@ def test_a_damaged_chat_template_json_is_named(base):
     (base / "chat_template.json").write_text("{")
     with pytest.raises(ValueError, match=r"chat_template\.json is not JSON"):
         check_base(base)
+
+
+def test_a_teacher_may_have_more_tokens_and_must_know_those_of_the_policy():
+    policy, teacher = make_tokenizer(), make_tokenizer()
+    check_same_vocabulary(policy, teacher, base="models/teacher")
+    teacher.add_tokens(["<tool>"])
+    check_same_vocabulary(policy, teacher, base="models/teacher")
+    with pytest.raises(ValueError, match=r"models/teacher.*is '<tool>', which does not exist there, and 0 more differ"):
+        check_same_vocabulary(teacher, policy, base="models/teacher")
+    policy.add_tokens(["<call>", "<tool>"])
+    with pytest.raises(ValueError, match=r"'<call>', which does not exist there, and 1 more differ"):
+        check_same_vocabulary(policy, teacher, base="models/teacher")

@@ -139,6 +139,28 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
         )
 
 
+def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, base: str) -> None:
+    """Check that every token of the policy means the same text to its teacher; the teacher may have more tokens.
+
+    Args:
+        tokenizer: the policy's.
+        teacher: the teacher's.
+        base: name of the teacher, for the message.
+
+    Raises:
+        ValueError: a token of the policy is missing there or has another number.
+    """
+    known = teacher.get_vocab()
+    other = sorted((index, token) for token, index in tokenizer.get_vocab().items() if known.get(token) != index)
+    if other:
+        index, token = other[0]
+        there = f"is number {known[token]}" if token in known else "does not exist"
+        raise ValueError(
+            f"model.teacher.base is {base}, whose tokenizer is another: token {index} of the policy is {token!r}, "
+            f"which {there} there, and {len(other) - 1} more differ; expected a model of the policy's own series"
+        )
+
+
 def check_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     *,

@@ -19,6 +19,7 @@ On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` compute everything on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,17 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 256 * 2**20
 HEAD_ROWS = 4096  # rows of the head converted to fp32 at a time on devices without a mixed-precision product
+
+
+class Head(NamedTuple):
+    """The part of a model that turns hidden states into a distribution over tokens."""
+
+    weight: Tensor
+    """[V, H], the output embedding, frozen."""
+    temperature: float
+    """Divides the logits: the sampling temperature times the number by which the model divides its logits."""
+    logit_cap: float | None = None
+    """Soft cap of the model's logits; None: none."""
 
 
 def token_logprobs(
@@ -93,7 +105,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if slope is not None:
                 ones = torch.ones_like(of_part[0])
                 d_logits = logit_gradient(logits, targets[part], temperature, *of_part[1:], ones, None, hidden.dtype)
-                slope[part] = _uncapped(d_logits, logits, logit_cap) @ weight
+                slope[part] = uncapped(d_logits, logits, logit_cap) @ weight
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, slope)
         ctx.temperature, ctx.logit_cap, ctx.rows = temperature, logit_cap, rows
         ctx.set_materialize_grads(False)
@@ -116,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 statistics = targets[part], ctx.temperature, entropy[part], log_partition[part]
                 upstream = d_logprobs[part], None if d_entropy is None else d_entropy[part]
                 d_logits = logit_gradient(logits, *statistics, *upstream, hidden.dtype)
-                d_hidden[part] += _uncapped(d_logits, logits, ctx.logit_cap) @ weight
+                d_hidden[part] += uncapped(d_logits, logits, ctx.logit_cap) @ weight
         return d_hidden, None, None, None, None, None, None
 
 
@@ -160,7 +172,7 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
     return statistics_reference, logit_gradient_reference
 
 
-def _uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
+def uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
     """Convert gradients with respect to soft-capped logits to gradients before the cap; overwrites both tensors."""
     if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
         d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))

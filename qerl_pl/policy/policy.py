@@ -18,13 +18,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from qerl_pl.model.family import Family, family_of
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
 from qerl_pl.policy.delta_net import use_packed_delta_nets
+from qerl_pl.policy.divergence import divergence
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise
 from qerl_pl.policy.evidence import alternative_logprobs
-from qerl_pl.policy.logprobs import CHUNK_BYTES, fp32_logits, soft_capped, token_logprobs
+from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
-from qerl_pl.policy.packing import pack_for, packed_hidden_states, use_packed_attention
+from qerl_pl.policy.packing import use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
-from qerl_pl.policy.shared_prompts import attends_to_everything
+from qerl_pl.policy.scoring import head_of, predicting, shares_prompts
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -41,6 +42,20 @@ class TokenStats(NamedTuple):
     """[B, S] fp32 in nats, log-probability of each token given the previous tokens."""
     entropy: Tensor
     """[B, S] fp32 in nats, entropy of the distribution of the token given the previous tokens."""
+    divergence: Tensor | None = None
+    """[B, S] fp32 in nats, divergence from the teacher's distribution; None: no teacher was given."""
+    agrees: Tensor | None = None
+    """[B, S] bool: the teacher's most likely token is the policy's too."""
+
+
+class TeacherStates(NamedTuple):
+    """Results of a teacher at N tokens, from which a policy's divergence from it is computed."""
+
+    hidden: Tensor
+    """[N, H'], in row-major order of the masked tokens."""
+    head: Head
+    beta: float
+    """Share of the teacher in the mixture of the divergence, see ``policy.divergence``."""
 
 
 class Policy(nn.Module):
@@ -178,7 +193,13 @@ class Policy(nn.Module):
         return next((linear.fmt for linear in self.packed_linears().values()), None)
 
     def token_stats(
-        self, tokens: Tensor, mask: Tensor, *, temperature: float, targets: Tensor | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        *,
+        temperature: float,
+        targets: Tensor | None = None,
+        teacher: TeacherStates | None = None,
     ) -> TokenStats:
         """Compute log-probabilities and entropies of masked tokens, differentiable with respect to the adapter.
 
@@ -190,14 +211,23 @@ class Policy(nn.Module):
             mask: [B, S] bool, True for tokens to compute. Column 0 must be False: no token precedes it.
             temperature: sampling temperature, by which logits are divided.
             targets: [N] int64, tokens scored in place of the masked ones, which stay the model's input; None: those.
+            teacher: the teacher's hidden states at the masked tokens, to compute the divergence from it.
         """
         wanted, hidden = self._predicting(tokens, mask)
         targets = tokens[wanted] if targets is None else targets
+        head = self.head(temperature)
         logprobs, entropy = token_logprobs(
-            hidden, self._head, targets, temperature=temperature * self._divisor, logit_cap=self._logit_cap
+            hidden, head.weight, targets, temperature=head.temperature, logit_cap=head.logit_cap
         )
         zeros = logprobs.new_zeros(mask.shape)
-        return TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
+        stats = TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
+        if teacher is None:
+            return stats
+        distance, agrees = divergence(hidden, head, teacher.hidden, teacher.head, beta=teacher.beta)
+        return stats._replace(
+            divergence=zeros.index_put(wanted, distance),
+            agrees=torch.zeros_like(mask).index_put(wanted, agrees),
+        )
 
     @torch.no_grad()
     def alternative_logprobs(
@@ -205,41 +235,28 @@ class Policy(nn.Module):
     ) -> Tensor:
         """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats."""
         wanted, hidden = self._predicting(tokens, mask)
-        rows = max(1, CHUNK_BYTES // (10 * 4 * len(self._head)))  # ten fp32 tensors of [rows, V] at a time
+        head = self.head(temperature)
+        rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         logprobs = []
         for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
-            logits = soft_capped(fp32_logits(part, self._head), self._logit_cap)
-            logprobs.append(alternative_logprobs(logits / (temperature * self._divisor), targets, ends))
+            logits = soft_capped(fp32_logits(part, head.weight), head.logit_cap)
+            logprobs.append(alternative_logprobs(logits / head.temperature, targets, ends))
         return torch.cat(logprobs)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a pass computes a prompt of several rows once: on a GPU in 16 bits with full attention in all
-        layers."""
-        on_gpu = next(self.parameters()).is_cuda and self.dtype != torch.float32
-        return on_gpu and attends_to_everything(self.config)
+        """Whether a pass computes a prompt that several rows share only once, see ``shares_prompts``."""
+        return shares_prompts(self.causal_lm)
 
-    @property
-    def _divisor(self) -> float:
-        name = self.family.logit_divisor  # by which the model divides its logits
-        return 1.0 if name is None else getattr(self.config, name)
-
-    @property
-    def _logit_cap(self) -> float | None:
-        name = self.family.logit_cap
-        return None if name is None else getattr(self.config, name)
-
-    @property
-    def _head(self) -> Tensor:
-        return self.causal_lm.get_output_embeddings().weight
+    def head(self, temperature: float) -> Head:
+        """Return what turns hidden states into the distribution that is sampled from at a temperature."""
+        return head_of(self.causal_lm, self.family, temperature)
 
     def _predicting(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the indices of the N masked tokens, and the hidden states [N, H] from which they are predicted."""
-        packed, before = pack_for(tokens, mask, share=self.shares_prompts)
         with save_on_cpu(pin_memory=tokens.is_cuda) if self.recompute.offload else nullcontext():
-            hidden = packed_hidden_states(self.causal_lm.model, packed)  # [T, H]
-        return mask.nonzero(as_tuple=True), hidden.index_select(0, before)
+            return predicting(self.causal_lm, tokens, mask)
 
 
 def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

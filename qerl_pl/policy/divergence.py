@@ -1,0 +1,112 @@
+"""Divergence of a student's next-token distribution from a teacher's, without holding the logits [T, V] of all tokens.
+
+Letters: T tokens, H and H' hidden sizes of student and teacher, V vocabulary, R rows of a chunk; p is the student's
+distribution, q the teacher's, m = beta q + (1 - beta) p. The generalised Jensen-Shannon divergence of GKD (arXiv
+2306.13649, equation 1) and its limits, with their derivatives with respect to the student's z = logits / temperature:
+
+    beta = 0       KL(q || p), forward                             p - q
+    0 < beta < 1   beta KL(q || m) + (1 - beta) KL(p || m)         (1 - beta) p (log(p / m) - KL(p || m))
+    beta = 1       KL(p || q), reverse                             p (log(p / q) - KL(p || q))
+
+The derivative does not depend on the loss, so forward multiplies it by the head while the logits exist, and backward
+only scales the result, [T, H].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, soft_capped, uncapped
+
+
+class Divergence(NamedTuple):
+    """Distance of the student from the teacher at each token."""
+
+    value: Tensor
+    """[T] fp32 nats (fp64 for fp64 inputs), differentiable with respect to the student's hidden states."""
+    agrees: Tensor
+    """[T] bool: both have the same most likely token."""
+
+
+def divergence(
+    hidden: Tensor,
+    head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    beta: float,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Divergence:
+    """Compute the generalised Jensen-Shannon divergence of two models that share a tokenizer.
+
+    Vocabularies that were padded to different lengths are cut to the tokens that both have.
+
+    Args:
+        hidden: [T, H] of the student.
+        head: the student's.
+        teacher_hidden: [T, H'], at the same tokens.
+        teacher_head: the teacher's.
+        beta: 0 is the forward KL, 1 the reverse KL.
+        chunk_bytes: bytes of one chunk's fp32 logits; about five times as many are needed.
+
+    Raises:
+        ValueError: beta is not in [0, 1], or the numbers of tokens differ.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta is {beta}; expected 0 (forward KL) to 1 (reverse KL)")
+    if len(hidden) != len(teacher_hidden):
+        raise ValueError(
+            f"the student has {len(hidden)} tokens and the teacher {len(teacher_hidden)}; expected as many"
+        )
+    vocabulary = min(len(head.weight), len(teacher_head.weight))
+    head, teacher_head = (each._replace(weight=each.weight[:vocabulary]) for each in (head, teacher_head))
+    rows = max(1, chunk_bytes // (4 * vocabulary))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return Divergence(*_Divergence.apply(hidden, head, teacher_hidden, teacher_head, beta, rows))
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, beta: float, rows: int):
+        value = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        agrees = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        slope = torch.empty_like(hidden) if hidden.requires_grad else None
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = soft_capped(fp32_logits(hidden[part], head.weight), head.logit_cap)
+            log_p = (logits / head.temperature).log_softmax(dim=1)
+            log_q = soft_capped(fp32_logits(teacher_hidden[part], teacher_head.weight), teacher_head.logit_cap)
+            log_q = log_q.div_(teacher_head.temperature).log_softmax(dim=1)
+            agrees[part] = log_p.argmax(dim=1) == log_q.argmax(dim=1)
+            value[part], d_z = divergence_reference(log_p, log_q, beta)
+            if slope is not None:
+                d_logits = uncapped(d_z.div_(head.temperature), logits, head.logit_cap)
+                slope[part] = d_logits.to(hidden.dtype) @ head.weight
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(agrees)
+        return value, agrees
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_value: Tensor, _: Tensor | None):
+        [slope] = ctx.saved_tensors
+        return torch.mul(slope, d_value.unsqueeze(1), out=torch.empty_like(slope)), None, None, None, None, None
+
+
+def divergence_reference(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Compute the divergence [R] and its derivative with respect to z [R, V] from log-probabilities [R, V]."""
+    p, q = log_p.exp(), log_q.exp()
+    if beta == 0:
+        return (q * (log_q - log_p)).sum(dim=1), p - q
+    log_m = log_q if beta == 1 else torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+    ratio = log_p - log_m
+    own = (p * ratio).sum(dim=1)  # KL(p || m)
+    d_z = p.mul_(ratio.sub_(own.unsqueeze(1)))
+    if beta == 1:
+        return own, d_z
+    return beta * (q * (log_q - log_m)).sum(dim=1) + (1 - beta) * own, d_z.mul_(1 - beta)

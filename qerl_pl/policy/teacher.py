@@ -1,0 +1,81 @@
+"""A frozen model whose distribution the policy is drawn towards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qerl_pl.model.family import family_of
+from qerl_pl.policy.delta_net import use_packed_delta_nets
+from qerl_pl.policy.logprobs import Head, token_logprobs
+from qerl_pl.policy.packing import use_packed_attention
+from qerl_pl.policy.scoring import head_of, predicting
+from qerl_pl.quant.loading import load_base
+
+Place = Literal["gpu", "host"]
+
+
+class Teacher:
+    """A causal language model without an adapter, which scores tokens in the packed passes that a policy uses.
+
+    Args:
+        folder: checkpoint folder, dense or packed.
+        dtype: compute dtype.
+        device: device of the passes.
+        keep: "gpu": the weights stay on the device; "host": they are in host memory outside of ``ready``.
+
+    Raises:
+        ValueError: the folder holds no supported model.
+    """
+
+    def __init__(self, folder: str, *, dtype: torch.dtype, device: torch.device | str, keep: Place = "gpu") -> None:
+        self.folder, self.device, self.keep = folder, torch.device(device), keep
+        self.model: Any = load_base(folder, dtype=dtype, device=device if keep == "gpu" else "cpu")
+        self.family = family_of(self.model.config.model_type, path=folder)
+        use_packed_attention(self.model)
+        use_packed_delta_nets(self.model)
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Have the weights on the device inside the context."""
+        if self.keep == "gpu":
+            yield
+            return
+        self.model.to(device=self.device)
+        try:
+            yield
+        finally:
+            self.model.to(device=torch.device("cpu"))
+
+    def head(self, temperature: float) -> Head:
+        """Return what turns hidden states into the distribution at a temperature, on the device."""
+        head = head_of(self.model, self.family, temperature)
+        return head._replace(weight=head.weight.to(self.device))
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Compute log-probabilities of the masked tokens, and the hidden states from which they are predicted.
+
+        Call it inside of ``ready``.
+
+        Args:
+            tokens: [B, S] int64, right-padded with any valid token.
+            mask: [B, S] bool, True for tokens to compute, never in column 0.
+            temperature: sampling temperature, by which logits are divided.
+
+        Returns:
+            [B, S] fp32 nats, 0 where the mask is False, and [N, H] in row-major order of the N masked tokens.
+
+        Raises:
+            ValueError: a token has no embedding in this model.
+        """
+        wanted, hidden = predicting(self.model, tokens, mask)
+        head = head_of(self.model, self.family, temperature)
+        logprobs, _ = token_logprobs(
+            hidden, head.weight, tokens[wanted], temperature=head.temperature, logit_cap=head.logit_cap
+        )
+        return logprobs.new_zeros(mask.shape).index_put(wanted, logprobs), hidden
