@@ -15,7 +15,8 @@ from qerl_pl.objective import LossInputs, ResolvedObjective
 from qerl_pl.objective.advantages import less_penalty
 from qerl_pl.objective.losses import kl_estimate
 from qerl_pl.policy.policy import Policy
-from qerl_pl.training.metrics import correction_metrics, gap_metrics, update_metrics
+from qerl_pl.policy.teacher import Teacher
+from qerl_pl.training.metrics import correction_metrics, gap_metrics, teacher_metrics, update_metrics
 from qerl_pl.training.passes import Batch, UpdateSettings
 from qerl_pl.training.terms import BatchTerms, batch_terms
 
@@ -49,6 +50,7 @@ def improve(
     *,
     step: Callable[[], Tensor],
     watch: Stopwatch,
+    teacher: Teacher | None = None,
 ) -> UpdateReport:
     """Update the policy on one batch: ``num_updates`` epochs, each of ``num_mini_batches`` optimizer steps.
 
@@ -69,12 +71,17 @@ def improve(
         objective: the loss.
         settings: settings of the updates.
         step: averages gradients over ranks, clips, applies and clears them; returns their norm before clipping, [].
-        watch: stopwatch for the phases logprob, wait (for slower ranks) and train.
+        watch: stopwatch for the phases teacher, logprob, wait (for slower ranks) and train.
+        teacher: the model of the objective's teacher term; needed if it has one.
     """
     batch = Batch(policy, experience, settings)
     num_updates, num_mini_batches = settings.num_updates, settings.num_mini_batches
     # The second mini-batch sees an updated policy, so old log-probabilities are computed before the first update.
     first_pass = objective.needs_first_pass or num_mini_batches > 1
+    if objective.teacher is not None:
+        assert teacher is not None
+        with watch.phase("teacher"):
+            batch.score_teacher(teacher, objective.teacher.mixture)
     with watch.phase("logprob"):
         with_gradient = _score(batch, objective, everything=first_pass)
     live = batch.rows[with_gradient]
@@ -104,9 +111,10 @@ def improve(
         num_updates=num_updates,
         num_steps=num_updates * num_mini_batches,
         reference=batch.reference is not None,
+        teacher=batch.teacher is not None and batch.teacher.states is not None,
     )
     state["train/micro_batch_tokens"] = float(batch.budget.tokens)
-    metrics |= gap_metrics(batch) | correction_metrics(batch, objective)
+    metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch)
     metrics |= {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
     return UpdateReport(
         metrics, batch.old, batch.entropy, batch.experience, with_gradient, batch.budget.tokens, next_coefficient
@@ -145,7 +153,13 @@ def _gradient(
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):
-        stats = batch.policy.token_stats(part.tokens, part.sampled, temperature=batch.settings.temperature)
+        scores = batch.teacher
+        stats = batch.policy.token_stats(
+            part.tokens,
+            part.sampled,
+            temperature=batch.settings.temperature,
+            teacher=scores and scores.of(part),
+        )
         if record:
             part.write(batch.old, stats.logprobs.detach())
             part.write(batch.entropy, stats.entropy.detach())
@@ -156,6 +170,8 @@ def _gradient(
             entropy=stats.entropy,
             old_logprobs=sampler if objective.ratio_against == "sampler" else old,
             ref_logprobs=None if batch.reference is None else part.read(batch.reference),
+            teacher_logprobs=scores and part.read(scores.logprobs),
+            teacher_divergence=stats.divergence,
             advantages=experience.advantages[part.rows],
             importance=objective.importance(old - sampler, mask).weights,
             mask=mask,
@@ -170,7 +186,10 @@ def _gradient(
         # manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers of them.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        for name, value in {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}.items():
+        found = {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}
+        if stats.divergence is not None and stats.agrees is not None:
+            found |= {"divergence": stats.divergence.detach()[mask].sum(), "agrees": stats.agrees[mask].sum()}
+        for name, value in found.items():
             sums[name] = sums.get(name, 0) + value
     return sums
 

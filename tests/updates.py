@@ -11,6 +11,7 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective, ResolvedObjective
 from qerl_pl.policy.policy import Policy
+from qerl_pl.policy.teacher import Teacher
 from qerl_pl.training.passes import UpdateSettings
 from qerl_pl.update import UpdateReport, improve
 
@@ -25,15 +26,23 @@ def away_from_its_base(policy: Policy) -> Policy:
 
 
 def updated(
-    policy: Policy, experience: Experience, objective: Objective | ResolvedObjective, **settings: Any
+    policy: Policy,
+    experience: Experience,
+    objective: Objective | ResolvedObjective,
+    teacher: Teacher | None = None,
+    **settings: Any,
 ) -> tuple[UpdateReport, Tensor]:
     """Report of one update on groups of two rows, without a step, and the gradient in one vector."""
-    report, [gradient] = steps_of(policy, experience, objective, **settings)
+    report, [gradient] = steps_of(policy, experience, objective, teacher, **settings)
     return report, gradient
 
 
 def steps_of(
-    policy: Policy, experience: Experience, objective: Objective | ResolvedObjective, **settings: Any
+    policy: Policy,
+    experience: Experience,
+    objective: Objective | ResolvedObjective,
+    teacher: Teacher | None = None,
+    **settings: Any,
 ) -> tuple[UpdateReport, list[Tensor]]:
     """Report of one pass over the rows, and the gradient of each optimizer step; no step is taken."""
     gradients: list[Tensor] = []
@@ -51,5 +60,6 @@ def steps_of(
         UpdateSettings(**{"group_size": 2, "max_tokens": 6, "micro_batch_tokens": 40, **settings}),
         step=step,
         watch=Stopwatch(),
+        teacher=teacher,
     )
     return report, gradients

@@ -13,6 +13,7 @@ from qerl_pl.objective.custom import UserAdvantages, UserSurrogate
 from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
 from qerl_pl.objective.losses import SURROGATES, Aggregation, KLKind
 from qerl_pl.objective.resolved import ResolvedObjective
+from qerl_pl.objective.teacher import TeacherTerm
 
 Preset = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 Surrogate = Literal["clipped", "sequence", "cispo"]
@@ -97,6 +98,8 @@ class Objective:
             pass before the first update. null: none.
         covariance: restrains the tokens that reduce the entropy most (Clip-Cov, KL-Cov); null: none.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
+        teacher: draws the policy towards ``model.teacher`` on its own samples (distillation), in addition to rewards or
+            without any; null: no teacher.
 
     Raises:
         ValueError: a value is out of range, or contradicts another.
@@ -125,6 +128,7 @@ class Objective:
     entropy_control: EntropyControl | None = None
     covariance: CovarianceControl | None = None
     top_entropy_share: float = 1.0
+    teacher: TeacherTerm | None = None
 
     def __post_init__(self) -> None:
         self.resolve()

@@ -26,6 +26,7 @@ from qerl_pl.objective.losses import (
     sequence_policy_loss,
     weighted_sum,
 )
+from qerl_pl.objective.teacher import TeacherTerm
 
 
 class LossInputs(NamedTuple):
@@ -58,6 +59,10 @@ class LossInputs(NamedTuple):
     """[B, S] fp32 nats under the reference; needed by a KL term in the loss."""
     penalized: Tensor | None = None
     """[B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None: none."""
+    teacher_logprobs: Tensor | None = None
+    """[B, S] fp32 nats under the teacher; needed by a teacher's term."""
+    teacher_divergence: Tensor | None = None
+    """[B, S] fp32 nats over the whole vocabulary; carries a gradient; needed by terms other than "sampled"."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class ResolvedObjective:
     entropy_control: EntropyControl | None
     covariance: CovarianceControl | None
     top_entropy_share: float
+    teacher: TeacherTerm | None
 
     def __post_init__(self) -> None:
         section = "model.objective"
@@ -187,6 +193,10 @@ class ResolvedObjective:
         bounds = {"correction_low": 0.0, "correction_high": 2.0, "correction_level": level}
         return replace(self, **off, **bounds, correct_noise=True)
 
+    def at_rollout(self, index: int) -> ResolvedObjective:
+        """Return the objective of an RL iteration, counted from 0, with the teacher's coefficient at that time."""
+        return self if self.teacher is None else replace(self, teacher=self.teacher.at(index))
+
     @property
     def corrects(self) -> bool:
         """Whether importance weights or rejection correct the difference between trainer and sampler."""
@@ -201,8 +211,9 @@ class ResolvedObjective:
 
     @property
     def every_row_counts(self) -> bool:
-        """Whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss."""
-        bonus = self.entropy_coefficient != 0 or self.entropy_control is not None
+        """Whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss or from a
+        teacher."""
+        bonus = self.entropy_coefficient != 0 or self.entropy_control is not None or self.teacher is not None
         penalty = self.covariance is not None and self.covariance.kind == "kl"
         return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
@@ -248,6 +259,21 @@ class ResolvedObjective:
             distance = torch.expm1(change) - change  # KL(old || new) at the old policy's tokens
             distance = distance if importance is None else distance * importance
             total = total + self.covariance.coefficient * weighted_sum(distance, penalized, policy_weights)
+        if self.teacher is not None:
+            total = total + self.teacher.coefficient * weighted_sum(self._to_teacher(inputs), inputs.mask, weights)
         if self.entropy_coefficient:
             total = total - self.entropy_coefficient * weighted_sum(inputs.entropy, inputs.mask, weights)
         return total, surrogate, kl_sum
+
+    def _to_teacher(self, inputs: LossInputs) -> Tensor:
+        """Compute the divergence from the teacher at each token, [B, S].
+
+        At sampled tokens it is the estimator "k2", whose gradient is (log p - log q) grad log p: that of a policy loss
+        whose advantage is log q - log p. It needs the weights of tokens that an older policy sampled; a divergence over
+        the whole vocabulary depends only on the tokens before, and needs none.
+        """
+        if inputs.teacher_divergence is not None:
+            return inputs.teacher_divergence
+        assert inputs.teacher_logprobs is not None
+        drift = drift_weights(inputs.logprobs, inputs.old_logprobs, inputs.mask, inputs.importance)
+        return drift * kl_estimate(inputs.logprobs, inputs.teacher_logprobs, inputs.mask, "k2")

@@ -19,7 +19,11 @@ PER_TOKEN = {
     "policy/ratio": "ratio",
     "policy/kl_old": "k3",
     "policy/kl_ref": "kl_ref",
+    "teacher/divergence": "divergence",
+    "teacher/agreement": "agrees",
 }
+OF_ALL_TOKENS = {"reference": ("policy/kl_ref",), "teacher": ("teacher/divergence", "teacher/agreement")}
+"""Metrics that are averaged over all tokens in the loss, by what has to be there for them."""
 
 
 def update_metrics(
@@ -30,6 +34,7 @@ def update_metrics(
     num_updates: int,
     num_steps: int,
     reference: bool,
+    teacher: bool,
 ) -> dict[str, Tensor]:
     """Convert sums over all updates on a batch to means per token.
 
@@ -40,13 +45,15 @@ def update_metrics(
         num_updates: epochs over the batch.
         num_steps: optimizer steps.
         reference: whether the KL to the reference was measured.
+        teacher: whether the divergence from the teacher was measured over the whole vocabulary.
     """
     zero = torch.zeros_like(num_tokens)
     # the divisors are means over ranks, so the mean of this over ranks is the loss of the whole batch
     per_step = totals.get("loss", zero) / num_steps
     metrics = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
-    carried = {name: num_kept for name in PER_TOKEN if name != "policy/kl_ref"}
-    carried |= {"policy/kl_ref": num_tokens} if reference else {}
+    measured = {"reference": reference, "teacher": teacher}
+    carried = {name: num_kept for name in PER_TOKEN if not any(name in names for names in OF_ALL_TOKENS.values())}
+    carried |= {name: num_tokens for kind, names in OF_ALL_TOKENS.items() if measured[kind] for name in names}
     for name, count in carried.items():
         value = _share(totals.get(PER_TOKEN[name], zero) / num_updates, count)
         if not value.isnan() or over_ranks(total(), count) > 0:
@@ -84,6 +91,16 @@ def gap_metrics(batch: Batch) -> dict[str, Tensor]:
     """Return statistics of log(p_trainer / p_sampler) over the sampled tokens, before the first update on the batch."""
     log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
     return {f"gap/{name}": value for name, value in over_ranks(gap(), log_ratio).items()}
+
+
+def teacher_metrics(batch: Batch) -> dict[str, Tensor]:
+    """Return the mean of log(p / q) of policy and teacher over the tokens in the loss, before the first update: an
+    estimate of KL(policy || teacher) in nats per token. None without a teacher or without a token."""
+    if batch.teacher is None:
+        return {}
+    mask = batch.experience.mask
+    value = _share((batch.old - batch.teacher.logprobs)[mask].sum(), mask.sum())
+    return {} if over_ranks(total(), mask.sum()) == 0 else {"teacher/kl": value}
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

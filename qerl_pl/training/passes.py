@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch import Tensor
 from qerl_pl.common.batching import micro_batches, micro_batches_of_groups
 from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
-from qerl_pl.policy.policy import Policy
+from qerl_pl.policy.policy import Policy, TeacherStates
 from qerl_pl.policy.shared_prompts import WORTH, first_equal
+from qerl_pl.policy.teacher import Teacher
 
 T = TypeVar("T")
 
@@ -58,6 +59,23 @@ class Part:
         whole[self.rows, : self.width] = values
 
 
+class TeacherScores(NamedTuple):
+    """Results of a teacher for a batch."""
+
+    logprobs: Tensor
+    """[B, S] fp32 nats, 0 for prompts and padding."""
+    places: Tensor
+    """[B, S] int64, row of each sampled token in ``states.hidden``; -1 elsewhere."""
+    states: TeacherStates | None
+    """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
+
+    def of(self, part: Part) -> TeacherStates | None:
+        """The hidden states at the sampled tokens of a micro-batch."""
+        if self.states is None:
+            return None
+        return self.states._replace(hidden=self.states.hidden[part.read(self.places)[part.sampled]])
+
+
 class Batch:
     """Experience on the policy's device, with buffers for the trainer's log-probabilities and entropies."""
 
@@ -75,6 +93,8 @@ class Batch:
         """[B, S] fp32 nats, the policy's entropies before the first update, 0 where ``old`` is 0."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
+        self.teacher: TeacherScores | None = None
+        """The teacher's results; None without one."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
         """Call ``work`` with the limit on the tokens per pass; if GPU memory runs out, call it again with a smaller
@@ -105,6 +125,33 @@ class Batch:
         self.reference = torch.zeros_like(self.old)
         with self.policy.as_reference():
             self._evaluate(self.rows, self.reference)
+
+    def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
+        """Fill in ``teacher``, for all rows; with hidden states if a divergence over the whole vocabulary needs them
+        (``mixture`` is not None)."""
+        logprobs = torch.zeros_like(self.old)
+        places = torch.full(self.old.shape, -1, dtype=torch.int64, device=self.old.device)
+
+        def forward(max_tokens: int) -> list[Tensor]:
+            states: list[Tensor] = []
+            count = 0
+            for part in self.parts(self.rows, max_tokens):
+                found, hidden = teacher.score(part.tokens, part.sampled, temperature=self.settings.temperature)
+                part.write(logprobs, found)
+                if mixture is not None:
+                    at = torch.full_like(part.tokens, -1)
+                    at[part.sampled] = torch.arange(count, count + len(hidden), device=at.device)
+                    part.write(places, at)
+                    states.append(hidden)
+                    count += len(hidden)
+            return states
+
+        with teacher.ready():
+            states = self.run(forward, with_gradient=False)
+        whole = None
+        if mixture is not None:
+            whole = TeacherStates(torch.cat(states), teacher.head(self.settings.temperature), mixture)
+        self.teacher = TeacherScores(logprobs, places, whole)
 
     def _evaluate(self, rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
         def forward(max_tokens: int) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.policy.teacher import Teacher
 from qerl_pl.tools.tiny import make_tiny
 
 
@@ -22,3 +23,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def policy(base: str) -> Policy:
     """Its policy, which equals the base."""
     return load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Teacher:
+    """Another model with the policy's tokens."""
+    folder = tmp_path_factory.mktemp("objective") / "teacher"
+    make_tiny(folder, seed=1, sft_steps=0)
+    return Teacher(str(folder), dtype=torch.float32, device="cpu")

@@ -13,7 +13,9 @@ from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import Rejection
 from qerl_pl.objective.entropy_control import CovarianceControl
-from qerl_pl.policy.policy import Policy
+from qerl_pl.objective.teacher import TeacherTerm
+from qerl_pl.policy.policy import Policy, TeacherStates
+from qerl_pl.policy.teacher import Teacher
 from qerl_pl.update import UpdateReport
 from tests.updates import away_from_its_base, updated
 
@@ -30,6 +32,9 @@ OBJECTIVES = {
     ),
     "kl-cov": Objective(covariance=CovarianceControl("kl", share=0.2)),
     "kl in the reward": Objective(kl_in="reward", kl_coefficient=0.1),
+    "teacher, sampled tokens": Objective(preset="grpo", teacher=TeacherTerm(coefficient=0.5)),
+    "teacher, forward": Objective(preset="dapo", teacher=TeacherTerm(divergence="forward")),
+    "teacher, reverse": Objective(preset="dr_grpo", teacher=TeacherTerm(divergence="reverse")),
 }
 
 
@@ -71,19 +76,19 @@ def assert_same(one: tuple[UpdateReport, Tensor], other: tuple[UpdateReport, Ten
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_an_update_does_not_depend_on_the_order_of_groups_or_on_the_passes(policy, objective):
+def test_an_update_does_not_depend_on_the_order_of_groups_or_on_the_passes(policy, teacher, objective):
     policy = away_from_its_base(policy)
     experience = batch(policy)
-    whole = updated(policy, experience, objective)
+    whole = updated(policy, experience, objective, teacher)
     assert whole[1].norm() > 0
     order = torch.tensor([4, 5, 1, 0, 3, 2])
     shuffled = Experience(**{name: values[order] for name, values in vars(experience).items()})
-    assert_same(whole, updated(policy, shuffled, objective))
-    assert_same(whole, updated(policy, experience, objective, micro_batch_tokens=10))
+    assert_same(whole, updated(policy, shuffled, objective, teacher))
+    assert_same(whole, updated(policy, experience, objective, teacher, micro_batch_tokens=10))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_padding_may_hold_anything(policy, objective):
+def test_padding_may_hold_anything(policy, teacher, objective):
     policy = away_from_its_base(policy)
     experience = batch(policy)
 
@@ -99,14 +104,14 @@ def test_padding_may_hold_anything(policy, objective):
         mask=padded(experience.mask, 0),
         sampler_logprobs=padded(experience.sampler_logprobs, math.nan),
     )
-    assert_same(updated(policy, experience, objective), updated(policy, filled, objective))
+    assert_same(updated(policy, experience, objective, teacher), updated(policy, filled, objective, teacher))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 @pytest.mark.parametrize("nats", [60.0, 1e4])
-def test_a_sampler_that_is_far_away_leaves_loss_gradient_and_metrics_finite(policy, objective, nats):
+def test_a_sampler_that_is_far_away_leaves_loss_gradient_and_metrics_finite(policy, teacher, objective, nats):
     policy = away_from_its_base(policy)
-    report, gradient = updated(policy, batch(policy, gap=nats), objective)
+    report, gradient = updated(policy, batch(policy, gap=nats), objective, teacher)
     assert gradient.isfinite().all()
     assert not [name for name, value in report.metrics.items() if not math.isfinite(float(value))]
 
@@ -120,3 +125,57 @@ def test_a_policy_that_is_its_base_has_a_kl_of_exactly_zero_to_it(policy, kl_in)
     assert float(report.metrics["policy/kl_old"]) == 0.0
     _, free = updated(policy, experience, Objective())
     torch.testing.assert_close(gradient, free, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("divergence", ["sampled", "forward", "reverse", "jensen_shannon"])
+def test_a_teacher_that_is_the_policy_changes_nothing(policy, divergence):
+    own = Teacher(policy.base, dtype=torch.float32, device="cpu")
+    experience = batch(policy)
+    taught = Objective(teacher=TeacherTerm(coefficient=10.0, divergence=divergence))
+    report, gradient = updated(policy, experience, taught, own)
+    _, alone = updated(policy, experience, Objective())
+    torch.testing.assert_close(gradient, alone, rtol=1e-4, atol=1e-6)
+    assert float(report.metrics["teacher/kl"]) == pytest.approx(0.0, abs=1e-6)
+    if divergence != "sampled":
+        assert float(report.metrics["teacher/divergence"]) == pytest.approx(0.0, abs=1e-6)
+        assert float(report.metrics["teacher/agreement"]) == 1.0
+
+
+def test_without_advantages_the_sampled_term_is_the_policy_gradient_of_the_log_ratio(policy, teacher):
+    """The loss written as loops over tokens: - sum_t w_t importance_t (log q_t - log p_t) log p_t."""
+    policy = away_from_its_base(policy)
+    experience = batch(policy)
+    objective = Objective(preset="grpo", teacher=TeacherTerm(coefficient=0.5))
+    report, gradient = updated(policy, replace(experience, advantages=torch.zeros(6)), objective, teacher)
+    stats = policy.token_stats(experience.tokens, experience.sampled, temperature=1.0)
+    taught, _ = teacher.score(experience.tokens, experience.sampled, temperature=1.0)
+    loss, kl, count = torch.zeros(()), 0.0, 0
+    rows = [row for row in range(6) if experience.mask[row].any()]
+    for row in rows:
+        tokens = experience.mask[row].nonzero().flatten().tolist()
+        for token in tokens:
+            logprob = stats.logprobs[row, token]
+            importance = (logprob.detach() - experience.sampler_logprobs[row, token]).exp().clamp(max=2.0)
+            advantage = taught[row, token] - logprob.detach()
+            loss = loss - 0.5 * importance * advantage * logprob / len(tokens) / len(rows)
+            kl, count = kl - float(advantage), count + 1
+    expected = torch.autograd.grad(loss, [p for p in policy.parameters() if p.requires_grad])
+    torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-7)
+    assert float(report.metrics["teacher/kl"]) == pytest.approx(kl / count, rel=1e-4)
+
+
+@pytest.mark.parametrize(("divergence", "share"), [("forward", 0.0), ("jensen_shannon", 0.5), ("reverse", 1.0)])
+def test_without_advantages_the_other_terms_are_means_of_the_divergence(policy, teacher, divergence, share):
+    policy = away_from_its_base(policy)
+    experience = replace(batch(policy), advantages=torch.zeros(6))
+    objective = Objective(preset="dapo", teacher=TeacherTerm(coefficient=2.0, divergence=divergence))
+    report, gradient = updated(policy, experience, objective, teacher)
+    _, hidden = teacher.score(experience.tokens, experience.sampled, temperature=1.0)
+    states = TeacherStates(hidden, teacher.head(1.0), share)
+    stats = policy.token_stats(experience.tokens, experience.sampled, temperature=1.0, teacher=states)
+    assert stats.divergence is not None
+    mean = stats.divergence[experience.mask].mean()
+    expected = torch.autograd.grad(2.0 * mean, [p for p in policy.parameters() if p.requires_grad])
+    torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-7)
+    assert float(report.metrics["teacher/divergence"]) == pytest.approx(mean.item(), rel=1e-4)
+    assert float(report.metrics["train/loss"]) == pytest.approx(2 * mean.item(), rel=1e-4)

@@ -1,0 +1,71 @@
+"""The term of the loss that draws the policy towards a teacher, on the policy's own samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qerl_pl.common.checks import require_finite
+
+Kind = Literal["sampled", "forward", "reverse", "jensen_shannon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherTerm:
+    """On-policy distillation: the divergence from ``model.teacher`` at the sampled tokens, averaged as the loss is.
+
+    With p the policy's distribution of a token and q the teacher's, both at the sampling temperature:
+
+    - "sampled": the gradient of KL(p || q) at the sampled tokens alone, which is that of a policy loss whose advantage
+      is log q - log p, token by token;
+    - "reverse": KL(p || q) over the whole vocabulary, of which "sampled" is an unbiased and noisy estimate;
+    - "forward": KL(q || p), which asks the policy for everything that the teacher might say;
+    - "jensen_shannon": the mixture of both of GKD (arXiv 2306.13649, equation 1) with ``beta``.
+
+    Args:
+        coefficient: factor of the term. Advantages are about 1 and the divergence is in nats per token.
+        divergence: "sampled", "reverse", "forward" or "jensen_shannon". All but "sampled" keep the teacher's hidden
+            states of a rollout, and compute logits of both models in every pass.
+        beta: share of the teacher in the mixture of "jensen_shannon", between 0 (forward) and 1 (reverse).
+        rollouts: RL iterations over which the coefficient falls linearly to 0, after which rewards alone train the
+            policy; null: it stays.
+
+    Raises:
+        ValueError: a value is out of its range or has no effect.
+    """
+
+    coefficient: float = 1.0
+    divergence: Kind = "sampled"
+    beta: float | None = None
+    rollouts: int | None = None
+
+    def __post_init__(self) -> None:
+        section = "model.objective.teacher"
+        require_finite(section, coefficient=self.coefficient, beta=self.beta)
+        if not self.coefficient > 0:
+            raise ValueError(f"{section}.coefficient is {self.coefficient}; expected more than 0")
+        if self.beta is not None and self.divergence != "jensen_shannon":
+            raise ValueError(
+                f"{section}.beta is {self.beta} and divergence is {self.divergence!r}, with which it has no effect; "
+                "leave it out"
+            )
+        if self.beta is not None and not 0 < self.beta < 1:
+            raise ValueError(
+                f"{section}.beta is {self.beta}; expected a number between 0 and 1: divergence: forward is 0, reverse 1"
+            )
+        if self.rollouts is not None and self.rollouts < 1:
+            raise ValueError(f"{section}.rollouts is {self.rollouts}; expected at least 1, or null")
+
+    @property
+    def mixture(self) -> float | None:
+        """The share of the teacher in the mixture that ``policy.divergence`` takes; None for "sampled"."""
+        own = 0.5 if self.beta is None else self.beta
+        shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": own}
+        return shares[self.divergence]
+
+    def at(self, rollout: int) -> TeacherTerm | None:
+        """Return the term of an RL iteration, counted from 0; None if its coefficient has fallen to 0."""
+        if self.rollouts is None:
+            return self
+        left = 1 - rollout / self.rollouts
+        return replace(self, coefficient=self.coefficient * left, rollouts=None) if left > 0 else None
