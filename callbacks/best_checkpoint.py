@@ -37,6 +37,12 @@ class BestCheckpoint(ModelCheckpoint):
         self._last_global_step_saved = -1
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.monitor == "val/reward" and not getattr(pl_module, "is_rewarded", True):
+            self.save_top_k = 0  # nothing is logged under this name
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         assert self.dirpath is not None, "resolved in setup"

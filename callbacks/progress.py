@@ -78,16 +78,19 @@ class Progress(Callback):
         if not trainer.is_global_zero:
             return
         done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
-        reward = outputs["rollout"].sampled.table.total.mean().item()
+        table, kl = outputs["rollout"].sampled.table, trainer.callback_metrics.get("teacher/kl")
+        said = [f"reward {table.total.mean().item():.3f}"] if table.rewarded else []
+        said += [] if kl is None else [f"KL to the teacher {float(kl):.4f}"]
+        reward = ", ".join(said)
         if self._rollouts is not None:
             entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))
-            self._rollouts.set_postfix_str(f"reward {reward:.3f}, entropy {entropy:.3f} nats", refresh=False)
+            self._rollouts.set_postfix_str(f"{reward}, entropy {entropy:.3f} nats", refresh=False)
             self._rollouts.update(done - self._rollouts.n)
         elif done % self.every == 0 or done >= total:
             mean_s = (time.perf_counter() - self._start) / (done - self._first)
             left = timedelta(seconds=round(mean_s * (total - done)))
             seconds = sum(outputs["seconds"].values())
-            print(f"rollout {done} of {total}: reward {reward:.3f}, {seconds:.1f} s, {left} left", flush=True)
+            print(f"rollout {done} of {total}: {reward}, {seconds:.1f} s, {left} left", flush=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -120,7 +123,8 @@ class Progress(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._end()
         if trainer.state.fn == "fit" and trainer.is_global_zero:
-            metrics = {name: trainer.callback_metrics.get(f"val/{name}") for name in ("reward", "accuracy")}
+            names = ("reward", "accuracy") if pl_module.is_rewarded else ("completion_tokens",)
+            metrics = {name: trainer.callback_metrics.get(f"val/{name}") for name in names}
             shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if value is not None)
             tqdm.write(f"validation: {shown}", file=sys.stdout)
             sys.stdout.flush()

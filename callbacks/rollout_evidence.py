@@ -374,6 +374,8 @@ class RolloutEvidence(Callback):
         self._numbers = dict(numbers)
 
     def _count_silence(self, rollout: Rollout) -> None:
+        if not rollout.sampled.table.rewarded:
+            return
         has_signal = bool(rollout.sampled.has_signal.any())
         self._silent = 0 if any(ranks.gather_values(has_signal)) else self._silent + 1
         if self._silent and self._silent % self.silent_rollouts == 0:

@@ -96,7 +96,9 @@ class SignalReport(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        if trainer.is_global_zero and self._groups:
+        if trainer.is_global_zero and self._groups and not pl_module.is_rewarded:
+            print("rewards: none has a weight; the teacher alone trained the policy", flush=True)
+        elif trainer.is_global_zero and self._groups:
             counts = {"rows": self._rows, "unscored": self._unscored, "cut_off": self._cut_off}
             print(signal_words(self._with_signal, self._groups, **counts))
             print(f"rewards: {'; '.join(f'{name} {scores}' for name, scores in self._scores.items())}", flush=True)

@@ -47,11 +47,12 @@ class RolloutStatistics(Callback):
         def number(value: float) -> Tensor:
             return over_ranks(self._sum, torch.tensor(float(value)))
 
-        rewards = over_ranks(self._rewards, table.total[table.scored])
+        rewards = over_ranks(self._rewards, table.total[table.scored]) if table.rewarded else {}
         logged = {f"train/reward{name}": value for name, value in rewards.items()}
         means = {name: mean(scores[~scores.isnan()]) for name, scores in table.components.items()}
         logged |= {f"train/{name}": value for name, value in means.items() if not value.isnan()}
-        logged |= {f"reward/unscored/{cause}": number(count) for cause, count in table.causes().items()}
+        if table.components:
+            logged |= {f"reward/unscored/{cause}": number(count) for cause, count in table.causes().items()}
         logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
         logged["rollout/surprisal"] = -mean(logprobs)
         lengths = torch.tensor([float(len(completion.tokens)) for completion in completions])
@@ -60,7 +61,8 @@ class RolloutStatistics(Callback):
         finished = torch.tensor([float(completion.finished) for completion in completions])
         logged["rollout/truncated_share"] = mean(1 - finished)
         logged["rollout/unscored_share"] = mean(1 - table.scored.float())
-        logged["rollout/groups_with_signal"] = mean(rollout.sampled.has_signal.float())
+        if table.rewarded:
+            logged["rollout/groups_with_signal"] = mean(rollout.sampled.has_signal.float())
         logged["rollout/groups_discarded"] = number(len(rollout.sampled.has_signal) - rollout.chosen.num_groups)
         trained = outputs["update"].with_gradient.view(-1, pl_module.sampling.num_completions).any(dim=1)
         logged["rollout/groups_trained"] = number(trained.sum().item())

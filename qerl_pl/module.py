@@ -40,6 +40,7 @@ from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.packing import describe_attention
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.policy.teacher import Place, Teacher
 from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rewards.format import check_format_can_be_met
@@ -84,7 +85,12 @@ class QeRLModule(LightningModule):
         self.engine = engine
         self.sampling = self.settings.rollouts
         dynamic = self.settings.dynamic_sampling
-        self.rewards = ready_rewards(rewards, max_tokens=self.sampling.max_tokens, metric=dynamic and dynamic.metric)
+        taught = self.settings.teacher is not None
+        self.rewards = ready_rewards(
+            rewards, max_tokens=self.sampling.max_tokens, metric=dynamic and dynamic.metric, optional=taught
+        )
+        if dynamic is not None and not self.is_rewarded:
+            raise ValueError("model.dynamic_sampling replaces groups without a signal, and no reward has a weight")
         self.micro_batch_tokens = self.settings.first_micro_batch
         self.memory_plan: Plan | None = None
         """Memory plan of this run on its GPU; None on a CPU."""
@@ -93,11 +99,18 @@ class QeRLModule(LightningModule):
         self.norm_noise = NormNoise()
         """AQN noise of the next rollout's norm weights; a callback may set it before each rollout."""
         self.policy: Policy
+        self.teacher: Teacher | None = None
+        """The model of the objective's teacher term, while training."""
         self.grad_norm: Tensor
         """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
         """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
         self.built = described(engine, self.rewards)
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether a reward has a weight; otherwise a teacher alone trains the policy."""
+        return any(term.weight != 0 for term in self.rewards)
 
     # ---- progress ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +141,12 @@ class QeRLModule(LightningModule):
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
                 "and rewards. Set the compute dtype by model.dtype"
             )
+        if stage == "test" and not self.rewards:
+            raise ValueError(
+                "model.rewards is empty; expected at least one reward, by which `test` counts right answers"
+            )
         if stage == "fit":
+            _ = self.settings.teacher_folder  # a teacher that cannot be used is refused here
             check_run_length(
                 max_steps=self.trainer.max_steps,
                 updates_per_rollout=self.settings.updates_per_rollout,
@@ -167,6 +185,14 @@ class QeRLModule(LightningModule):
                 device=self.trainer.strategy.root_device,
                 **self.settings.of_policy,
             )
+        if self.settings.teacher is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            with phase("loading the teacher"):
+                self.teacher = Teacher(
+                    self.settings.teacher_folder or "",
+                    dtype=self.settings.compute_dtype,
+                    device=self.trainer.strategy.root_device,
+                    keep=self._teacher_place(),
+                )
         if self.memory_plan is not None:
             if how := self.memory_plan.run.recompute(self.policy.num_layers):
                 self.policy.set_recompute(how)
@@ -235,8 +261,15 @@ class QeRLModule(LightningModule):
             seed=derive_seed(self.settings.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
         )
-        objective = self.objective.at_noise(self.norm_noise.sigma)
-        report = improve(self.policy, rollout.experience, objective, settings, step=self._optimizer_step, watch=watch)
+        report = improve(
+            self.policy,
+            rollout.experience,
+            self.objective.at_noise(self.norm_noise.sigma).at_rollout(index),
+            settings,
+            step=self._optimizer_step,
+            watch=watch,
+            teacher=self.teacher,
+        )
         self.log_dict(report.metrics)
         self.micro_batch_tokens, self.entropy_coefficient = report.micro_batch_tokens, report.entropy_coefficient
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
@@ -329,6 +362,11 @@ class QeRLModule(LightningModule):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
         self.loop.end_tokens = end_tokens(self.policy.base, self.policy.config)
 
+    def _teacher_place(self) -> Place:
+        planned = self.memory_plan and self.memory_plan.run.teacher
+        chosen = planned or self.settings.teacher_memory
+        return "host" if chosen is not None and chosen.keep == "host" else "gpu"
+
     def _plan_memory(self, stage: str) -> None:
         """Choose micro-batch, KV-cache size and recomputation by a memory plan, unless the configuration sets them."""
         limit = available_bytes(self.trainer.strategy.root_device, self.settings.gpu_memory)
@@ -352,4 +390,5 @@ class QeRLModule(LightningModule):
             num_ranks=self.trainer.world_size if fit else 1,  # val_batch_size counts the prompts of one rank
             sampling=self.sampling if fit else replace(self.settings.evaluation, max_tokens=self.sampling.max_tokens),
             optimizer=type(self.settings.optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__,
+            teacher=self.settings.teacher_memory if fit else None,
         )

@@ -46,7 +46,9 @@ MODEL: dict[str, Any] = {
     "lora": {"rank": 2, "alpha": 6, "dropout": 0.1, "targets": ["q_proj", "up_proj"], "rslora": True}
     | {"train_norms": True},
     "objective": {"preset": "grpo", "clip_low": 0.1, "clip_high": 0.4, "max_ratio": 5.0, "kl_coefficient": 0.01}
-    | {"kl": "k2", "correction": "mask", "correction_low": 0.4, "correction_high": 3.0, "filter_truncated": True},
+    | {"kl": "k2", "correction": "mask", "correction_low": 0.4, "correction_high": 3.0, "filter_truncated": True}
+    | {"teacher": {"coefficient": 0.7, "divergence": "jensen_shannon", "beta": 0.3, "rollouts": 9}},
+    "teacher": {"base": "dense", "keep": "host"},
     "lr_schedule": "cosine",
     "warmup_steps": 3,
     "max_grad_norm": 0.3,

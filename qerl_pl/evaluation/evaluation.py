@@ -35,7 +35,8 @@ class Evaluation:
     ) -> None:
         self._loop, self._sampling, self._seed, self._cache = loop, sampling, seed, cache
         self._rows: list[dict[str, Any]] = []
-        names = [*(term.name for term in loop.rewards), *_OF_ROWS]
+        rewarded = any(term.weight != 0 for term in loop.rewards)
+        names = [*(term.name for term in loop.rewards), *(name for name in _OF_ROWS if name != "reward" or rewarded)]
         self._means = MetricCollection({name: Mean() for name in names}, compute_groups=False).to(device)
         self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)
         self._add([])  # a rank may get no prompts at all
@@ -63,14 +64,13 @@ class Evaluation:
         with several completions per problem, pass@k, where a completion is right if the first reward gives it 1. A
         completion that could not be scored counts as 0.
         """
-        name = self._loop.rewards[0].name
-        if never_right(self._rows, name):
+        if self._loop.rewards and never_right(self._rows, name := self._loop.rewards[0].name):
             rank_zero_warn(
                 f"the reward {name}, the first of model.rewards, gives positive values and never 1: pass@k "
                 "counts a completion as right where it gives 1; list a reward first that gives right completions 1"
             )
-        means = self._means.compute() | self._pass_at_k.compute()
-        return {} if means["reward"].isnan() else means
+        means = self._means.compute() | (self._pass_at_k.compute() if self._loop.rewards else {})
+        return {} if means["completion_tokens"].isnan() else means
 
     def _mean_pass_at_k(self, num_right: Tensor) -> dict[str, Tensor]:
         values = accuracy(num_right, self._sampling.num_completions)
@@ -82,6 +82,8 @@ class Evaluation:
             of_row = _OF_ROWS.get(name, lambda row, name=name: row["rewards"][name] or 0.0)
             values = [of_row(row) for row in rows]
             metric.update(torch.tensor(values, dtype=torch.float64, device=metric.device))
+        if not self._loop.rewards:
+            return
         right = [row["rewards"][self._loop.rewards[0].name] == 1 for row in rows]
         self._pass_at_k.update(torch.tensor(right).view(-1, self._sampling.num_completions).sum(dim=1))
 

@@ -43,6 +43,10 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     with which a training pass takes the least time per token or, if none fits, the least memory. The KV cache holds all
     sequences of a rollout at their maximum length, or as many as fit, and at least one.
     """
+    if run.teacher is not None and run.teacher.keep == "auto":
+        kept = [replace(run, teacher=replace(run.teacher, keep=place)) for place in ("gpu", "host")]
+        plans = [fitted(shape, one, gpu_bytes) for one in kept]
+        return next((one for one in plans if one.peak <= usable(gpu_bytes)), plans[-1])
     offered = checkpointing_options(shape, run, gpu_bytes)
     fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
     chosen = min(fitting, key=lambda option: option.time, default=offered[-1])

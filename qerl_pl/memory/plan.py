@@ -12,12 +12,21 @@ from qerl_pl.memory.shape import ModelShape
 MOMENTS = {
     "start": "a fresh run's engine has started",
     "rollout": "the engine samples, or the trainer scores while the engine is awake",
+    "teacher": "training: the teacher scores the completions",
     "head": "training: backward through the language-model head",
     "block": "training: backward through the last block",
     "step": "training: the optimizer steps",
 }
 TRAINING = ("head", "block", "step")
-PASSES = ("engine's passes", "block inputs", "blocks for backward", "backward", "optimizer's temporaries")
+PASSES = (
+    "engine's passes",
+    "teacher's passes",
+    "divergence",
+    "block inputs",
+    "blocks for backward",
+    "backward",
+    "optimizer's temporaries",
+)
 """Parts of the memory that are allocated and freed in every pass, and so fragment the memory of torch's allocator."""
 
 
@@ -37,6 +46,11 @@ class Plan:
     def total(self, moment: str) -> int:
         """Return the bytes at one of ``MOMENTS``."""
         return sum(part.get(moment, 0) for part in self.parts.values())
+
+    @property
+    def moments(self) -> dict[str, str]:
+        """Return those of ``MOMENTS`` that the run has, with their meanings."""
+        return {name: meaning for name, meaning in MOMENTS.items() if name != "teacher" or self.run.teacher}
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -62,7 +76,7 @@ class Plan:
     @property
     def train(self) -> int:
         """Peak bytes of training, without rollouts."""
-        return max(self.total(moment) for moment in TRAINING)
+        return max(self.total(moment) for moment in ("teacher", *TRAINING))
 
     @property
     def peak(self) -> int:
@@ -77,7 +91,7 @@ def plan(shape: ModelShape, run: RunMemory) -> Plan:
     sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
     sizes |= _adapter(shape, run)
     sizes |= _vllm(shape, run, run.engine) if run.engine else _transformers(shape, run)
-    sizes |= _passes(shape, run, run.micro_batch_tokens)
+    sizes |= _passes(shape, run, run.micro_batch_tokens) | _teacher(run, run.micro_batch_tokens)
     passes = [part for name, part in sizes.items() if name in PASSES]
     slack = {moment: int(parts.FRAGMENTATION * sum(part.get(moment, 0) for part in passes)) for moment in MOMENTS}
     needed = {name: part for name, part in {**sizes, "fragmentation": slack}.items() if any(part.values())}
@@ -94,7 +108,7 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
     values = parts.adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
     return {
         "adapter, fp32": _at(4 * values, *MOMENTS),
-        "optimizer state": _at(run.state_bytes * values, "rollout", *TRAINING),
+        "optimizer state": _at(run.state_bytes * values, "rollout", "teacher", *TRAINING),
         "gradients": _at(4 * values, *TRAINING),
         "optimizer's temporaries": _at(4 * values, "step"),  # root of the second moments of all parameters
     }
@@ -147,6 +161,25 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
         "KV cache": _at(cache + cache // shape.num_layers, "rollout"),
         "engine's passes": _at(max(logits, prompts, checked), "rollout"),
     }
+
+
+def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
+    """Predict a teacher's weights and passes, and what a divergence over the vocabulary takes: its hidden states of the
+    rollout, its head, and five tensors of a chunk of logits."""
+    if (teacher := run.teacher) is None:
+        return {}
+    shape, on_gpu = teacher.shape, teacher.keep != "host"
+    tokens = min(tokens, run.rows * run.longest_row)
+    sizes = {
+        "teacher": _at(shape.base_bytes, *(MOMENTS if on_gpu else ("teacher",))),
+        "teacher's passes": _at(parts.forward_only(shape, tokens, run.itemsize), "teacher"),
+    }
+    if teacher.states:
+        states = run.rows * run.completion_tokens + (0 if on_gpu else shape.vocabulary)
+        chunk = min(parts.CHUNK_BYTES, 4 * tokens * shape.vocabulary)
+        sizes["teacher's states"] = _at(run.itemsize * shape.hidden * states, "teacher", *TRAINING)
+        sizes["divergence"] = _at(5 * chunk, "head")
+    return sizes
 
 
 def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
+from qerl_pl.memory.shape import ModelShape
 from qerl_pl.model.family import PROJECTIONS
 from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
@@ -46,6 +48,17 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
+class TeacherMemory:
+    """The teacher of a run that distils."""
+
+    shape: ModelShape
+    keep: Literal["auto", "gpu", "host"]
+    """Place of its weights while it does not score; "auto": on the GPU if the run then fits it."""
+    states: bool
+    """Whether its hidden states at all sampled tokens are kept during the updates."""
+
+
+@dataclass(frozen=True)
 class RunMemory:
     """Settings of a run that decide its memory on one GPU."""
 
@@ -77,6 +90,7 @@ class RunMemory:
     """Settings of vLLM; None means that transformers samples with the trainer's model."""
     batch_tokens: int = 0
     """Tokens in the KV cache of the transformers engine."""
+    teacher: TeacherMemory | None = None
     shared_embeddings: bool = True
     """Whether trainer and engine share the memory of embedding and head; they do so only if their dtypes are equal."""
 

@@ -118,6 +118,11 @@ class RewardTable(NamedTuple):
     metrics: Mapping[str, tuple[float, ...]] = {}
     """Numbers that rewards logged by ``log_metric``, by name."""
 
+    @property
+    def rewarded(self) -> bool:
+        """Whether a reward with a weight scored the batch, without which ``total`` is 0 and means nothing."""
+        return bool(self.components.keys() - self.only_logged)
+
     def causes(self) -> dict[Cause, int]:
         """Count the missing scores by cause, including causes with 0."""
         counts = Counter(verdict.cause for verdicts in self.verdicts.values() for verdict in verdicts)
@@ -131,12 +136,15 @@ class RewardTable(NamedTuple):
 
 
 def ready_rewards(
-    rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None
+    rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None, optional: bool = False
 ) -> list[WeightedReward]:
     """Check the rewards of a run together, and give ``max_tokens``, the longest completion that is sampled in training,
-    to rewards that depend on it. ``metric`` names the reward that dynamic sampling filters by, if any."""
+    to rewards that depend on it. ``metric`` names the reward that dynamic sampling filters by, if any; ``optional``
+    says that something else trains the policy, so that there may be no reward, or none with a weight."""
     _check_names(rewards)
-    if all(term.weight == 0 for term in rewards):
+    if not rewards and not optional:
+        raise ValueError("model.rewards is empty; expected at least one reward, or a teacher (model.teacher)")
+    if all(term.weight == 0 for term in rewards) and not optional:
         raise ValueError("every reward of model.rewards has weight 0, which only logs; give one a weight")
     names = [term.name for term in rewards]
     if metric is not None and metric not in names:
@@ -267,8 +275,6 @@ def _verdicts(
 
 
 def _check_names(rewards: Sequence[WeightedReward]) -> None:
-    if not rewards:
-        raise ValueError("model.rewards is empty; expected at least one reward")
     repeated = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
     if repeated:
         raise ValueError(f"several rewards are named {repeated[0]!r}; give each its own name")

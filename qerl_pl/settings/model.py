@@ -15,6 +15,8 @@ from qerl_pl.base.folder import BaseFormat, check_base
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
+from qerl_pl.memory.settings import TeacherMemory
+from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.model.quantization import Quantize, quantization_of
 from qerl_pl.objective import Objective
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
@@ -25,6 +27,7 @@ from qerl_pl.policy.start import check_fits, is_of_other_base
 from qerl_pl.quant.families import check_positions, longest_with_short_factors
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
+from qerl_pl.settings.teacher import TeacherSettings
 from qerl_pl.training.optimization import Schedule
 
 
@@ -47,6 +50,7 @@ class ModuleSettings:
         val_sampling: settings of validation; null: greedy, one completion per prompt, with the max_tokens of training.
         lora: settings of the adapter.
         objective: the loss.
+        teacher: frozen model that ``objective.teacher`` draws the policy towards; null: none.
         optimizer: optimizer of the adapter's parameters; trained norms have no weight decay.
         lr_schedule: learning-rate schedule over trainer.max_steps.
         warmup_steps: optimizer steps of linear warm-up at the start of the schedule; the first step has lr /
@@ -86,6 +90,7 @@ class ModuleSettings:
     val_sampling: Sampling | None = None
     lora: LoraSettings = field(default_factory=open_settings)
     objective: Objective = field(default_factory=Objective)
+    teacher: TeacherSettings | None = None
     optimizer: OptimizerCallable = adamw
     lr_schedule: Schedule = "constant_with_warmup"
     warmup_steps: int = 0
@@ -108,6 +113,11 @@ class ModuleSettings:
         object.__setattr__(self, "lora", replace(self.lora))
         self._check_numbers()
         check_sampling(self.sampling)
+        if (self.teacher is None) != (self.objective.teacher is None):
+            given, missing, example = ("teacher", "objective.teacher", "{coefficient: 1.0}")
+            if self.teacher is None:
+                given, missing, example = ("objective.teacher", "teacher", "{base: dense}")
+            raise ValueError(f"model.{given} is given and model.{missing} is not; give both, e.g. {missing}: {example}")
         for name, sampling in (("sampling", self.sampling), ("val_sampling", self.val_sampling)):
             if sampling is not None and sampling.stop not in ((), self.stop):
                 raise ValueError(f"model.{name}.stop is {list(sampling.stop)}: set data.stop, which holds for both")
@@ -153,6 +163,19 @@ class ModuleSettings:
     def folder(self) -> str:
         """Checkpoint folder that trainer and engine load: the base, or its copy by ``base_format`` or ``quantize``."""
         return prepared_base(self.base, self.base_format, quantization_of(self.quantize))
+
+    @cached_property
+    def teacher_folder(self) -> str | None:
+        """Checkpoint folder of the teacher; None without one."""
+        return self.teacher and self.teacher.folder(self.base, self.folder)
+
+    @cached_property
+    def teacher_memory(self) -> TeacherMemory | None:
+        """Sizes of the teacher for the memory plan; None without one."""
+        if self.teacher is None or self.objective.teacher is None or self.teacher_folder is None:
+            return None
+        shape = checkpoint_shape(self.teacher_folder, self.compute_dtype)
+        return TeacherMemory(shape, self.teacher.keep, self.objective.teacher.mixture is not None)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qerl_pl.memory.settings import RunMemory, state_bytes
+from qerl_pl.memory.settings import RunMemory, TeacherMemory, state_bytes
 from qerl_pl.model.family import with_merged
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
 from qerl_pl.policy.lora import LoraSettings
@@ -27,6 +27,7 @@ def run_memory(
     fused_elementwise: FusedSetting,
     engine: RolloutEngine,
     num_ranks: int = 1,
+    teacher: TeacherMemory | None = None,
 ) -> RunMemory:
     """Collect the settings that decide the memory of a run on each of its GPUs.
 
@@ -51,4 +52,5 @@ def run_memory(
         fused=fused_wanted(fused_elementwise),
         engine=engine.memory,
         batch_tokens=0 if engine.memory else engine.batch_tokens,
+        teacher=teacher,
     )

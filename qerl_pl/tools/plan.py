@@ -33,8 +33,8 @@ from qerl_pl.memory.fitting import (
     smallest_gpu,
     usable,
 )
-from qerl_pl.memory.plan import MOMENTS, Plan
-from qerl_pl.memory.settings import RunMemory
+from qerl_pl.memory.plan import Plan
+from qerl_pl.memory.settings import RunMemory, TeacherMemory
 from qerl_pl.memory.shape import ModelShape, planned_shape
 from qerl_pl.model.family import MERGED, PROJECTIONS
 from qerl_pl.model.quantization import quantization_of
@@ -44,6 +44,7 @@ from qerl_pl.quant.families import check_positions
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.settings.model import check_micro_batch
 from qerl_pl.settings.run_memory import run_memory
+from qerl_pl.settings.teacher import DENSE
 from qerl_pl.settings.trainer import check_devices
 from qerl_pl.tools.options import plan_options
 
@@ -148,7 +149,21 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
         offload_checkpoints=model["offload_checkpoints"],
         fused_elementwise=model["fused_elementwise"],
         engine=engine,
+        teacher=_teacher(model),
     )
+
+
+def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
+    """Describe the teacher of a parsed section ``model``; None without one."""
+    teacher, objective = model["teacher"], model["objective"]
+    if not teacher or not isinstance(objective, dict) or not objective["teacher"]:
+        return None
+    if teacher["base"] == DENSE:
+        source: tuple[str, Any, Any] = (model["base"], None, None)
+    else:
+        source = (teacher["base"], teacher["base_format"], quantization_of(teacher["quantize"]))
+    shape = planned_shape(*source, DTYPES[model["dtype"]])
+    return TeacherMemory(shape, teacher["keep"], objective["teacher"]["divergence"] != "sampled")
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
@@ -188,15 +203,15 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 def print_plan(plan: Plan, gpu_bytes: int) -> None:
     """Print a table of the planned GiB by part (e.g. weights) and phase (e.g. rollout), and one bar per phase."""
-    table = Table("GiB", *MOMENTS)
+    table = Table("GiB", *plan.moments)
     for name, sizes in plan.parts.items():
-        table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in MOMENTS))
+        table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in plan.moments))
     table.add_section()
-    table.add_row("total", *(f"{plan.total(moment) / GIB:.2f}" for moment in MOMENTS))
+    table.add_row("total", *(f"{plan.total(moment) / GIB:.2f}" for moment in plan.moments))
     Console().print(table)
     scale = max(gpu_bytes, plan.peak) / BAR
     card = round(gpu_bytes / scale)
-    for moment, meaning in MOMENTS.items():
+    for moment, meaning in plan.moments.items():
         bar = ("#" * round(plan.total(moment) / scale)).ljust(card, ".")
         print(f"{moment:8} {bar[:card]}|{bar[card:]} {meaning}")
 
@@ -255,7 +270,7 @@ def as_json(plan: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int
         "smallest_gpu_gib": smallest_gib,
         "peak_bytes": plan.peak,
         "phases": {"start": plan.total("start"), "rollout": plan.total("rollout"), "train": plan.train},
-        "moments": {moment: plan.total(moment) for moment in MOMENTS},
+        "moments": {moment: plan.total(moment) for moment in plan.moments},
         "parts": plan.parts,
         "changes": [asdict(change) for change in changes],
         "run": asdict(plan.run),

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.memory.plan import MOMENTS
+from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.tools.plan import on_hopper, planned_run, read_settings
 
@@ -30,13 +32,28 @@ def test_a_table_and_a_file(bases, tmp_path, capsys):
     files = ("--json", str(tmp_path / "plan.json"))
     assert command(["plan", "-c", TOY, "--gpu-memory", "8", *files, "--model.base", str(bases["nvfp4"]), *VLLM]) == 0
     said = capsys.readouterr().out
-    assert all(moment in said for moment in MOMENTS)
+    moments = [moment for moment in MOMENTS if moment != "teacher"]
+    assert all(moment in said for moment in moments)
+    assert "teacher" not in said
     assert "fits" in said
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["peak_bytes"] == max(written["phases"].values()) <= written["usable_bytes"]
     assert written["moments"] == {
-        moment: sum(part.get(moment, 0) for part in written["parts"].values()) for moment in MOMENTS
+        moment: sum(part.get(moment, 0) for part in written["parts"].values()) for moment in moments
     }
+
+
+def test_a_teacher_is_counted_on_the_gpu_or_in_host_memory(bases, tmp_path):
+    taught = ("--model.objective", "{teacher: {divergence: reverse}}", "--model.base", str(bases["nvfp4"]), *VLLM)
+    peaks = {}
+    for keep in ("gpu", "host"):
+        teacher = ("--model.teacher", f"{{base: {bases['dense']}, keep: {keep}}}")
+        file = tmp_path / f"{keep}.json"
+        assert command(["plan", "-c", TOY, "--gpu-memory", "8", "--json", str(file), *teacher, *taught]) == 0
+        peaks[keep] = json.loads(file.read_text())["moments"]
+    weights = checkpoint_shape(bases["dense"], torch.float32).base_bytes
+    assert peaks["gpu"]["rollout"] - peaks["host"]["rollout"] == weights
+    assert max(peaks["host"].values()) <= max(peaks["gpu"].values())
 
 
 def test_what_backward_recomputes_is_chosen_and_said_with_what_it_costs(bases, capsys):

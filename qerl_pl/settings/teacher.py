@@ -1,0 +1,70 @@
+"""Settings of the teacher, the section ``model.teacher`` of YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from transformers import AutoTokenizer
+
+from qerl_pl.base.folder import BaseFormat, check_base
+from qerl_pl.base.prepared import prepared_base
+from qerl_pl.model.quantization import Quantize, quantization_of
+from qerl_pl.model.tokenizer import check_same_vocabulary
+from qerl_pl.quant.declared import read_layout
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """The frozen model that ``model.objective.teacher`` draws the policy towards.
+
+    Args:
+        base: folder of a checkpoint, a GGUF file or a model's name on the hub, dense or quantised, whose tokenizer is
+            the policy's; "dense": ``model.base`` before it is quantised, which brings a 4-bit policy back to it.
+        base_format: use the copy of it in this format, as ``model.base_format``.
+        quantize: quantise it at the first start, as ``model.quantize``.
+        keep: where its weights are while it does not score: on the "gpu" or in "host" memory, from which they are
+            copied once per rollout; "auto": on the GPU if the run then fits it.
+
+    Raises:
+        ValueError: settings contradict each other.
+    """
+
+    base: str
+    base_format: BaseFormat | None = None
+    quantize: Quantize | None = None
+    keep: Literal["auto", "gpu", "host"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.base == DENSE and (self.base_format or self.quantize):
+            raise ValueError(
+                "model.teacher.base is 'dense', the policy's base before it is quantised, and model.teacher has a "
+                "format: leave base_format and quantize out"
+            )
+
+    def folder(self, base: str, policy: str) -> str:
+        """Return the checkpoint folder that the teacher is loaded from; download or quantise it if necessary.
+
+        Args:
+            base: the setting ``model.base``.
+            policy: folder of the policy's base.
+
+        Raises:
+            ValueError: the teacher cannot be used, or its tokens are not the policy's.
+        """
+        if self.base == DENSE:
+            folder = prepared_base(base)
+            if (layout := read_layout(Path(folder))) is not None:
+                raise ValueError(
+                    f"model.teacher.base is 'dense' and model.base is {base}, which is in {layout.fmt.name} already: "
+                    "name the 16-bit model that it was made from"
+                )
+            return folder
+        folder = prepared_base(self.base, self.base_format, quantization_of(self.quantize))
+        check_base(folder)
+        own, other = (AutoTokenizer.from_pretrained(path, trust_remote_code=False) for path in (policy, folder))
+        check_same_vocabulary(own, other, base=self.base)
+        return folder
