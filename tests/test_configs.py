@@ -24,8 +24,8 @@ TASKS, MODELS, ARMS, BENCHMARKS = (
     sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("tasks", "models", "arms", "eval")
 )
 LEVELS = CONFIGS / "tasks" / "levels_4-5.yaml"
-VERL, BOXED = CONFIGS / "tasks" / "gsm8k_verl.yaml", CONFIGS / "tasks" / "gsm8k_boxed.yaml"
-TASKS = [path for path in TASKS if path not in (LEVELS, VERL, BOXED)]  # the paper's
+VERL, BOXED, HEAL = (CONFIGS / "tasks" / f"{name}.yaml" for name in ("gsm8k_verl", "gsm8k_boxed", "heal"))
+TASKS = [path for path in TASKS if path not in (LEVELS, VERL, BOXED, HEAL)]  # the paper's
 MODEL = CONFIGS / "models" / "qwen2.5-7b.yaml"
 ARM = CONFIGS / "arms" / "nvfp4.yaml"
 CHANGED_BY_AN_ARM = {"model.optimizer.class_path", "model.optimizer.init_args.lr"}
@@ -94,7 +94,7 @@ def keys(settings: Any, path: str = "") -> set[str]:
 
 
 def test_a_task_a_model_and_an_arm_set_different_things_so_that_every_combination_is_the_sum_of_its_files():
-    for task, model, arm in itertools.product([*TASKS, VERL, BOXED], MODELS, ARMS):
+    for task, model, arm in itertools.product([*TASKS, VERL, BOXED, HEAL], MODELS, ARMS):
         assert not keys(task) & keys(model)
         assert not keys(model) & keys(arm)
         assert keys(task) & keys(arm) <= CHANGED_BY_AN_ARM
