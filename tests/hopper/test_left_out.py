@@ -87,7 +87,7 @@ assert not [name for name in sys.modules if name.startswith("qerl_pl.hopper")]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs vLLM's CPU platform")
 def test_a_small_run_on_a_cpu_is_planned_and_trained(product):
     printed = run(product, TRAINED)

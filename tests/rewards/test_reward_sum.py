@@ -100,10 +100,21 @@ def test_missing_scores_are_counted_by_cause_and_the_commonest_reason_is_named()
     assert table.verdicts["a"][0].reason == "5 equals 5"
 
 
+def test_only_with_a_teacher_may_there_be_no_reward_or_none_with_a_weight():
+    logged = WeightedReward("a", constant(1, 0, 1), weight=0.0)
+    for terms, message in (([], "rewards is empty"), ([logged], "has weight 0, which only logs")):
+        with pytest.raises(ValueError, match=message):
+            ready_rewards(terms, max_tokens=8)
+        assert ready_rewards(terms, max_tokens=8, optional=True) == terms
+        table = score_rewards(terms, PROMPTS, [completion()] * 3)
+        assert not table.rewarded
+        assert table.scored.all()
+        assert not table.total.any()
+
+
 @pytest.mark.parametrize(
     ("terms", "rows", "message"),
     [
-        ([], 3, "rewards is empty"),
         ([WeightedReward("a", constant(1, 1, 1)), WeightedReward("a", constant(0, 0, 0))], 3, "named 'a'"),
         ([WeightedReward("a", constant(1, 1))], 3, "returned 2 scores for 3 rows"),
         ([WeightedReward("a", constant(1, math.nan, 1))], 3, "scored row 1 as nan"),
