@@ -248,7 +248,7 @@ class Bench:
         begin = now()
         self.rows, columns = self.sample.mask.nonzero(as_tuple=True)
         self.targets = self.sample.tokens[self.rows, columns].to(DEVICE)
-        self.dense = hidden_states(policy, self.sample, batch_tokens=args.batch_tokens), policy._head
+        self.dense = hidden_states(policy, self.sample, batch_tokens=args.batch_tokens), policy.head(1.0).weight
         seconds["score"] = now() - begin
         self.line({"variant": "dense", "calibration": None}, policy, seconds, self.dense_verdicts)
 
@@ -306,8 +306,9 @@ class Bench:
         """Compare a policy with the dense one, and print."""
         begin = now()
         hidden = hidden_states(policy, self.sample, batch_tokens=self.args.batch_tokens)
-        limits = {"divisor": policy._divisor, "cap": policy._logit_cap}
-        values = compare(self.dense, (hidden, policy._head), self.targets, **limits)
+        head = policy.head(1.0)
+        limits = {"divisor": head.temperature, "cap": head.logit_cap}
+        values = compare(self.dense, (hidden, head.weight), self.targets, **limits)
         seconds["compare"] = now() - begin
         means = {name: mean_and_error(values, self.rows) for name, values in values._asdict().items()}
         if about["variant"] == "dense":
