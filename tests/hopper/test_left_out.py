@@ -63,7 +63,7 @@ for name in names:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_module_is_imported(product):
     run(product, IMPORTED)
 
