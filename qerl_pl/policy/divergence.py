@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, soft_capped, uncapped
+from qerl_pl.policy.logprobs import (
+    CHUNK_BYTES,
+    Head,
+    chunks,
+    fp32_logits,
+    per_token,
+    rows_of_chunk,
+    soft_capped,
+    uncapped,
+)
 
 
 class Divergence(NamedTuple):
@@ -64,8 +73,9 @@ def divergence(
             f"the student has {len(hidden)} tokens and the teacher {len(teacher_hidden)}; expected as many"
         )
     vocabulary = min(len(head.weight), len(teacher_head.weight))
-    head, teacher_head = (each._replace(weight=each.weight[:vocabulary]) for each in (head, teacher_head))
-    rows = max(1, chunk_bytes // (4 * vocabulary))
+    head = head._replace(weight=head.weight[:vocabulary])
+    teacher_head = teacher_head._replace(weight=teacher_head.weight[:vocabulary])
+    rows = rows_of_chunk(hidden, vocabulary, chunk_bytes)
     with torch.autocast(hidden.device.type, enabled=False):
         return Divergence(*_Divergence.apply(hidden, head, teacher_hidden, teacher_head, beta, rows))
 
@@ -73,17 +83,16 @@ def divergence(
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, beta: float, rows: int):
-        value = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        value = per_token(hidden)
         agrees = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         slope = torch.empty_like(hidden) if hidden.requires_grad else None
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
+        for part in chunks(hidden, rows):
             logits = soft_capped(fp32_logits(hidden[part], head.weight), head.logit_cap)
             log_p = (logits / head.temperature).log_softmax(dim=1)
             log_q = soft_capped(fp32_logits(teacher_hidden[part], teacher_head.weight), teacher_head.logit_cap)
             log_q = log_q.div_(teacher_head.temperature).log_softmax(dim=1)
             agrees[part] = log_p.argmax(dim=1) == log_q.argmax(dim=1)
-            value[part], d_z = divergence_reference(log_p, log_q, beta)
+            value[part], d_z = _value_and_derivative(log_p, log_q, beta)
             if slope is not None:
                 d_logits = uncapped(d_z.div_(head.temperature), logits, head.logit_cap)
                 slope[part] = d_logits.to(hidden.dtype) @ head.weight
@@ -98,15 +107,17 @@ class _Divergence(torch.autograd.Function):
         return torch.mul(slope, d_value.unsqueeze(1), out=torch.empty_like(slope)), None, None, None, None, None
 
 
-def divergence_reference(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def _value_and_derivative(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Compute the divergence [R] and its derivative with respect to z [R, V] from log-probabilities [R, V]."""
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
     if beta == 0:
+        q = log_q.exp()
         return (q * (log_q - log_p)).sum(dim=1), p - q
     log_m = log_q if beta == 1 else torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
     ratio = log_p - log_m
-    own = (p * ratio).sum(dim=1)  # KL(p || m)
-    d_z = p.mul_(ratio.sub_(own.unsqueeze(1)))
+    of_student = (p * ratio).sum(dim=1)  # KL(p || m)
+    d_z = p.mul_(ratio.sub_(of_student.unsqueeze(1)))
     if beta == 1:
-        return own, d_z
-    return beta * (q * (log_q - log_m)).sum(dim=1) + (1 - beta) * own, d_z.mul_(1 - beta)
+        return of_student, d_z
+    of_teacher = (log_q.exp() * (log_q - log_m)).sum(dim=1)  # KL(q || m)
+    return beta * of_teacher + (1 - beta) * of_student, d_z.mul_(1 - beta)

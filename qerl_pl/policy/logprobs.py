@@ -74,8 +74,7 @@ def token_logprobs(
         ValueError: a shape, dtype, target or temperature is not as described, or ``weight`` requires a gradient.
     """
     _check(hidden, weight, targets, temperature)
-    rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * len(weight)))
-    rows -= rows % 128 if rows > 128 else 0  # whole tiles of the matrix product
+    rows = rows_of_chunk(hidden, len(weight), chunk_bytes)
     with torch.autocast(hidden.device.type, enabled=False):
         early = hidden.requires_grad and (hidden.is_cuda if slope_in_forward is None else slope_in_forward)
         return _TokenLogprobs.apply(hidden, weight, targets, temperature, logit_cap, rows, early)
@@ -95,10 +94,10 @@ class _TokenLogprobs(torch.autograd.Function):
         rows: int,
         early: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, log_partition = (_per_token(hidden) for _ in range(3))
+        logprobs, entropy, log_partition = (per_token(hidden) for _ in range(3))
         slope = torch.empty_like(hidden) if early else None  # d logprobs / d hidden, [T, H]
         statistics, logit_gradient = _row_functions(hidden)
-        for part in _chunks(hidden, rows):
+        for part in chunks(hidden, rows):
             logits = soft_capped(fp32_logits(hidden[part], weight), logit_cap)
             of_part = statistics(logits, targets[part], temperature)
             logprobs[part], entropy[part], log_partition[part] = of_part
@@ -123,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if d_logprobs is not None or d_entropy is not None:
             _, logit_gradient = _row_functions(hidden)
             d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs
-            for part in _chunks(hidden, ctx.rows):
+            for part in chunks(hidden, ctx.rows):
                 logits = soft_capped(fp32_logits(hidden[part], weight), ctx.logit_cap)
                 statistics = targets[part], ctx.temperature, entropy[part], log_partition[part]
                 upstream = d_logprobs[part], None if d_entropy is None else d_entropy[part]
@@ -200,7 +199,8 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _per_token(hidden: Tensor) -> Tensor:
+def per_token(hidden: Tensor) -> Tensor:
+    """Make an empty tensor [T] in the dtype of the logits of hidden states [T, H]."""
     return hidden.new_empty(len(hidden), dtype=_accumulator(hidden))
 
 
@@ -215,7 +215,15 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunks(hidden: Tensor, rows: int) -> Iterator[slice]:
+def rows_of_chunk(hidden: Tensor, vocabulary: int, chunk_bytes: int) -> int:
+    """Return the number of tokens whose logits take at most ``chunk_bytes``; whole tiles of the matrix product, if
+    several fit."""
+    rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * vocabulary))
+    return rows - rows % 128 if rows > 128 else rows
+
+
+def chunks(hidden: Tensor, rows: int) -> Iterator[slice]:
+    """Divide hidden states [T, H] into parts of at most ``rows`` tokens."""
     return (slice(start, start + rows) for start in range(0, len(hidden), rows))
 
 
