@@ -158,7 +158,7 @@ def _gradient(
             part.tokens,
             part.sampled,
             temperature=batch.settings.temperature,
-            teacher=scores and scores.of(part),
+            teacher=scores and scores.states_of(part),
         )
         if record:
             part.write(batch.old, stats.logprobs.detach())

@@ -65,15 +65,17 @@ class TeacherScores(NamedTuple):
     logprobs: Tensor
     """[B, S] fp32 nats, 0 for prompts and padding."""
     places: Tensor
-    """[B, S] int64, row of each sampled token in ``states.hidden``; -1 elsewhere."""
+    """[B, S] int64, row of each sampled token in ``states.hidden``."""
     states: TeacherStates | None
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
-    def of(self, part: Part) -> TeacherStates | None:
-        """The hidden states at the sampled tokens of a micro-batch."""
-        if self.states is None:
-            return None
-        return self.states._replace(hidden=self.states.hidden[part.read(self.places)[part.sampled]])
+    def places_in(self, part: Part) -> Tensor:
+        """Return the rows in ``states.hidden`` of the N sampled tokens of a micro-batch, [N] int64."""
+        return part.read(self.places)[part.sampled]
+
+    def states_of(self, part: Part) -> TeacherStates | None:
+        """Return the hidden states at the sampled tokens of a micro-batch; None if they were not kept."""
+        return self.states and self.states._replace(hidden=self.states.hidden[self.places_in(part)])
 
 
 class Batch:
@@ -129,29 +131,23 @@ class Batch:
     def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
         """Fill in ``teacher``, for all rows; with hidden states if a divergence over the whole vocabulary needs them
         (``mixture`` is not None)."""
-        logprobs = torch.zeros_like(self.old)
-        places = torch.full(self.old.shape, -1, dtype=torch.int64, device=self.old.device)
+        sampled, temperature = self.experience.sampled, self.settings.temperature
+        states = None
+        if mixture is not None:
+            head = teacher.head(temperature)
+            states = TeacherStates(head.weight.new_empty(int(sampled.sum()), head.weight.shape[1]), head, mixture)
+        places = (sampled.flatten().cumsum(dim=0) - 1).view_as(sampled)
+        self.teacher = scores = TeacherScores(torch.zeros_like(self.old), places, states)
 
-        def forward(max_tokens: int) -> list[Tensor]:
-            states: list[Tensor] = []
-            count = 0
+        def forward(max_tokens: int) -> None:
             for part in self.parts(self.rows, max_tokens):
-                found, hidden = teacher.score(part.tokens, part.sampled, temperature=self.settings.temperature)
-                part.write(logprobs, found)
-                if mixture is not None:
-                    at = torch.full_like(part.tokens, -1)
-                    at[part.sampled] = torch.arange(count, count + len(hidden), device=at.device)
-                    part.write(places, at)
-                    states.append(hidden)
-                    count += len(hidden)
-            return states
+                logprobs, hidden = teacher.score(part.tokens, part.sampled, temperature=temperature)
+                part.write(scores.logprobs, logprobs)
+                if states is not None:
+                    states.hidden[scores.places_in(part)] = hidden
 
         with teacher.ready():
-            states = self.run(forward, with_gradient=False)
-        whole = None
-        if mixture is not None:
-            whole = TeacherStates(torch.cat(states), teacher.head(self.settings.temperature), mixture)
-        self.teacher = TeacherScores(logprobs, places, whole)
+            self.run(forward, with_gradient=False)
 
     def _evaluate(self, rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
         def forward(max_tokens: int) -> None:
