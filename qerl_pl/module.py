@@ -41,7 +41,7 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.packing import describe_attention
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.teacher import Place, Teacher
-from qerl_pl.rewards.base import WeightedReward, check_answers, ready_rewards
+from qerl_pl.rewards.base import WeightedReward, check_answers, have_weight, ready_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rewards.format import check_format_can_be_met
 from qerl_pl.rollout.base import RolloutEngine
@@ -110,7 +110,7 @@ class QeRLModule(LightningModule):
     @property
     def is_rewarded(self) -> bool:
         """Whether a reward has a weight; otherwise a teacher alone trains the policy."""
-        return any(term.weight != 0 for term in self.rewards)
+        return have_weight(self.rewards)
 
     # ---- progress ---------------------------------------------------------------------------------------------------
 

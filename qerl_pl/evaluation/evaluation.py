@@ -15,6 +15,7 @@ from qerl_pl.common.metrics import Mean, Pooled, Stopwatch
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
 from qerl_pl.evaluation.pass_at_k import accuracy
+from qerl_pl.rewards.base import have_weight
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.loop import RolloutLoop
 
@@ -35,7 +36,7 @@ class Evaluation:
     ) -> None:
         self._loop, self._sampling, self._seed, self._cache = loop, sampling, seed, cache
         self._rows: list[dict[str, Any]] = []
-        rewarded = any(term.weight != 0 for term in loop.rewards)
+        rewarded = have_weight(loop.rewards)
         names = [*(term.name for term in loop.rewards), *(name for name in _OF_ROWS if name != "reward" or rewarded)]
         self._means = MetricCollection({name: Mean() for name in names}, compute_groups=False).to(device)
         self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)

@@ -135,6 +135,11 @@ class RewardTable(NamedTuple):
         return Counter(verdict.reason for verdict in missing).most_common(1)[0][0]
 
 
+def have_weight(rewards: Sequence[WeightedReward]) -> bool:
+    """Return whether a reward has a weight; the others are only logged."""
+    return any(term.weight != 0 for term in rewards)
+
+
 def ready_rewards(
     rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None, optional: bool = False
 ) -> list[WeightedReward]:
@@ -144,7 +149,7 @@ def ready_rewards(
     _check_names(rewards)
     if not rewards and not optional:
         raise ValueError("model.rewards is empty; expected at least one reward, or a teacher (model.teacher)")
-    if all(term.weight == 0 for term in rewards) and not optional:
+    if not optional and not have_weight(rewards):
         raise ValueError("every reward of model.rewards has weight 0, which only logs; give one a weight")
     names = [term.name for term in rewards]
     if metric is not None and metric not in names:
