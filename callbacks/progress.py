@@ -79,18 +79,18 @@ class Progress(Callback):
             return
         done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
         table, kl = outputs["rollout"].sampled.table, trainer.callback_metrics.get("teacher/kl")
-        said = [f"reward {table.total.mean().item():.3f}"] if table.rewarded else []
-        said += [] if kl is None else [f"KL to the teacher {float(kl):.4f}"]
-        reward = ", ".join(said)
+        values = [f"reward {table.total.mean().item():.3f}"] if table.rewarded else []
+        values += [] if kl is None else [f"KL to the teacher {float(kl):.4f}"]
         if self._rollouts is not None:
             entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))
-            self._rollouts.set_postfix_str(f"{reward}, entropy {entropy:.3f} nats", refresh=False)
+            self._rollouts.set_postfix_str(", ".join([*values, f"entropy {entropy:.3f} nats"]), refresh=False)
             self._rollouts.update(done - self._rollouts.n)
         elif done % self.every == 0 or done >= total:
             mean_s = (time.perf_counter() - self._start) / (done - self._first)
             left = timedelta(seconds=round(mean_s * (total - done)))
             seconds = sum(outputs["seconds"].values())
-            print(f"rollout {done} of {total}: {reward}, {seconds:.1f} s, {left} left", flush=True)
+            values += [f"{seconds:.1f} s", f"{left} left"]
+            print(f"rollout {done} of {total}: {', '.join(values)}", flush=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:

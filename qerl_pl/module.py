@@ -40,7 +40,7 @@ from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.packing import describe_attention
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.policy.teacher import Place, Teacher
+from qerl_pl.policy.teacher import Teacher
 from qerl_pl.rewards.base import WeightedReward, check_answers, have_weight, ready_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rewards.format import check_format_can_be_met
@@ -185,13 +185,13 @@ class QeRLModule(LightningModule):
                 device=self.trainer.strategy.root_device,
                 **self.settings.of_policy,
             )
-        if self.settings.teacher is not None and self.trainer.state.fn == TrainerFn.FITTING:
+        folder = self.settings.teacher_folder if self.trainer.state.fn == TrainerFn.FITTING else None
+        if folder is not None:
+            planned = (self.memory_plan and self.memory_plan.run.teacher) or self.settings.teacher
+            device, on_host = self.trainer.strategy.root_device, planned is not None and planned.keep == "host"
             with phase("loading the teacher"):
                 self.teacher = Teacher(
-                    self.settings.teacher_folder or "",
-                    dtype=self.settings.compute_dtype,
-                    device=self.trainer.strategy.root_device,
-                    keep=self._teacher_place(),
+                    folder, dtype=self.settings.compute_dtype, device=device, keep="host" if on_host else "gpu"
                 )
         if self.memory_plan is not None:
             if how := self.memory_plan.run.recompute(self.policy.num_layers):
@@ -361,11 +361,6 @@ class QeRLModule(LightningModule):
         with phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
         self.loop.end_tokens = end_tokens(self.policy.base, self.policy.config)
-
-    def _teacher_place(self) -> Place:
-        planned = self.memory_plan and self.memory_plan.run.teacher
-        chosen = planned or self.settings.teacher_memory
-        return "host" if chosen is not None and chosen.keep == "host" else "gpu"
 
     def _plan_memory(self, stage: str) -> None:
         """Choose micro-batch, KV-cache size and recomputation by a memory plan, unless the configuration sets them."""

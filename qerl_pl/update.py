@@ -186,10 +186,10 @@ def _gradient(
         # manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers of them.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        found = {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}
+        values = {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}
         if stats.divergence is not None and stats.agrees is not None:
-            found |= {"divergence": stats.divergence.detach()[mask].sum(), "agrees": stats.agrees[mask].sum()}
-        for name, value in found.items():
+            values |= {"divergence": stats.divergence.detach()[mask].sum(), "agrees": stats.agrees[mask].sum()}
+        for name, value in values.items():
             sums[name] = sums.get(name, 0) + value
     return sums
 

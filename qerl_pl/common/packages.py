@@ -14,7 +14,7 @@ TESTED = {
 """Tested versions by package, in ascending order; "2.11" stands for 2.11.0, 2.11.1 and so on.
 
 Engine tests have run with each version of vLLM listed here, on a CPU and on a GPU, which `docs/results/support.jsonl`
-records. ``tests/test_dependencies.py`` checks that pyproject.toml, the Makefile and docs/install.md name the same.
+records. ``tests/test_dependencies.py`` checks the versions in pyproject.toml, the Makefile and docs/install.md.
 """
 
 

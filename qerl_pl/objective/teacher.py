@@ -59,8 +59,8 @@ class TeacherTerm:
     @property
     def mixture(self) -> float | None:
         """The share of the teacher in the mixture that ``policy.divergence`` takes; None for "sampled"."""
-        own = 0.5 if self.beta is None else self.beta
-        shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": own}
+        between = 0.5 if self.beta is None else self.beta
+        shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": between}
         return shares[self.divergence]
 
     def at(self, rollout: int) -> TeacherTerm | None:

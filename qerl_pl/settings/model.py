@@ -169,7 +169,7 @@ class ModuleSettings:
         """Checkpoint folder of the teacher; None without one."""
         return self.teacher and self.teacher.folder(self.base, self.folder)
 
-    @cached_property
+    @property
     def teacher_memory(self) -> TeacherMemory | None:
         """Sizes of the teacher for the memory plan; None without one."""
         if self.teacher is None or self.objective.teacher is None or self.teacher_folder is None:

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from transformers import AutoTokenizer
-
 from qerl_pl.base.folder import BaseFormat, check_base
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.model.quantization import Quantize, quantization_of
-from qerl_pl.model.tokenizer import check_same_vocabulary
+from qerl_pl.model.tokenizer import check_same_vocabulary, read_tokenizer
 from qerl_pl.quant.declared import read_layout
 
 DENSE = "dense"
@@ -65,6 +63,5 @@ class TeacherSettings:
             return folder
         folder = prepared_base(self.base, self.base_format, quantization_of(self.quantize))
         check_base(folder)
-        own, other = (AutoTokenizer.from_pretrained(path, trust_remote_code=False) for path in (policy, folder))
-        check_same_vocabulary(own, other, base=self.base)
+        check_same_vocabulary(read_tokenizer(policy), read_tokenizer(folder), base=self.base)
         return folder
