@@ -34,7 +34,8 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(fin
 
 def run(product: Path, script: str, *arguments: object) -> str:
     """What a process prints that finds the product there, and the tests here."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(product), str(ROOT)])}
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # vLLM may be found there
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(product), str(ROOT), *filter(None, others)])}
     command = [sys.executable, "-c", HERE_ALONE + script, *map(str, arguments)]
     done = subprocess.run(command, cwd=product, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
