@@ -182,13 +182,10 @@ class RolloutEvidence(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "numbers" not in state_dict:
-            rank_zero_warn("the checkpoint is of an earlier version, whose evidence about rollouts is not continued")
-            return
         evidence = state_dict["evidence"].items()
         self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
         self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
-        self._excess, self._numbers = dict(state_dict.get("excess", {})), dict(state_dict["numbers"])
+        self._excess, self._numbers = dict(state_dict["excess"]), dict(state_dict["numbers"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
 
     @override
@@ -296,9 +293,7 @@ class RolloutEvidence(Callback):
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
         """Add a rollout's evidence; returns words for the probability per rollout that a correct run collects as much,
         None if it is not below ``false_alarm``."""
-        before = self._evidence.get(name)
-        if before is None or before.shape != evidence.shape:  # an earlier version had other alternatives
-            before = torch.full_like(evidence, -math.inf)
+        before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])
         log_at(pl_module.trainer.loggers, {f"evidence/{name}": -log_p}, step=pl_module.rollout_index)

@@ -12,10 +12,8 @@ from typing_extensions import override
 
 from qerl_pl.common.metrics import largest, over_ranks, total
 from qerl_pl.module import QeRLModule
-from qerl_pl.policy.shared_prompts import reused_tokens
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.vllm import memory
-from qerl_pl.training.flops import ModelSize, peak_flops, training_flops
 
 
 class Throughput(Callback):
@@ -27,10 +25,6 @@ class Throughput(Callback):
     Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks. The memory of a
     GPU is what torch has allocated there in this process, without what a sleeping engine has given back.
 
-    ``throughput/mfu`` is the share of the GPU's dense bf16 peak that the training phase reached: operations of the
-    forward and backward passes of the rows with a gradient, without what backward recomputes, over ``time/train_s``. It
-    is absent where the peak of the GPU is not known.
-
     Example:
         trainer:
           callbacks+:
@@ -40,16 +34,12 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self._last_end: float | None = None  # ``perf_counter`` at the end of the previous RL iteration
         self._validation_start = 0.0
-        self._size: ModelSize | None = None
-        self._peak: float | None = None
         self._rollout_bytes = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._last_end = None
-        self._size = ModelSize.of(pl_module.policy)
         if pl_module.device.type == "cuda":
-            self._peak = peak_flops(torch.cuda.get_device_name(pl_module.device))
             # other callbacks have added theirs in on_fit_start, so the memory of their checks is counted
             pl_module.loop.observers.append(self._after_rollout)
 
@@ -84,16 +74,7 @@ class Throughput(Callback):
             costs["memory/gpu_peak_bytes"] = float(max(self._rollout_bytes, update))
         else:
             costs["memory/process_bytes"] = float(psutil.Process().memory_info().rss)
-        rollout, report = outputs["rollout"], outputs["update"]
-        if self._peak is not None and self._size is not None:
-            experience, rows = report.experience, report.with_gradient
-            sampled_there = experience.sampled[rows]
-            shares = pl_module.policy.shares_prompts
-            reused = reused_tokens(experience.tokens[rows], sampled_there.int().argmax(dim=1)) if shares else None
-            flops = training_flops(self._size, experience.lengths[rows], sampled_there.sum(dim=1), reused)
-            done = over_ranks(total(), torch.tensor(flops * pl_module.settings.updates_per_rollout))
-            seconds_of_all = over_ranks(total(), torch.tensor(seconds["train"]))
-            pl_module.log("throughput/mfu", done / (self._peak * seconds_of_all).clamp(min=1e-9))
+        rollout = outputs["rollout"]
         sampled = sum(len(completion.tokens) for completion in rollout.sampled.completions)
         tokens = {"rollout": sampled, "train": int(rollout.experience.lengths.sum())}
         most = {name: over_ranks(largest(), torch.tensor(value, dtype=torch.float64)) for name, value in costs.items()}

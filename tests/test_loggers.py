@@ -1,4 +1,4 @@
-"""Completions and histograms reach every logger that takes them."""
+"""Completions reach every logger that takes texts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.common.loggers import decades, log_completions, log_histogram
+from qerl_pl.common.loggers import log_completions
 
 ROW = {
     "question": "1+2?",
@@ -25,13 +24,11 @@ ROW = {
 }
 
 
-def test_tensorboard_has_texts_with_reasons_and_histograms(tmp_path, monkeypatch):
+def test_tensorboard_has_texts_with_reasons(tmp_path, monkeypatch):
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)  # to import them would now raise: no logger of theirs is in use
     loggers = [TensorBoardLogger(tmp_path, name="", version=""), CSVLogger(tmp_path, name="", version="")]
     log_completions(loggers, "completions/train", [ROW, ROW], step=3)
-    log_histogram(loggers, "gap/h", torch.tensor([0.0, 1.0, 1.0, 2.0]), step=3)
-    log_histogram(loggers, "gap/none", torch.empty(0), step=3)
     loggers[0].finalize("success")
     events = EventAccumulator(str(tmp_path)).Reload()
     [text] = events.Tensors("completions/train/text_summary")
@@ -41,24 +38,17 @@ def test_tensorboard_has_texts_with_reasons_and_histograms(tmp_path, monkeypatch
     assert "im_start" not in said
     assert "    # 3\n    \n    4" in said, "shown as code"
     assert "\n<script>" not in said
-    [histogram] = events.Histograms("gap/h")
-    counts = dict(zip(histogram.histogram_value.bucket_limit, histogram.histogram_value.bucket, strict=True))
-    assert sum(counts.values()) == 4
-    assert (histogram.histogram_value.min, histogram.histogram_value.max) == (0.0, 2.0)
-    assert events.Tags()["histograms"] == ["gap/h"]
 
 
-def test_wandb_has_a_table_and_a_histogram(tmp_path, monkeypatch):
+def test_wandb_has_a_table(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=str(tmp_path), offline=True, project="test")
     log_completions([logger], "completions/train", [ROW], step=3)
-    log_histogram([logger], "gap/h", torch.randn(50), step=3)
     summary = dict(logger.experiment.summary)
     assert summary["trainer/global_step"] == 3
     assert summary["completions/train"]["nrows"] == 1
     assert summary["completions/train"]["ncols"] == 7
-    assert sum(summary["gap/h"]["values"]) == 50
     logger.experiment.finish()
 
 
@@ -67,25 +57,5 @@ def test_mlflow_has_a_file_per_rollout(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}")
     log_completions([logger], "completions/train", [ROW], step=3)
-    log_histogram([logger], "gap/h", torch.randn(50), step=3)
     [result] = Path(tmp_path).rglob("000003.md")
     assert "says 4" in result.read_text()
-
-
-def test_decades_are_decimal_logarithms_of_magnitudes():
-    values = torch.tensor([[-100.0, 1.0], [0.0, 1e-12]])
-    assert decades(values, smallest=1e-9).tolist() == [[2.0, 0.0], [-9.0, -9.0]]
-    assert decades(torch.tensor([float("nan")]), smallest=1e-9).isnan().all()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [[-0.1], [1.0, 1.0], [0.1, 0.1 + 1e-12], [1e8, 1e8 + 1e-6], [-7.3, -7.3 + 1e-7, -7.3]],
-    ids=["one", "equal", "almost equal", "large", "negative"],
-)
-def test_a_histogram_of_nearly_equal_values_has_them_all(tmp_path, values):
-    logger = TensorBoardLogger(tmp_path, name="", version="")
-    log_histogram([logger], "gap/h", torch.tensor(values, dtype=torch.float64), step=0)
-    logger.finalize("success")
-    [event] = EventAccumulator(str(tmp_path)).Reload().Histograms("gap/h")
-    assert event.histogram_value.num == sum(event.histogram_value.bucket) == len(values)

@@ -16,7 +16,6 @@ from jsonargparse import Namespace
 
 import train
 from callbacks.aqn import AdaptiveQuantizationNoise
-from callbacks.entropy import EntropyLogger
 from callbacks.evaluation import EvaluationReport
 from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
@@ -247,7 +246,6 @@ def test_a_learning_rate_of_zero_is_warned_about(recwarn):
     [
         (lambda: EvaluationReport(level=2.0), "level is 2.0"),
         (lambda: EvaluationReport(level=float("nan")), "level is nan"),
-        (lambda: EntropyLogger(histogram_every=-1), "histogram_every is -1"),
         (lambda: MatchedTemperature("a", gain=float("nan")), "gain is nan"),
         (lambda: MatchedTemperature("a", limits=(0.5, float("inf"))), "limits are"),
         (lambda: AdaptiveQuantizationNoise(decay="constant", sigma_end=1e-3), "keeps sigma_start"),

@@ -19,6 +19,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
@@ -46,7 +47,6 @@ from qerl_pl.common.program import quoted_from_environment
 from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
 from qerl_pl.settings.changes import keep_old_config
-from qerl_pl.settings.hyperparameters import hyperparameters, log_hyperparameters
 from qerl_pl.settings.trainer import check_trainer
 
 SUBCOMMANDS = tuple(DESCRIPTIONS)
@@ -87,7 +87,9 @@ class SaveAcceptedConfig(SaveConfigCallback):
             if changes:
                 listed = "".join(f"\n  {change}" for change in changes)
                 rank_zero_warn(f"this start changes settings of the run (the old ones are in {kept}):{listed}")
-            log_hyperparameters(trainer.loggers, hyperparameters(yaml.safe_load(self._text)))
+            for logger in trainer.loggers:
+                if not isinstance(logger, TensorBoardLogger | CSVLogger):  # their folder has config.yaml
+                    logger.log_hyperparams(yaml.safe_load(self._text))
             write_whole(path, self._text)
 
     def _path(self, trainer: Trainer) -> Path | None:

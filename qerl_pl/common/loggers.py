@@ -1,24 +1,15 @@
-"""Log texts and histograms to the Lightning loggers that support them, each through its own interface.
-
-Lightning's ``self.log`` reaches every logger, but takes only numbers. TensorBoard, Weights & Biases and MLflow support
-texts, and the first two support histograms; CSVLogger supports neither. Files in ``RUN/completions`` have the
-completions whatever the loggers are. A logger's package is imported only if the run uses it.
-"""
+"""Log completions to the Lightning loggers that take texts; ``self.log`` takes only numbers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from torch import Tensor
 
 COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "finished")
-BINS = 60  # number of bins of a histogram
 LENGTH, CHECKSUM = 8, 4  # bytes; an event file's record: the data's length, its checksum, the data, their checksum
 
 
@@ -38,27 +29,6 @@ def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[
             logger.log_table(tag, columns=list(COLUMNS), data=[_cells(row) for row in rows], step=step)
         elif isinstance(logger, MLFlowLogger):
             logger.experiment.log_text(logger.run_id, as_markdown(rows), f"{tag}/{step:06d}.md")
-
-
-def log_histogram(loggers: Iterable[Logger], tag: str, values: Tensor, *, step: int) -> None:
-    """Log a histogram of [N] finite values, on any device; log nothing if N is 0."""
-    if not len(values):
-        return
-    numbers = values.double().cpu().numpy()
-    low, high = float(numbers.min()), float(numbers.max())
-    if high - low <= 1e-6 * max(1.0, abs(low), abs(high)):  # bins of values that are nearly equal would have no width
-        low, high = low - 0.5, high + 0.5
-    counts, edges = np.histogram(numbers, bins=BINS, range=(low, high))
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_histogram(tag, numbers, step, bins=edges)
-        elif isinstance(logger, WandbLogger):
-            logger.log_metrics({tag: import_module("wandb").Histogram(np_histogram=(counts, edges))}, step)
-
-
-def decades(values: Tensor, *, smallest: float) -> Tensor:
-    """Return log10 of the magnitudes (at least ``smallest``) of [...] values, for histograms, whose axis is linear."""
-    return values.double().abs().clamp(min=smallest).log10()
 
 
 def as_markdown(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,2 +1,1 @@
-"""Settings of a run: checks that need no model, comparison with the run's previous start, and a flat table for
-loggers."""
+"""Settings of a run: checks that need no model, and comparison with the run's previous start."""

@@ -200,7 +200,6 @@ CONSTANTS = tuple(Constant(where, *row) for where, rows in ROWS.items() for row 
 REASONS = {
     "SEED": "a seed",
     "GIB": "a unit",
-    "SMALLEST SMALLEST_GAP": "the left end of a histogram",
     "ODDS POWERS NUCLEI TOPS END_ODDS RANDOM SHARES COPY_RATES REDRAW_RATES SLOPES STEEPNESS": (
         "an alternative of a test, whose false alarms do not depend on it; tests.correctness.faults reads power"
     ),

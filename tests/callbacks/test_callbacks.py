@@ -16,7 +16,6 @@ import yaml
 from lightning.pytorch import Callback
 
 from callbacks.canary import SyncCanary
-from callbacks.completion_table import CompletionTable
 from callbacks.ledger import MismatchLedger
 from callbacks.matched_temperature import MatchedTemperature
 from callbacks.process import CloseEngine
@@ -32,7 +31,6 @@ CALLBACKS = [
 REFUSED: list[tuple[Any, dict[str, Any]]] = [
     *((SyncCanary, wrong) for wrong in ({"score_every": 0}, {"num_tokens": 31}, {"tolerance": 0.0})),
     (SyncCanary, {"tolerance": math.nan}),
-    *((CompletionTable, wrong) for wrong in ({"every": 0}, {"num_rows": 0}, {"max_chars": -1}, {"where": "nowhere"})),
     *((MismatchLedger, wrong) for wrong in ({"num_rows": 0}, {"max_tokens": 0}, {"every": 0})),
     *((RolloutEvidence, wrong) for wrong in ({"max_tokens": 0}, {"false_alarm": 0.0}, {"false_alarm": math.nan})),
     *((RolloutEvidence, wrong) for wrong in ({"max_gap": math.inf}, {"max_jump": 1.0}, {"warn_jump": math.nan})),

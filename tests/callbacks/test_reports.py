@@ -2,68 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import pytest
 import torch
-from rich.console import Console
 
-from callbacks.completion_table import completion_table, spread_over_rewards
 from callbacks.evaluation import summarize
 from callbacks.signal_report import Scores, signal_words
 from callbacks.statistics import reward_statistics
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
 from qerl_pl.evaluation.evaluation import never_right
-
-
-class TestCompletionTable:
-    @staticmethod
-    def record(reward: float | None, completion: str = "so it is 3", **others: object) -> dict:
-        scores = {"rewards": {"accuracy": reward}, "reasons": {"accuracy": "no number" if reward is None else ""}}
-        return {
-            "reward": reward,
-            "completion": completion,
-            "prompt": "<|user|>1+2=?",
-            "answer": "3",
-            **scores,
-            **others,
-        }
-
-    @staticmethod
-    def shown(*rows: dict, max_chars: int = 300) -> str:
-        """On a terminal with colours."""
-        output = io.StringIO()
-        table = completion_table(rows, title="rollout 1", max_chars=max_chars)
-        Console(file=output, width=160, force_terminal=True).print(table)
-        return output.getvalue()
-
-    @pytest.mark.parametrize(
-        ("count", "rewards"), [(1, [3.0]), (2, [3.0, None]), (3, [3.0, 1.0, None]), (5, [3.0, 2.0, 1.0, 0.0, None])]
-    )
-    def test_rows_are_spread_from_the_best_to_the_worst(self, count, rewards):
-        rows = [self.record(reward) for reward in (1.0, None, 3.0, 0.0, 2.0)]
-        assert [row["reward"] for row in spread_over_rewards(rows, count)] == rewards
-        assert len(spread_over_rewards(rows, 9)) == 5
-        assert spread_over_rewards([], 3) == []
-
-    def test_a_row_has_question_scores_reason_and_answer(self):
-        text = self.shown(self.record(None), self.record(0.5, question="What is 1+2?"))
-        for part in ("not scored", "no number", "0.5", "What is 1+2?", "so it is 3", "<|user|>1+2=?"):
-            assert part in text
-        assert text.count("<|user|>") == 1, "the template is shown only where the question is not known"
-
-    def test_what_a_model_wrote_does_not_steer_the_terminal(self):
-        text = self.shown(self.record(1.0, "[bold]kept[/bold] \x1b]0;title\x07\x1b[2J\r\x9b1m \u202etxet\ttab"))
-        assert "[bold]kept[/bold]" in text
-        for sign in ("\x1b]", "\x1b[2J", "\r", "\x07", "\x9b", "\u202e", "\t"):
-            assert sign not in text
-
-    def test_of_a_long_text_the_end_is_shown(self):
-        text = self.shown(self.record(1.0, "begin" + "x" * 500 + "the end"), max_chars=20)
-        assert "the end" in text
-        assert "begin" not in text
 
 
 class TestEvaluation:

@@ -106,10 +106,3 @@ def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
     other = RolloutEvidence()
     other.load_state_dict(state)
     assert other.state_dict() == state
-
-
-def test_the_state_of_an_earlier_version_is_not_continued_and_a_warning_says_so():
-    other = RolloutEvidence()
-    with pytest.warns(UserWarning, match="of an earlier version"):
-        other.load_state_dict({"evidence": {"copies": [0.0] * 10}, "gaps": [1e-3], "silent": 0, "seen": []})
-    assert other.state_dict() == RolloutEvidence().state_dict()

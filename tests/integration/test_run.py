@@ -13,9 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from peft import PeftModel
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # pyright: ignore[reportAttributeAccessIssue] (generated)
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue] (generated)
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.__main__ import main as command
@@ -82,34 +79,6 @@ def test_the_page_on_metrics_explains_every_scalar_of_a_run(finished):
     tags = set(read_curves(finished))
     assert {"train/loss", "train/format", "gap/count", "lr-AdamW"} <= tags
     assert {tag for tag in tags if not any(re.fullmatch(pattern, tag) for pattern in patterns)} == set()
-
-
-@pytest.mark.slow
-def test_tensorboard_has_pinned_charts_settings_and_histograms_in_decades(finished):
-    events = EventAccumulator(str(finished), {"histograms": 0, "tensors": 0}).Reload()
-    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
-    charts = [chart for category in layout.category for chart in category.chart]
-    assert layout.category[0].title == "Reward and accuracy"
-    scalars = events.Tags()["scalars"]
-    shown = {tag for chart in charts for each in chart.multiline.tag for tag in scalars if re.search(each, tag)}
-    assert {"train/reward", "val/reward", "policy/entropy", "gap/mean_abs", "aqn/sigma", "lr-AdamW"} <= shown
-    assert {
-        chart.title for chart in charts if not any(re.search(tag, s) for tag in chart.multiline.tag for s in scalars)
-    } == {
-        "accuracy (held out)",
-        "memory (GiB)",
-    }
-    assert set(events.Tags()["histograms"]) == {"policy/log10_entropy", "gap/log10_abs", "gap/log10_ratio"}
-    gaps = events.Histograms("gap/log10_abs")
-    assert [one.step for one in gaps] == list(range(8))
-    values, tokens = gaps[0].histogram_value, read_tokens(finished / "completions" / "train-000000.safetensors")
-    assert values.num == len(tokens.gap)
-    assert values.max == pytest.approx(tokens.gap.float().abs().max().log10().item(), abs=1e-2)
-    settings = HParamsPluginData.FromString(
-        events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    ).session_start_info.hparams
-    assert settings["model.lora.rank"].number_value == 4
-    assert settings["trainer.callbacks.AdaptiveQuantizationNoise.num_stages"].number_value == 4
 
 
 @pytest.mark.slow
