@@ -4,15 +4,11 @@ Each model trains on GSM8K through the program, with every check in every rollou
 line per model, format and seed has the alarm (there should be none) and, over the rollouts, the values that the
 checks compare with their limits: the strength of the probe adapter, the difference of engine and trainer under it,
 what it changes and what rounding errors change; the same of scores; the ledger's parts; the evidence; the gradient's
-norm over its running median; planned and measured memory, and what of the latter torch's allocator does not know; the
-share of the KV cache that is filled; how the time of a training pass depends on its tokens. ``--curves FILE`` keeps all
-values of all rollouts too.
+norm over its running median; planned and measured memory. ``--curves FILE`` keeps all values of all rollouts too.
 
     python -m tests.bench.bench_real_checks --models models/qwen2.5-coder-0.5b --problems gsm8k_train.jsonl > lines
-    python -m tests.bench.limits lines
 
-A process trains the runs one after another; ``--formats`` and ``--seeds`` divide them among processes. The second
-command makes a table of every constant beside what it reads on each model.
+A process trains the runs one after another; ``--formats`` and ``--seeds`` divide them among processes.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from callbacks.rollout_evidence import FLOORS
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.results.curves import Curve, read_curves
 from tests.bench.harness import DTYPE, ROOT, base_callbacks, emit, parser_with
-from tests.bench.noted import Readings, canary_share, jumps, longest_run, pass_overhead
+from tests.bench.noted import jumps
 from tests.correctness.faults import ENGINES, aqn, heard_in, sources
 
 EVERY = {  # arguments with the rollouts from one check to the next
@@ -57,7 +53,6 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
         schedule = dict.fromkeys(EVERY.get(callback["class_path"], ()), args.every)
         callback.setdefault("init_args", {}).update(schedule)
     callbacks += [aqn(10)] if args.noise else []
-    callbacks += [{"class_path": "tests.bench.noted.Readings"}]
     engine = {"max_num_seqs": args.prompts * args.completions} if args.engine == "vllm" else {}
     return {
         "run_dir": str(folder / "run"),
@@ -95,14 +90,13 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype, *, shared: bool) -
         return [one / other for one, other in zip(of(top), of(bottom), strict=True)]
 
     norms = [norm for norm in of("train/grad_norm") if norm > 0]
-    guard, noted = GradientGuard(), Readings.noted
+    guard = GradientGuard()
     usual = [statistics.median(norms[max(0, index - guard.window) : index]) for index in range(1, len(norms))]
     over_usual = [norm / median for norm, median in zip(norms[1:], usual, strict=True)][guard.min_steps :]
     memory = {
         phase: {"planned": summary(of(f"memory/predicted_{phase}_gib")), "used": summary(of(f"memory/{phase}_gib"))}
         for phase in ("rollout", "train", "peak")
     }
-    of_passes = ("pass_tokens", "passes", "train_s")
     return {
         "rollouts": len(of("train/reward")),
         "probe_strength": sorted(set(of("canary/probe_strength"))),
@@ -114,18 +108,13 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype, *, shared: bool) -
         "gap_outside_share": summary(of("gap/outside_share")),
         "evidence": {name: summary(of(f"evidence/{name}")) for name in EVIDENCE},
         "jumps": {name: jumps(curves, name, dtype) for name in GAPS},
-        "silent_rollouts": longest_run([share == 0 for share in of("rollout/groups_with_signal")]),
         "rounding_over_change": summary(shares("canary/probe_rounding", "canary/probe_change")),
-        "canary_share": summary([*canary_share(curves, "probe", dtype), *canary_share(curves, "score", dtype)]),
         "unscored_share": summary(of("rollout/unscored_share")),
         "outside_weights_share": summary(of("correction/outside_share")),
         "check_share": summary(shares("time/check_s", "time/step_s")[1:]),
-        "pass": {} if shared else pass_overhead(noted),
-        "noted": {} if shared else {name: summary(noted[name]) for name in noted if name not in of_passes},
         "grad_norm": summary(norms),
         "grad_norm_over_median": summary(over_usual),
         "memory_gib": {} if shared else memory,
-        "kv_cache_bytes": Readings.kv_cache_bytes,
         "step_s": summary(of("time/step_s")),
         "check_s": summary(of("time/check_s")),
         "completion_tokens": summary(of("rollout/completion_tokens")),
