@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import IO
@@ -71,11 +71,10 @@ class Runner:
         study: the study.
         slots: slots for runs, which execute at the same time.
         minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
-        variables: environment variables of the processes.
     """
 
-    def __init__(self, study: Study, slots: list[Slot], minutes: float | None, variables: Mapping[str, str]) -> None:
-        self.study, self.slots, self.variables = study, slots, variables
+    def __init__(self, study: Study, slots: list[Slot], minutes: float | None) -> None:
+        self.study, self.slots = study, slots
         runs = study.runs()
         self.total = len(runs)
         self.waiting = deque(run for run in runs if not state.is_finished(study, run))
@@ -140,7 +139,7 @@ class Runner:
     def _start(self, slot: Slot, run: Run, commands: Sequence[Command]) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // len(self.slots))
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        environment |= {**os.environ, **self.variables}
+        environment |= os.environ
         if slot.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot.gpu
         log = state.log_of(run.folder, commands[0].name)

@@ -6,10 +6,8 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from qerl_pl.cli.yaml_files import KEYS, fault_in_files, mapping_in
-from qerl_pl.study.gpu_sharing import gpus_shared
 from qerl_pl.study.runner import Runner, slots_for
 from qerl_pl.study.state import check_unchanged, failure, is_finished
 from qerl_pl.study.study_file import Study, commands_of, read_study
@@ -94,10 +92,8 @@ def _run(study: Study, options: argparse.Namespace) -> int:
         raise ValueError(fault)
     slots = slots_for(study, options.jobs)
     print(f"{len(runs)} runs, {len(slots)} at a time, in {study.output}", flush=True)
-    share = any(slot.gpu is not None and slot.gpu == slots[0].gpu for slot in slots[1:])
-    with gpus_shared() if share else nullcontext({}) as variables:
-        if stopped := Runner(study, slots, options.minutes, variables).work():
-            return stopped
+    if stopped := Runner(study, slots, options.minutes).work():
+        return stopped
     failed = [run for run in runs if not is_finished(study, run)]
     for run in failed:
         print(f"failed: {run.name}: {failure(run)}")

@@ -26,7 +26,6 @@ import json, os, signal, sys, time
 from pathlib import Path
 from qerl_pl.study.state import succeeded
 run, behaviour = Path(sys.argv[1]), sys.argv[2]
-assert os.environ["GIVEN"] == "to every process"
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 for name, folder in json.loads(sys.argv[3]):
@@ -68,7 +67,7 @@ def study_of(output: Path, *arms: str, seeds: int = 2) -> Study:
 
 
 def runner_of(study: Study, jobs: int = 3) -> Runner:
-    return Runner(study, [Slot(None) for _ in range(jobs)], 60, {"GIVEN": "to every process"})
+    return Runner(study, [Slot(None) for _ in range(jobs)], 60)
 
 
 def work(study: Study, *, jobs: int = 3) -> Runner:
