@@ -8,8 +8,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
-from qerl_pl.cli.parts import Parts
 from qerl_pl.cli.training import main as training
 from qerl_pl.common.files import in_bytes
 from qerl_pl.common.program import restored_arguments
@@ -28,6 +27,7 @@ from qerl_pl.common.run_folder import check_places, is_running
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.parts import adapter_values
+from qerl_pl.memory.shape import ModelShape
 from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
 from qerl_pl.settings.model import check_run_length
@@ -55,70 +55,50 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     finding or raises.
 
     The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. If it
-    fails, for example because the base cannot be downloaded now, all is checked that can be without it, and the other
-    checks are left out with a message that refers to it. ``warm`` also starts the rollout engine, which compiles its
+    fails, checks that need its results are left out. ``warm`` also starts the rollout engine, which compiles its
     kernels.
     """
-    built: list[Any] = []  # the LightningCLI object, if it could be built
+    objects: list[Any] = []  # the LightningCLI object, if it could be built
 
     def build() -> str:
         printed = StringIO()
         with restored_arguments(), redirect_stderr(printed):
             try:
-                built.append(training(["fit", *arguments], run_now=False))
+                objects.append(training(["fit", *arguments], run_now=False))
             except (ValueError, OSError) as error:
                 raise ValueError(of_error(error, sys.argv[1:])) from error
             except SystemExit:  # the parser has printed a message
                 raise ValueError(printed.getvalue().rpartition("error: ")[2].strip()) from None
-        model = built[0].model
+        model = objects[0].model
         rewards = ", ".join(term.name for term in model.rewards)
         return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"
 
     @functools.cache
     def settings() -> dict[str, Any]:
-        with _needed_by_others():
-            return read_settings(arguments)
+        try:
+            with redirect_stderr(StringIO()):
+                return read_settings(arguments)
+        except (ValueError, OSError, SystemExit):
+            raise NotChecked("not checked, because the settings could not be read") from None
 
-    @functools.cache
-    def parts() -> Parts:
-        with _needed_by_others():
-            return Parts(settings())
-
-    def length() -> str:
-        return _length(settings(), built[0].model.settings.objective if built else parts().objective)
-
-    def data() -> str:
-        return _data(built[0].datamodule) if built else _data_alone(parts())
-
-    def rewards() -> str:
-        if built:
-            return _scored(built[0].model.rewards, built[0].datamodule.some_train_prompts())
-        return _scored(parts().rewards, parts().prompts)
+    def built() -> Any:
+        if not objects:
+            raise NotChecked("not checked, because the configuration could not be built")
+        return objects[0]
 
     def start() -> str:
-        if not built:
-            raise NotChecked("not checked, because the configuration could not be built")
-        return _start_engine(arguments)
+        return built() and _start_engine(arguments)
 
     checks = [
         ("configuration", build),
-        ("length of the run", length),
-        ("data and template", data),
-        ("rewards", rewards),
+        ("length of the run", lambda: _length(settings(), built().model.settings.objective)),
+        ("data and template", lambda: _data(built().datamodule)),
+        ("rewards", lambda: _scored(built().model.rewards, built().datamodule.some_train_prompts())),
         ("memory of the run", lambda: _memory(settings())),
         ("disk of the run", lambda: _disk(settings())),
         ("folder of the run", lambda: _folder(settings())),
     ]
     return [*checks, ("start of the engine", start)] if warm else checks
-
-
-@contextmanager
-def _needed_by_others() -> Iterator[None]:
-    try:
-        with redirect_stderr(StringIO()):
-            yield
-    except (ValueError, OSError, SystemExit):
-        raise NotChecked("not checked, because the settings could not be read") from None
 
 
 def _length(config: dict[str, Any], objective: Objective) -> str:
@@ -148,16 +128,6 @@ def _data(datamodule: Any) -> str:
     return f"longest of {len(prompts)} prompts {longest} tokens; the first ends with ...{first[-60:]}"
 
 
-def _data_alone(parts: Parts) -> str:
-    num, batch_size = len(parts.problems), parts.config["data"]["batch_size"]
-    if num < batch_size:
-        raise ValueError(f"only {num} training problems for data.batch_size {batch_size}; lower it, or give more rows")
-    return (
-        f"{num} training problems, {parts.num_validation} for validation; their prompts need the base's tokenizer and "
-        "are not checked"
-    )
-
-
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
     """Score completions that hold only the known answer, and ones without any, and say whether rewards tell them
     apart."""
@@ -180,13 +150,16 @@ def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str
     return f"{text}: {means[1]}"
 
 
-def _memory(config: dict[str, Any]) -> str:
-    model = config["model"]
+def _shape(model: dict[str, Any]) -> ModelShape:
     try:
-        shape = shape_of(model)
+        return shape_of(model)
     except ValueError:  # the first check has said why the base cannot be read
         raise NotChecked("not checked, because the base's dimensions are not known") from None
-    run = planned_run(config)
+
+
+def _memory(config: dict[str, Any]) -> str:
+    model = config["model"]
+    shape, run = _shape(model), planned_run(config)
     if not torch.cuda.is_available():
         size, free = shape.base_bytes, psutil.virtual_memory().available
         if 2 * size > free:
@@ -205,14 +178,7 @@ def _disk(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
     folder = Path(config["run_dir"]).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
-    try:
-        shape = shape_of(model)
-    except ValueError:  # the first check has said why the base cannot be read
-        if free < LOGS:
-            raise ValueError(
-                f"{in_bytes(free)} are free for {folder}; logs take about {in_bytes(LOGS)}, and checkpoints more"
-            ) from None
-        return f"{in_bytes(free)} free for {config['run_dir']}; what checkpoints take depends on the base"
+    shape = _shape(model)
     values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
     adapters = 2 if model["lora"].get("start") else 1  # checkpoints also hold the adapter that the run started from
     needed = CHECKPOINTS * values * (4 * adapters + run.state_bytes)

@@ -110,35 +110,22 @@ def test_checks_that_could_not_be_made_are_not_counted_as_failures(tmp_path, cap
     assert said.endswith("1 of the checks above failed; fix it before training\n")
 
 
-def test_without_the_base_data_rewards_disk_and_folder_are_checked(bases, tmp_path, capsys):
-    gone = ("--model.base", "models/gone")
+def test_without_the_base_the_folder_of_the_run_is_checked_and_the_rest_left_out(bases, tmp_path, capsys):
+    (tmp_path / "a_file").touch()
+    gone = ("--model.base", "models/gone", "--run_dir", str(tmp_path / "a_file" / "run"))
     status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS, *gone)
     assert status == 1
     assert said["configuration"].startswith("[no]")
     assert "models/gone" in said["configuration"]
-    marks = {name: line[:4] for name, line in said.items()}
-    checked = ("length of the run", "data and template", "rewards", "disk of the run", "folder of the run")
-    assert [marks[name] for name in checked] == ["[ok]"] * 5, said
     assert "dimensions are not known" in said["memory of the run"]
-    assert "prompts need the base's tokenizer and are not checked" in said["data and template"]
-    assert "number 1.00; of ones without any: number 0.00" in said["rewards"]
-    _, said = diagnosed(
-        bases["nvfp4"],
-        tmp_path,
-        capsys,
-        {"data": {"batch_size": 4000}, "model": {"mini_batches": 3}},
-        *("--model.base", "models/Qwen2.5-0.5B-Instruct"),
-    )
-    assert "4000; lower it" in said["data and template"]
-    assert "(8) is no multiple of model.updates_per_rollout (1) x model.mini_batches (3)" in said["length of the run"]
-    assert re.search("base of [12][.0-9]* GB", said["memory of the run"]), "known by its name"
-    (tmp_path / "a_file").touch()
-    unusable = (*gone, "--run_dir", str(tmp_path / "a_file" / "run"))
-    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"source": WORDS}, **NUMBERS}, *unusable)
     assert "a_file, which is no folder; choose another" in said["folder of the run"]
-    assert "can read none of the first" in said["rewards"]
-    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"data": {"batch": 4}}, *gone)
-    assert said["rewards"].startswith("[--]"), "a key that does not exist"
+    assert [name for name, line in said.items() if line.startswith("[--]")] == [
+        "length of the run",
+        "data and template",
+        "rewards",
+        "memory of the run",
+        "disk of the run",
+    ]
 
 
 def test_a_reward_that_cannot_tell_answers_apart_is_said_to_have_no_signal(bases, tmp_path, capsys):
