@@ -87,7 +87,7 @@ def improve(
     live = batch.rows[with_gradient]
     with watch.phase("wait"):
         terms = batch_terms(batch, objective)
-    state: dict[str, Tensor | float | None] = {"policy/held_back_share": terms.held_back_share}
+    state: dict[str, float] = {}
     next_coefficient = settings.entropy_coefficient
     if (control := objective.entropy_control) is not None and terms.mean_entropy is not None:
         bonus = control.in_force(next_coefficient, terms.mean_entropy)
@@ -115,7 +115,7 @@ def improve(
     )
     state["train/micro_batch_tokens"] = float(batch.budget.tokens)
     metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch)
-    metrics |= {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
+    metrics |= {name: torch.as_tensor(value) for name, value in state.items()}
     return UpdateReport(
         metrics, batch.old, batch.entropy, batch.experience, with_gradient, batch.budget.tokens, next_coefficient
     )
@@ -177,7 +177,6 @@ def _gradient(
             mask=mask,
             kept=part.read(terms.kept),
             counted=part.read(terms.counted),
-            penalized=None if terms.penalized is None else part.read(terms.penalized),
             divisor=terms.divisors[mini_batch],
             policy_divisor=terms.policy_divisors[mini_batch],
         )

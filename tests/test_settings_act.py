@@ -24,7 +24,6 @@ from qerl_pl.common.checks import EARLY, LARGEST, is_due, require_finite
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective
-from qerl_pl.objective.entropy_control import CovarianceControl
 from qerl_pl.objective.objective import completed
 from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.guard import RewardError
@@ -149,9 +148,6 @@ def test_every_setting_of_a_class_that_yaml_can_name_is_read_somewhere():
         ({"correction": "none", "correction_high": 3.0}, "correction_high"),
         ({"correction": "none", "correction_level": "sequence"}, "correction_level"),
         ({"ratio_against": "sampler", "correction_high": 3.0}, "correction_high"),
-        ({"covariance": CovarianceControl(kind="clip", coefficient=2.0)}, "covariance.coefficient"),
-        ({"covariance": CovarianceControl(kind="kl", low=0.5)}, "covariance.low"),
-        ({"covariance": CovarianceControl(kind="kl", high=9.0)}, "covariance.high"),
     ],
 )
 def test_a_setting_of_the_objective_without_effect_is_refused(settings, name):

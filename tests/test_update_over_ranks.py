@@ -16,7 +16,7 @@ from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import batch_std, group_advantages
 from qerl_pl.objective.correction import Rejection
-from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
+from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import Aggregation, clipped_policy_loss, count_divisor, row_weights
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -32,8 +32,6 @@ OBJECTIVES = {
     "grpo with KL and entropy": Objective(aggregation="sequence", kl_coefficient=0.1, entropy_coefficient=0.01),
     "top entropy, corrected": Objective(top_entropy_share=0.6, correction="truncate", aggregation="constant"),
     "entropy controlled": Objective(entropy_control=EntropyControl(target=9.0)),
-    "clip-cov": Objective(covariance=CovarianceControl("clip", share=0.3, low=0.0)),
-    "kl-cov": Objective(covariance=CovarianceControl("kl", share=0.3)),
     "masked, out of the divisor": Objective(
         correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence", 0.001, 1000.0)
     ),
@@ -149,8 +147,6 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
     assert [case for case, norm in moved.items() if norm < 1e-6] == [
         "dapo, silence, 1",
         "top entropy, corrected, silence, 1",
-        "clip-cov, silence, 1",
-        "kl-cov, silence, 1",
         "masked, out of the divisor, silence, 1",
     ]
 

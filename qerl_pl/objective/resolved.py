@@ -12,9 +12,8 @@ from torch import Tensor
 from qerl_pl.common.checks import require_finite, require_no_nan
 from qerl_pl.objective.advantages import AdvantageFunction, Baseline
 from qerl_pl.objective.correction import Correction, Level, Mode, Rejection, importance_weights
-from qerl_pl.objective.entropy_control import CovarianceControl, EntropyControl
+from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import (
-    MAX_LOG_RATIO,
     Aggregation,
     KLKind,
     PolicyLoss,
@@ -57,8 +56,6 @@ class LossInputs(NamedTuple):
     """[B, S] fp32, constant importance weights; None: 1."""
     ref_logprobs: Tensor | None = None
     """[B, S] fp32 nats under the reference; needed by a KL term in the loss."""
-    penalized: Tensor | None = None
-    """[B, S] bool, tokens with a KL penalty to the old policy (KL-Cov); None: none."""
     teacher_logprobs: Tensor | None = None
     """[B, S] fp32 nats under the teacher; needed by a teacher's term."""
     teacher_divergence: Tensor | None = None
@@ -89,7 +86,6 @@ class ResolvedObjective:
     kl_in: Literal["loss", "reward"]
     entropy_coefficient: float
     entropy_control: EntropyControl | None
-    covariance: CovarianceControl | None
     top_entropy_share: float
     teacher: TeacherTerm | None
 
@@ -174,11 +170,6 @@ class ResolvedObjective:
                 },
             ),
         ]
-        if self.covariance is not None:
-            other = ("coefficient",) if self.covariance.kind == "clip" else ("low", "high")
-            usual = CovarianceControl(self.covariance.kind)
-            values = {f"covariance.{name}": (getattr(self.covariance, name), getattr(usual, name)) for name in other}
-            without.append((True, f"covariance.kind is {self.covariance.kind!r}", values))
         for is_so, why, settings in without:
             for name, (value, default) in settings.items() if is_so else ():
                 if value != default:
@@ -206,7 +197,7 @@ class ResolvedObjective:
     def needs_first_pass(self) -> bool:
         """Whether the loss needs log-probabilities or entropies of the whole batch before the first backward pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
-        follows_entropy = self.entropy_control is not None or self.covariance is not None
+        follows_entropy = self.entropy_control is not None
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or follows_entropy
 
     @property
@@ -214,8 +205,7 @@ class ResolvedObjective:
         """Whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss or from a
         teacher."""
         bonus = self.entropy_coefficient != 0 or self.entropy_control is not None or self.teacher is not None
-        penalty = self.covariance is not None and self.covariance.kind == "kl"
-        return bonus or penalty or (self.kl_coefficient > 0 and self.kl_in == "loss")
+        return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
     def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
         """Compute the importance weights for log(trainer / sampler), [B, S] nats, at the tokens of a mask."""
@@ -252,13 +242,6 @@ class ResolvedObjective:
             if self.kl_in == "loss":
                 drift = drift_weights(logprobs, old_logprobs, inputs.mask, importance)
                 total = total + self.kl_coefficient * weighted_sum(kl * drift, inputs.mask, weights)
-        if inputs.penalized is not None and self.covariance is not None:
-            penalized = inputs.penalized
-            change = torch.where(penalized, logprobs, 0.0) - torch.where(penalized, old_logprobs, 0.0)
-            change = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            distance = torch.expm1(change) - change  # KL(old || new) at the old policy's tokens
-            distance = distance if importance is None else distance * importance
-            total = total + self.covariance.coefficient * weighted_sum(distance, penalized, policy_weights)
         if self.teacher is not None:
             total = total + self.teacher.coefficient * weighted_sum(self._to_teacher(inputs), inputs.mask, weights)
         if self.entropy_coefficient:

@@ -286,11 +286,6 @@ def check_run_length(
             "optimizer step takes equally many prompts"
         )
     ratio_is_1 = steps == 1 and objective.ratio_against == "trainer"
-    if ratio_is_1 and objective.covariance is not None and objective.covariance.kind == "kl":
-        raise ValueError(
-            "model.objective.covariance.kind is 'kl' and a rollout has one optimizer step, in which the penalty is 0; "
-            "expected kind: clip, or more model.updates_per_rollout or model.mini_batches"
-        )
     if ratio_is_1:
         resolved = objective.resolve()
         usual = Objective(preset=objective.preset, surrogate=objective.surrogate).resolve()

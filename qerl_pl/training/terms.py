@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common import ranks
-from qerl_pl.common.seeding import derive_seed
 from qerl_pl.objective import ResolvedObjective
-from qerl_pl.objective.entropy_control import CovarianceControl, largest_threshold, token_covariance
 from qerl_pl.objective.losses import count_divisor, entropy_threshold
 from qerl_pl.training.passes import Batch
 
@@ -25,8 +23,7 @@ class BatchTerms:
         experience.sampled   P P P x x x x x x   what the policy sampled
         experience.mask      P P P x x x x x x   all of it, or nothing in a row that is left out of the loss
         counted              P P P x x . x x x   part of mask: without tokens of importance 0, if the divisor is "kept"
-        kept                 P P P . x x . x .   part of mask: high entropy, not held back by Clip-Cov
-        penalized            P P P . . . x . .   part of mask: KL-Cov
+        kept                 P P P . x x . x .   part of mask: high entropy
 
     The policy loss is the sum over ``kept``, averaged over ``counted``; KL and entropy terms are means over ``mask``.
     """
@@ -41,10 +38,6 @@ class BatchTerms:
     """[M] divisor of the KL and entropy terms of each mini-batch, averaged over the ranks."""
     policy_divisors: Tensor
     """[M] divisor of the policy loss of each mini-batch, averaged over the ranks."""
-    penalized: Tensor | None
-    """[B, S] bool, True for tokens with a penalty on the KL to the policy before the update; None without KL-Cov."""
-    held_back_share: Tensor | None
-    """[] share of the tokens of all ranks that covariance control (Clip-Cov, KL-Cov) restrains; None without it."""
     mean_entropy: float | None
     """Mean entropy of the tokens in the loss, in nats, over all ranks; None if the objective does not depend on it or
     the loss has no token."""
@@ -58,13 +51,6 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
     if objective.top_entropy_share < 1:
         threshold = entropy_threshold(ranks.gather(batch.entropy[kept]), objective.top_entropy_share)
         kept = kept & (batch.entropy >= threshold)
-    penalized = held_back_share = None
-    if objective.covariance is not None:
-        held, held_back_share = held_back(batch, objective.covariance)
-        if objective.covariance.kind == "kl":
-            penalized = held
-        else:
-            kept = kept & ~held
     if objective.correction_divisor == "kept":
         log_ratio = batch.old - experience.sampler_logprobs
         counted = counted & (objective.importance(log_ratio, counted).weights > 0)
@@ -82,39 +68,7 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
         entropies = batch.entropy[experience.mask].double()
         total, count = ranks.mean(torch.stack([entropies.sum(), entropies.new_tensor(len(entropies))])).tolist()
         mean_entropy = total / count if count else None  # a batch without tokens says nothing of the entropy
-    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, penalized, held_back_share, mean_entropy)
-
-
-def held_back(batch: Batch, control: CovarianceControl) -> tuple[Tensor, Tensor]:
-    """Choose the tokens that covariance control restrains, [B, S] bool; also returns their share [] of the tokens of
-    all ranks. Every rank must call this."""
-    mask, advantages = batch.experience.mask, batch.experience.advantages
-    logprobs = batch.old[mask].double()
-    per_token = advantages.unsqueeze(1).expand_as(mask)[mask].double()
-    sums = ranks.mean(torch.stack([logprobs.sum(), per_token.sum(), mask.sum().double()]))
-    mean_logprob, mean_advantage = sums[:2] / sums[2].clamp(min=torch.finfo(sums.dtype).tiny)
-    values = token_covariance(batch.old, advantages, mean_logprob=mean_logprob, mean_advantage=mean_advantage)
-    num_tokens = len(ranks.gather(logprobs))
-    candidates, order = mask, values
-    if control.kind == "clip":
-        candidates, order = mask & (values > control.low) & (values < control.high), _draws(batch)
-    held = candidates & (order >= largest_threshold(ranks.gather(order[candidates]), control.share, num_tokens))
-    counts = ranks.mean(torch.stack([held.sum(), mask.sum()]).double())
-    return held, counts[0] / counts[1].clamp(min=torch.finfo(counts.dtype).tiny)  # a mean may be less than a token
-
-
-def _draws(batch: Batch) -> Tensor:
-    """Draw a number in [0, 1) for each sampled token, [B, S] fp64, that depends only on the seed and the token's
-    position in the global batch."""
-    sampled, group_size = batch.experience.sampled, batch.settings.group_size
-    draws = torch.zeros(sampled.shape, dtype=torch.float64)
-    for row, tokens in enumerate(sampled.cpu()):
-        group = (row // group_size) * ranks.num_ranks() + ranks.rank()
-        generator = torch.Generator().manual_seed(
-            derive_seed(batch.settings.seed, "covariance", group * group_size + row % group_size)
-        )
-        draws[row, tokens] = torch.rand(int(tokens.sum()), generator=generator, dtype=torch.float64)
-    return draws.to(sampled.device)
+    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, mean_entropy)
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.correction import Rejection
-from qerl_pl.objective.entropy_control import CovarianceControl
 from qerl_pl.objective.teacher import TeacherTerm
 from qerl_pl.policy.policy import Policy, TeacherStates
 from qerl_pl.policy.teacher import Teacher
@@ -30,7 +29,6 @@ OBJECTIVES = {
     "masked and rejected": Objective(
         correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence")
     ),
-    "kl-cov": Objective(covariance=CovarianceControl("kl", share=0.2)),
     "kl in the reward": Objective(kl_in="reward", kl_coefficient=0.1),
     "teacher, sampled tokens": Objective(preset="grpo", teacher=TeacherTerm(coefficient=0.5)),
     "teacher, forward": Objective(preset="dapo", teacher=TeacherTerm(divergence="forward")),
