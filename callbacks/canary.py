@@ -168,14 +168,9 @@ class SyncCanary(Callback):
     ) -> tuple[dict[str, Gap], float | None]:
         """Run the checks that are due; returns the differences by check, and the strength of the probe adapter.
 
-        Args:
-            pl_module: module whose engine is checked.
-            noise: noise that the engine's norms should have.
-            rows: prompts, or prompts with completions, as tokens: the text that is scored.
-            due: what is compared.
-            seed: seed of the probe adapter and of rounding errors.
-            strength: strength of the probe adapter; 0: there is none; None: it is found now, if samples are due.
-            among_ranks: whether every rank is here, so that all can use the same strength.
+        ``noise`` is what the engine's norms should have, and ``rows`` are tokens of prompts or of prompts with
+        completions, from which the scored text is taken. A ``strength`` of 0 means that there is none; None finds it
+        now, if samples are due, on all ranks together where they are all here (``among_ranks``).
         """
         loop, policy = pl_module.loop, pl_module.policy
         held = loop.engine.fingerprint()
@@ -250,12 +245,8 @@ def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> tor
 
 
 def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *, before: Mapping[str, int]) -> str:
-    """Describe how an engine's checksums differ from those of the policy with this noise.
-
-    Args:
-        held: checksums from the engine's ``fingerprint``, by name of the tensor.
-        before: the same at the last check that passed; empty if none has.
-    """
+    """Describe how checksums ``held`` by an engine differ from those of the policy with this noise; ``before`` are
+    those of the last check that passed, empty if none has."""
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
     matrices = [name for name in wrong if ".lora_" in name]

@@ -67,14 +67,9 @@ class EvaluationReport(Callback):
 
 
 def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) -> dict[str, Any]:
-    """Compute the values of an evaluation's table.
-
-    Args:
-        rows: records of P problems with n completions each, ordered by problem.
-        n: completions per problem.
-        name: the reward that says whether a completion is right (1) or wrong.
-        level: coverage of the intervals.
-    """
+    """Compute the values of an evaluation's table from the records of P problems with n completions each, ordered by
+    problem; the reward ``name`` says whether a completion is right (1), and ``level`` is the coverage of the
+    intervals."""
     if not rows or len(rows) % n:
         raise ValueError(f"{len(rows)} records are no whole number of problems with {n} completions each")
     right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]

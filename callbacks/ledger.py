@@ -109,14 +109,8 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose evenly spread rows, as many as the limits allow that all ranks share, at least one; returns the indices.
-
-    Args:
-        lengths: [B] tokens of each row of this rank.
-        num_rows: limit on the rows of all ranks together.
-        max_tokens: limit on the tokens of all ranks together.
-        num_ranks: number of ranks.
-    """
+    """Choose evenly spread rows, as many as the limits on rows and tokens of all ranks together allow, at least one;
+    returns the indices. ``lengths`` [B] are the tokens of each row of this rank."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
     return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])
@@ -124,14 +118,8 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 
 @torch.no_grad()
 def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
-    """Compute the log-probabilities of the sampled tokens at temperature 1, [B, S] fp32 nats, 0 at other tokens.
-
-    Args:
-        policy: the trainer's policy, which stays in training or evaluation mode.
-        tokens: [B, S] int64, right-padded.
-        sampled: [B, S] bool, never True in column 0.
-        micro_batch_tokens: most tokens in one forward pass.
-    """
+    """Compute the log-probabilities of sampled tokens at temperature 1, [B, S] fp32 nats, 0 at other tokens, of
+    right-padded tokens [B, S]; ``sampled`` [B, S] bool is never True in column 0."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
     with preserved_rng():  # dropout, if there is any, draws random numbers
@@ -142,16 +130,8 @@ def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_b
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Compute an engine's log-probabilities at temperature 1 with the adapter and noise that are loaded.
-
-    Args:
-        engine: rollout engine.
-        tokens: [B, S] int64, right-padded.
-        lengths: [B] int64, tokens of each row that are not padding.
-
-    Returns:
-        [B, S] fp32 nats; 0 at each row's first token and in padding.
-    """
+    """Compute an engine's log-probabilities at temperature 1 with the adapter and noise that are loaded, [B, S] fp32
+    nats, 0 at first tokens and in padding, of right-padded tokens [B, S] with ``lengths`` [B]."""
     logprobs = torch.zeros(tokens.shape)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):

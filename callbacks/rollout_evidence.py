@@ -48,13 +48,8 @@ ADVICE = (
 
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
-    """Compute the gaps of ``KINDS`` over the tokens of all ranks. Every rank must call this.
-
-    Args:
-        trainer: [N] fp64 log-probabilities in nats of this rank's tokens.
-        other: [N] fp64, those of another implementation.
-        rows: [N] int64, the number of each token's row.
-    """
+    """Compute the gaps of ``KINDS`` over the tokens of all ranks, from log-probabilities [N] fp64 in nats of this
+    rank's tokens, those of another implementation, and the number of each token's row. Every rank must call this."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())

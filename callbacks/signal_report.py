@@ -43,15 +43,9 @@ class Scores:
 
 
 def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
-    """Return a sentence on the groups that had a signal: a row in the loss whose advantage is not 0.
-
-    Args:
-        with_signal: groups that had a signal.
-        groups: all groups.
-        rows: completions of all groups.
-        unscored: completions that a reward with a weight could not score.
-        cut_off: scored completions that were left out of the loss because they were cut off at max_tokens.
-    """
+    """Return a sentence on the groups that had a signal. Of the ``rows`` completions of all groups, ``unscored`` could
+    not be scored by a reward with a weight, and ``cut_off`` others were left out of the loss because they ended at
+    max_tokens."""
     if with_signal:
         return f"signal: {with_signal} of {groups} groups had one: their completions earned different rewards"
     left_out = [f"{unscored} could not be scored"] if unscored else []

@@ -26,10 +26,8 @@ def big_math(
     Args:
         levels: subset of the hub data set; not used for a file.
         path: data set with the columns prompt, solution and, for solve_rate, llama8b_solve_rate.
-        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B solved the problem (column
-            llama8b_solve_rate), because problems that are always or never solved teach nothing.
-        validation_share: share that is held out, chosen by a hash of the question.
-        bad_rows: what happens to a row that cannot be used.
+        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B solved the problem, because problems
+            that are always or never solved teach nothing.
     """
     return Table(
         path,
@@ -53,8 +51,6 @@ def dapo_math(
     Args:
         language: subset of the hub data set; not used for a file.
         path: data set with the columns prompt (only the question) and solution (only the answer).
-        validation_share: share that is held out, chosen by a hash of the question.
-        bad_rows: what happens to a row that cannot be used.
     """
     return Table(
         path,
@@ -69,13 +65,7 @@ def dapo_math(
 def miromind(
     path: str = "miromind-ai/MiroMind-M1-RL-62K", validation_share: float = 0.01, bad_rows: OnBadRows = "refuse"
 ) -> Table:
-    """Create MiroMind-M1-RL-62K (arXiv 2507.14683).
-
-    Args:
-        path: data set with the columns problem and clean_answer.
-        validation_share: share that is held out, chosen by a hash of the question.
-        bad_rows: what happens to a row that cannot be used.
-    """
+    """Create MiroMind-M1-RL-62K (arXiv 2507.14683); ``path`` has the columns problem and clean_answer."""
     return Table(path, validation_share=validation_share, question="problem", answer="clean_answer", bad_rows=bad_rows)
 
 
@@ -91,7 +81,6 @@ def math(
         levels: difficulties of the training problems, 1 to 5; None takes all.
         train_path: data set with the columns problem, level ("Level 5") and solution.
         validation_path: the same for the test split, of which all levels are used.
-        bad_rows: what happens to a row that cannot be used.
     """
     only: dict[str, list[Value]] | None = None if levels is None else {"level": [f"Level {level}" for level in levels]}
     return Table(

@@ -65,13 +65,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """The damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was damaged."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint, which may be modified as soon as this method returns.
+        """Write a checkpoint, which may be modified as soon as this method returns; OSError if it, or the one before it
+        in the background, cannot be written.
 
         With ``{"background_bytes": n}`` as ``storage_options``, a checkpoint whose tensors take at least n bytes is
         written in the background; ``wait`` waits for it.
-
-        Raises:
-            OSError: the disk is full or not writable, or the last write in the background failed.
         """
         self.wait()
         background_bytes = (storage_options or {}).get("background_bytes")
@@ -213,12 +211,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
-    """Load tensors and objects of Python's built-in types from a checkpoint file after checking its checksum.
-
-    Raises:
-        Damaged: the checksum does not match, or the content is not a dict.
-        FileNotFoundError, PermissionError: the file does not exist, or may not be read.
-    """
+    """Load tensors and objects of Python's built-in types from a checkpoint file; ``Damaged`` if its checksum does not
+    match, or it holds no dict."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - TRAILER
         file.seek(max(size, 0))

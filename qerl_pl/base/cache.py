@@ -26,14 +26,12 @@ def cache_root() -> Path:
 
 
 def made_once(source: Path, label: str, settings: Mapping[str, object], make: Callable[[Path], object]) -> Path:
-    """Return the folder in the cache that holds a base's copy made by ``make`` with the given settings; make the copy
-    if it does not exist. If several processes ask for the same folder, one makes it and the others wait.
+    """Return the folder in the cache that holds a copy of a base, made by ``make`` if it does not exist. If several
+    processes ask for the same folder, one makes it and the others wait.
 
-    Args:
-        source: folder of the base, or its GGUF file. The result is looked up by what this contains and not by its path.
-        label: first part of the folder's name.
-        settings: everything else that the derived folder depends on, in JSON's types.
-        make: makes the derived folder at a given path, where it must appear only when it is complete.
+    The folder's name begins with ``label``. The copy is looked up by what the source (a folder or a GGUF file)
+    contains, and by all settings that it depends on, in JSON's types. ``make`` gets a path at which the copy must
+    appear only when it is complete.
     """
     if source.is_file():
         content = [stored_digests(source.parent, [source])[source.name]]

@@ -17,15 +17,11 @@ BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 
 
 def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool = True) -> str:
-    """Return the folder of the checkpoint that a run uses: the given base, or its existing copy in a 4-bit format.
+    """Return the folder of the checkpoint that a run uses: that of the base, its existing copy in a 4-bit format
+    (``BASE-nvfp4`` next to ``BASE``), or, of a GGUF file, the dequantised one in the cache.
 
-    Args:
-        base: folder of a checkpoint, or a GGUF file, which is dequantised into the cache; ``~`` is the home folder.
-        base_format: format of the copy, e.g. nvfp4 for the folder ``BASE-nvfp4`` next to ``BASE``; None: the base.
-        must_exist: raise ValueError if the folder of the copy does not exist.
-
-    Raises:
-        ValueError: the base is a GGUF file that cannot be used, or is or holds something else than files.
+    ValueError: the GGUF file cannot be used, the base holds something else than files, or the copy ``must_exist`` and
+    does not.
     """
     if base:
         base = os.path.expanduser(base)

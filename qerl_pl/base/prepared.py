@@ -28,15 +28,9 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     """Return the checkpoint folder that a run loads; download, quantise or convert the base if necessary, and log which
     of its features were removed or converted.
 
-    Args:
-        base: folder of a checkpoint, a GGUF file, or a model's name on the hub.
-        base_format: use an existing copy of the base in this format, see ``base_folder``.
-        quantization: settings for quantising a 16-bit base; a base that is already in the wanted format is not changed.
-
-    Returns:
-        The base's folder, or a folder of the cache with one of: the quantised base; the text model of a checkpoint with
-        a vision part; the W4A16 copy of a published NVFP4 checkpoint that also quantises activations, the KV cache or
-        some linears (to FP8).
+    The result is the base's folder, its existing copy in ``base_format``, or a folder of the cache with one of: the
+    quantised base; the text model of a checkpoint with a vision part; the W4A16 copy of a published NVFP4 checkpoint
+    that also quantises activations, the KV cache or some linears (to FP8).
     """
     base = os.path.expanduser(base)
     name = base.rstrip("/").rpartition("/")[2].removesuffix(".gguf")

@@ -57,13 +57,9 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
 
 
 def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
-    """Return the callbacks of a configuration (the value of trainer.callbacks, parsed). Of a class of the package
-    ``callbacks`` that is given again, the later settings count, as with every other setting.
-
-    Raises:
-        ValueError: a callback is one of those that every run has anyway (``always``, class paths), or is one of
-            Lightning's that trains in a way of its own.
-    """
+    """Return the callbacks of a parsed trainer.callbacks. Of a class of the package ``callbacks`` that is given again,
+    the later settings count. ValueError: a callback is part of every run (``always``, class paths), or one of
+    Lightning's that trains in a way of its own."""
     usable: dict[object, Namespace] = {}
     for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
         path = str(callback.class_path)
@@ -82,15 +78,12 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 
 
 def check_class_paths(value: Any, place: str = "") -> None:
-    """Refuse a class path that would call something other than a class or a function that says what it makes.
+    """Refuse a class path, anywhere in a parsed configuration, that would call something other than a class or a
+    function that says what it makes; ``place`` is the dotted name of the part, for the error.
 
     Where the type of a setting is any callable, as for rewards, jsonargparse calls what the path names before it looks
     at the result, so this function looks first: a class needs a ``__call__`` with a reward's parameters, and a function
     the return annotation of such a class or ``Callable``.
-
-    Args:
-        value: parsed configuration, or a part of it.
-        place: dotted name of the part, for the error.
     """
     if isinstance(value, Namespace | Mapping):
         inside = vars(value) if isinstance(value, Namespace) else value

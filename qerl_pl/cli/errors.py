@@ -60,13 +60,9 @@ UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedRewa
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    """Shorten an error of the command line's parser; of one of an unknown kind, the first five lines are returned.
-
-    Args:
-        message: error message of jsonargparse.
-        keys: dotted paths of all settings, for suggestions.
-        arguments: the command line; its YAML files are searched for the line with the error.
-    """
+    """Shorten an error of jsonargparse; of one of an unknown kind, the first five lines are returned. ``keys`` are the
+    dotted paths of all settings, for suggestions; the YAML files of the command line are searched for the line with the
+    error."""
     message = LINK.sub("", message)
     if unknown := re.search(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)", message):
         return _unknown_key(unknown[1].rstrip("+"), list(keys), arguments)

@@ -38,11 +38,7 @@ class Parser(LightningArgumentParser):
         return super().format_help(*args, **named)
 
     def dump(self, namespace: Namespace, *args: Any, **named: Any) -> str:
-        """Dump a configuration as jsonargparse does, after replacing nulls in the objective by the preset's values.
-
-        Raises:
-            ValueError: a setting of the objective contradicts its preset.
-        """
+        """Dump a configuration as jsonargparse does, after replacing nulls in the objective by the preset's values."""
         namespace = namespace.clone()
         for key in [key for key, value in namespace.items(branches=True) if isinstance(value, Namespace)]:
             if key.endswith("model.objective"):
@@ -50,11 +46,8 @@ class Parser(LightningArgumentParser):
         return super().dump(namespace, *args, **named)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program with a short error, in place of jsonargparse's, which begins with a hundred lines of usage.
-
-        Raises:
-            SystemExit: with status 2.
-        """
+        """End the program with a short error, in place of jsonargparse's, which begins with a hundred lines of
+        usage."""
         if not self.exit_on_error:
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self

@@ -26,11 +26,7 @@ KINDS_OF_KEYS = ("str", "int", "merge")
 
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
-    """Replace names of shipped configurations after ``-c`` by the paths of their files.
-
-    Raises:
-        ValueError: see ``config_path``.
-    """
+    """Replace names of shipped configurations after ``-c`` by the paths of their files."""
     replaced = list(arguments)
     for index, argument in enumerate(replaced):
         option, equals, name = argument.partition("=")
@@ -54,13 +50,11 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def config_path(name: str) -> Path:
-    """Return the path of a configuration, which is given as a file or as the name of a shipped configuration.
+    """Return the path of a configuration, given as a file or as the name of a shipped one; ValueError lists the known
+    names.
 
     A name may contain its folder, as in ``eval/gsm8k``. A name without a folder prefers every other folder to eval/, so
     ``gsm8k`` means ``tasks/gsm8k``.
-
-    Raises:
-        ValueError: there is neither a file nor a configuration of that name; the message lists the known names.
     """
     if Path(name).is_file():
         return Path(name)
@@ -88,11 +82,7 @@ def plain_settings(section: str) -> dict[str, Any]:
 
 
 def check_yaml_files(arguments: Sequence[str]) -> None:
-    """Check each configuration file that a command line names; a missing file is reported by the argument parser.
-
-    Raises:
-        ValueError: see ``check_yaml``.
-    """
+    """Check each configuration file that a command line names; a missing file is reported by the argument parser."""
     for path in config_files(arguments):
         if path.is_file():
             check_yaml(path)
@@ -108,11 +98,7 @@ def fault_in_files(arguments: Sequence[str]) -> str | None:
 
 
 def check_yaml(path: Path) -> None:
-    """Refuse unknown top-level keys and empty sections, and what ``mapping_in`` refuses.
-
-    Raises:
-        ValueError: with the file and the line.
-    """
+    """Refuse unknown top-level keys and empty sections, and what ``mapping_in`` refuses, with the file and the line."""
     if path.suffix in DATA:
         raise ValueError(
             f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "
@@ -131,12 +117,9 @@ def check_yaml(path: Path) -> None:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file as nodes, and refuse duplicate keys (YAML takes the last), cyclic aliases, and aliases of
-    aliases that stand for more than ``MOST_VALUES`` values. ``expected`` says in messages what the file should hold.
-
-    Raises:
-        ValueError: with the file and the line.
-    """
+    """Read a YAML file as nodes. ValueError names file and line of duplicate keys (YAML takes the last), cyclic
+    aliases, and aliases of aliases that stand for more than ``MOST_VALUES`` values; ``expected`` says what the file
+    should hold."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)

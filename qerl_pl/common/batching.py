@@ -7,17 +7,11 @@ from torch import Tensor
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Divide rows of [B] lengths into micro-batches of at most ``max_tokens`` tokens; padding does not count, because
-    rows are computed without it.
+    """Divide rows of [B] lengths into micro-batches of at most ``max_tokens`` tokens, padding not counted; returns row
+    indices, int64, of each, that with the most tokens first. ValueError if a single row is longer.
 
     The algorithm is first-fit decreasing, which gives at most about 11/9 of the smallest possible number of
     micro-batches. Rows of equal length keep their order, so the result depends only on the lengths.
-
-    Returns:
-        Row indices of each micro-batch, int64; every row occurs once. The micro-batch with the most tokens comes first.
-
-    Raises:
-        ValueError: a single row is longer than ``max_tokens``.
     """
     if len(lengths) and int(lengths.max()) > max_tokens:
         raise ValueError(

@@ -28,15 +28,8 @@ def is_due(index: int, every: int) -> bool:
 
 
 def require_finite(section: str, **settings: float | None) -> None:
-    """Refuse nan, which a comparison with a limit may accept, and infinity; None is accepted.
-
-    Args:
-        section: section of the YAML file, e.g. "model.objective".
-        settings: values by name.
-
-    Raises:
-        ValueError: a value is nan, or infinite as a 32-bit float.
-    """
+    """Refuse nan, which a comparison with a limit may accept, and what is infinite as a 32-bit float, with the section
+    of the YAML file in the message; None is accepted."""
     for name, value in settings.items():
         if value is not None and not abs(value) <= LARGEST:
             raise ValueError(f"{section}.{name} is {value}; expected a finite number (of 32 bits)")

@@ -22,16 +22,11 @@ def today() -> str:
 
 
 def template_clock(date: str) -> Callable[[str], str]:
-    """Return a function ``strftime_now(format)`` for chat templates, which always gives the same moment.
+    """Return a function ``strftime_now(format)`` for chat templates, which always gives the same moment: a date, or a
+    date and a time, in ISO form; without a time it is midnight.
 
     The directives of ``strftime`` that depend on the process's locale (names of days and months, ``%p``, ``%c``) are
     written as in the C locale, and the moment has no time zone (``%Z`` is empty).
-
-    Args:
-        date: a date, or a date and a time, in ISO form; without a time it is midnight.
-
-    Raises:
-        ValueError: ``date`` is not in this form.
     """
     try:
         moment = datetime.fromisoformat(date).replace(tzinfo=None)

@@ -54,11 +54,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replace a file atomically, and create its folder.
 
     The context's value is the path of a temporary file in the same folder, which the caller writes. It is renamed to
-    ``path`` when the context ends and its bytes are on the disk, and removed after an error. A full disk, a killed
-    process or a power failure therefore leaves the old file unchanged.
-
-    Raises:
-        OSError: the file cannot be written, or would replace something else than a regular file (``replaceable``).
+    ``path`` when the context ends and its bytes are on the disk, and removed after an error, so that a full disk, a
+    killed process or a power failure leaves the old file unchanged. OSError if ``path`` is no regular file
+    (``replaceable``).
     """
     target = replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -32,16 +32,11 @@ def refuse(error: ValueError) -> NoReturn:
 def read_json_lines(
     path: str | Path, bad: Callable[[ValueError], None] = refuse, *, say: Callable[[str], object]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read the rows of a JSON Lines file in UTF-8, each with its location (file and line) for error messages.
+    """Read the rows of a JSON Lines file in UTF-8, each with its location (file and line) for error messages;
+    ValueError if there is no such file, or it has no rows.
 
-    Args:
-        path: the file.
-        bad: is called with the error of a row that cannot be read, after which the next row is read.
-        say: is called with a sentence that says how many blank lines were skipped, if any.
-
-    Raises:
-        ValueError: there is no such file, or it has no rows; or, from ``bad``, a line is not UTF-8, is not a JSON
-            object, has a key twice or too deep a nesting.
+    ``bad`` is called with the error of a row that is not UTF-8, is no JSON object, or has a key twice or too deep a
+    nesting; after it the next row is read. ``say`` gets a sentence on the number of blank lines, if there are any.
     """
     if not Path(path).exists():
         raise ValueError(f"data file {path} does not exist")

@@ -61,14 +61,8 @@ def run_folder(text: str) -> str:
 
 
 def check_places(run: Path) -> None:
-    """Check, before anything expensive, that what a run writes into its folder can be written there.
-
-    Args:
-        run: the run's folder; it need not exist.
-
-    Raises:
-        ValueError: a file is where a folder is needed, or something else than a regular file where a file is.
-    """
+    """Check, before anything expensive, that what a run writes into its folder, which need not exist, can be written
+    there; ValueError names a file where a folder is needed, or something else than a regular file where a file is."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
@@ -117,11 +111,8 @@ def is_running(folder: Path) -> bool:
 
 def keep_metrics(folder: Path) -> Path | None:
     """Rename the metrics.csv of a run that was interrupted to the first free one of metrics-1.csv, metrics-2.csv, ...,
-    because Lightning's CSVLogger would delete it when the run is resumed. Only the first rank may call it.
-
-    Returns:
-        The new path; None if there was no metrics.csv, or another process trains in the folder and writes to it.
-    """
+    because Lightning's CSVLogger would delete it. Returns the new path, or None if there is none or another process
+    trains in the folder. Only the first rank may call it."""
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):
         return None

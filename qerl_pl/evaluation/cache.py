@@ -69,14 +69,8 @@ def open_cache(folder: Path, identity: Mapping[str, Any]) -> EvaluationCache | N
 def evaluation_identity(
     policy: Policy, sampling: Sampling, *, run: Mapping[str, Any], built: str | Indescribable
 ) -> dict[str, Any]:
-    """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values.
-
-    Args:
-        policy: the policy with the adapter that is evaluated.
-        sampling: settings with which completions are sampled.
-        run: identity of the run: base, adapter settings, seed.
-        built: description of engine and rewards, from ``described``.
-    """
+    """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values; ``run`` is
+    the identity of the run, and ``built`` the description of engine and rewards from ``described``."""
     base = Path(policy.base)
     tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
     return {
@@ -106,11 +100,7 @@ def described(*values: object) -> str | Indescribable:
 
 def describe(value: object) -> str:
     """Describe an object by import paths, digests of source files and settings, recursively, so that equal descriptions
-    mean equal behaviour in every process.
-
-    Raises:
-        Indescribable: it contains itself, a tensor, or what pickle refuses or cannot be imported by name.
-    """
+    mean equal behaviour in every process; ``Indescribable`` if it contains itself, a tensor, or what pickle refuses."""
     try:
         return json.dumps(value, default=_parts)
     except Indescribable:

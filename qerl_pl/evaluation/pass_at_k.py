@@ -7,21 +7,9 @@ from torch import Tensor
 
 
 def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
-    """Estimate without bias the chance that at least one of k completions is right (arXiv 2107.03374, eq. 1).
-
-    The estimate is 1 - C(n - c, k) / C(n, k) for c right completions of n. With k = 1 it is their share, avg@n.
-
-    Args:
-        num_correct: [P] int64, right completions of each problem, 0 to n.
-        n: completions of each problem.
-        k: number of completions, at most n.
-
-    Returns:
-        [P] fp64 in [0, 1].
-
-    Raises:
-        ValueError: k is not in 1 to n, or a count is not in 0 to n.
-    """
+    """Estimate without bias the chance, [P] fp64, that at least one of k completions is right (arXiv 2107.03374, eq.
+    1): 1 - C(n - c, k) / C(n, k) for c right completions, ``num_correct`` [P] int64, of n. With k = 1 it is their
+    share, avg@n. ValueError if k is not in 1 to n, or a count not in 0 to n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be computed from {n} completions; expected k from 1 to {n}")
     if len(num_correct) and not 0 <= int(num_correct.min()) <= int(num_correct.max()) <= n:
@@ -44,17 +32,9 @@ def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
 def bootstrap_interval(
     values: Tensor, *, level: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Compute a percentile bootstrap interval of a mean over problems; equal arguments give equal intervals.
-
-    Args:
-        values: [P] one value per problem, P at least 1.
-        level: coverage, in (0, 1).
-        num_resamples: number of draws of P problems with replacement.
-        seed: seed of the resampling.
-
-    Raises:
-        ValueError: there are no problems, or the level is out of range.
-    """
+    """Compute a percentile bootstrap interval, of coverage ``level``, of the mean of [P] values, one per problem, from
+    ``num_resamples`` draws of P problems with replacement; equal arguments give equal intervals. ValueError if there
+    are no problems, or the level is out of range."""
     if not len(values):
         raise ValueError("an interval over no problems is not defined")
     if not 0 < level < 1:

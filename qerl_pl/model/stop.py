@@ -22,12 +22,9 @@ def tokenizer_of(base: str) -> Any:
 
 
 def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse stop strings that could never end a completion, or before which something else always ends it.
-
-    Raises:
-        ValueError: a string is empty, cannot be written with the tokenizer's tokens, contains another stop string,
-            which would end the completion first, or is the end-of-sequence token.
-    """
+    """Refuse (ValueError) stop strings that could never end a completion, or before which something else always ends
+    it: empty ones, the end-of-sequence token, and those that cannot be written with the tokenizer's tokens or contain
+    another one."""
     for text in stop:
         if not text:
             raise ValueError("data.stop has an empty string, which would end every completion at its first token")

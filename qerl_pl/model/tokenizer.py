@@ -28,13 +28,11 @@ PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder with the given config.json, and refuse a folder without tokenizer
-    files, for which transformers would silently build another tokenizer.
+    """Load the tokenizer of a checkpoint folder with the given config.json. ValueError: files are missing, for which
+    transformers would silently build another tokenizer, or ordinary text has tokens without an embedding.
 
-    Raises:
-        ValueError: files are missing or cannot be read, or ordinary text has tokens without an embedding. Tokens that
-            were added to a tokenizer may lack one (Gemma 3 1B has one for images): the model cannot sample them, and
-            prompts with them are refused.
+    Tokens that were added to a tokenizer may lack one (Gemma 3 1B has one for images): the model cannot sample them,
+    and prompts with them are refused.
     """
     folder = Path(path)
     if not any(all((folder / name).is_file() for name in names) for names in FILES):
@@ -140,16 +138,8 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, base: str) -> None:
-    """Check that every token of the policy means the same text to its teacher; the teacher may have more tokens.
-
-    Args:
-        tokenizer: the policy's.
-        teacher: the teacher's.
-        base: name of the teacher, for the message.
-
-    Raises:
-        ValueError: a token of the policy is missing there or has another number.
-    """
+    """Check that every token of the policy has the same text and number for its teacher (ValueError with its name,
+    ``base``); the teacher may have more tokens."""
     known = teacher.get_vocab()
     other = sorted((index, token) for token, index in tokenizer.get_vocab().items() if known.get(token) != index)
     if other:

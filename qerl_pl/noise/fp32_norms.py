@@ -37,12 +37,8 @@ def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: 
 
 @contextmanager
 def weights_replaced(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the weights of transformers' norms inside the context; each norm's output keeps the dtype of its input.
-
-    Args:
-        modules: norm modules by name.
-        weights: new weights, [H] of any dtype, by name of the module.
-    """
+    """Replace the weights of transformers' norms by [H] of any dtype inside the context, by name of the module; each
+    norm's output keeps the dtype of its input."""
     with ExitStack() as after:
         for name, weight in weights.items():
             parameter = modules[name].get_parameter("weight")

@@ -40,18 +40,11 @@ def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
 def noisy_norms(
     clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Compute w + Z with Z ~ N(0, sigma^2) for every weight (arXiv 2510.11696, eq. 7-10).
+    """Compute w + Z with Z ~ N(0, sigma^2) for every weight [H] by name (arXiv 2510.11696, eq. 7-10), as new tensors in
+    ``dtype`` (None: that of each weight) on the device of each weight, also with sigma 0.
 
     The noise is drawn in fp32 on the CPU, by one random generator for all norms in the order of their names, so it is
     the same on every device and rank.
-
-    Args:
-        clean: norm weights by name, [H] of any floating dtype on any device.
-        noise: sigma and seed of the noise.
-        dtype: dtype of the result; None keeps that of each weight.
-
-    Returns:
-        The noisy weights by name, as new tensors on the device of each weight, also with sigma 0.
     """
     if noise.sigma == 0:
         return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}

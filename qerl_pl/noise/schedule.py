@@ -45,17 +45,10 @@ def stage_sigma(
 ) -> float:
     """Return the sigma of a rollout's noise by the schedule (arXiv 2510.11696, eq. 8 and algorithm 1).
 
-    Stage 0 has no noise, stage 1 has sigma_start, and the last stage has sigma_end. With the exponent that the paper
-    gives for stage k, (k-1)/(K-1), sigma_end would not be reached. The exponent here is (k-1)/(K-2), as in the paper's
-    published code.
-
-    Args:
-        index: rollout index, from 0.
-        num_rollouts: rollouts in the whole run.
-        num_stages: number of stages K, including the stage without noise.
-        sigma_start: sigma of stage 1.
-        sigma_end: sigma of the last stage.
-        decay: how sigma falls over the stages; "exponential" did best in the paper; "constant" keeps sigma_start.
+    Stage 0 of the ``num_stages`` equal parts of a run has no noise, stage 1 has sigma_start, and the last stage has
+    sigma_end. With the exponent that the paper gives for stage k, (k-1)/(K-1), sigma_end would not be reached. The
+    exponent here is (k-1)/(K-2), as in the paper's published code. The decay "exponential" did best in the paper;
+    "constant" keeps sigma_start.
     """
     check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
     stage = stage_of(index, num_rollouts=num_rollouts, num_stages=num_stages)

@@ -132,12 +132,9 @@ class Objective:
         self.resolve()
 
     def resolve(self) -> ResolvedObjective:
-        """Return the objective with values in place of nulls and functions in place of import paths.
-
-        Raises:
-            ValueError: a value is out of range, contradicts another or has no effect with it, or an import path names
-                no suitable function.
-        """
+        """Return the objective with values in place of nulls and functions in place of import paths. ValueError: a
+        value is out of range, contradicts another or has no effect with it, or an import path names no suitable
+        function."""
         values = completed(vars(self))
         del values["preset"]
         bounds = {name: values[name] for name in ("clip_low", "clip_high", "max_ratio") if values[name] is not None}

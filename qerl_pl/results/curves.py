@@ -39,13 +39,9 @@ class Curve(NamedTuple):
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read all scalars of a run. If a resumed run logged a step a second time, the later value is taken.
-
-    Unreadable parts of a damaged or truncated event file are skipped, with a warning on stderr.
-
-    Raises:
-        ValueError: the folder holds no event file, or none with a readable scalar.
-    """
+    """Read all scalars of a run. If a resumed run logged a step a second time, the later value is taken. Unreadable
+    parts of a damaged event file are skipped, with a warning on stderr. ValueError: no event file, or none with a
+    readable scalar."""
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
         raise ValueError(_without_events(run))

@@ -83,12 +83,8 @@ def call(
     """Call a reward without a ``judge`` method with a batch; ValueError if a parameter names no column and has no
     default. A coroutine, which TRL also accepts as a reward, is run to its end.
 
-    Args:
-        name: name of the reward, for errors.
-        reward, prompts, completions: the reward and its batch.
-        messages: whether a reward in TRL's form gets lists of messages (True) or texts (False); None: messages if the
-            data set's question is a list of messages, as in TRL.
-        progress: given to rewards in TRL's form as ``trainer_state``.
+    A reward in TRL's form gets lists of messages if ``messages`` is True or, where it is None, the data set's question
+    is such a list, as in TRL; and ``progress`` as ``trainer_state``.
     """
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}

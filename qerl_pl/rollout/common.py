@@ -20,12 +20,8 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts of a call before sampling starts; ``max_tokens`` is 0 if they are sequences to score.
-
-    Raises:
-        ValueError: a prompt is empty, holds an unknown token, or leaves fewer than max_tokens tokens for the
-            completion; the message names the first such prompt.
-    """
+    """Check all prompts of a call before sampling starts: ValueError names the first that is empty, holds an unknown
+    token, or leaves fewer than ``max_tokens`` tokens for the completion (0 for sequences to score)."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; expected at least one token")

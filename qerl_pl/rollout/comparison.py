@@ -99,18 +99,11 @@ def score_gaps(
 ) -> dict[str, Gap]:
     """Compare log-probabilities of engine and trainer; returns the differences by check.
 
-    After a comparison of samples, the loop's engine and the oracle have another adapter than the policy's.
-
-    Args:
-        loop: rollout loop whose engine holds the policy.
-        oracle: engine of the trainer's model, with the same noise.
-        policy: the trainer's policy.
-        dtype: dtype whose rounding errors are measured: the coarser one of engine and trainer.
-        tokens: tokens that are scored, and whose prefixes are the prompts of the samples.
-        seed: seed of the probe adapter and of rounding errors; it must differ from the previous check's, whose prefixes
-            may still be cached.
-        strength: strength of the probe adapter; 0 or None: no samples are compared.
-        scores: compare the scores of ``tokens``.
+    ``oracle`` is the engine of the trainer's model with the same noise, ``dtype`` the coarser one of engine and
+    trainer, and ``tokens`` the text that is scored (with ``scores``) and whose prefixes are the prompts of the samples.
+    No samples are compared with a ``strength`` of 0 or None; after a comparison of samples both engines have another
+    adapter than the policy's. ``seed``, of probe adapter and rounding errors, must differ from the previous check's,
+    whose prefixes may still be cached.
     """
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())

@@ -66,19 +66,11 @@ class DynamicSampling:
         sample: Callable[[Sequence[Prompt]], ScoredBatch],
         watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
-        """Sample until the batch is full of groups with a signal, ``max_refills`` is reached, or prompts run out.
+        """Sample until the batch is full of groups with a signal, ``max_refills`` is reached, or prompts run out. Every
+        rank must call it, with equally many prompts; ``more_prompts`` are the same on all.
 
-        Every rank must call it, and all ranks take the same decisions.
-
-        Args:
-            prompts: this rank's prompts of the batch, at least one and equally many on every rank.
-            more_prompts: further prompts, the same on every rank.
-            sample: function that samples and scores completions of the given prompts of this rank.
-            watch: stopwatch for the phase "wait".
-
-        Returns:
-            All groups that this rank sampled, and the number of times that further prompts were sampled. Group j of
-            rank r of W belongs to prompt r + j * W of the rollout's sequence of prompts.
+        Returns all groups that this rank sampled, of which group j of rank r of W belongs to prompt r + j * W of the
+        rollout's sequence of prompts, and the number of times that further prompts were sampled.
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         batch_size = num_sampled = len(prompts) * num_ranks

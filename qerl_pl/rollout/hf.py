@@ -114,12 +114,8 @@ class TransformersEngine:
     ) -> Tensor:
         """Compute the log-probability, in nats, of one token after each of N prefixes of a sequence: [copies, N] fp32
         on the CPU, in one pass over ``copies`` rows, which differ only by errors that hooks add (``policy.shaken``).
-
-        Args:
-            tokens: the sequence.
-            lengths: tokens of each prefix, all different, from 1 to one less than the sequence has.
-            following: the token after each prefix, which need not be the sequence's own.
-        """
+        The prefixes have ``lengths``, all different and below the sequence's, and the tokens ``following`` them need
+        not be its own."""
         policy = self._check([tokens], max_tokens=0)
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)

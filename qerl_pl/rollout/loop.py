@@ -102,21 +102,12 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """Sample and score one rollout of training data. Every rank must call this.
+        """Sample and score one rollout of training data. Every rank must call this, with its own prompts [P] and the
+        same further prompts (for dynamic sampling) and seed. The watch measures the phases "sync", "rollout", "reward",
+        "wait" (for slower ranks) and, if there are observers, "check".
 
-        Args:
-            prompts: [P] this rank's prompts.
-            more_prompts: further prompts for dynamic sampling, the same on every rank.
-            adapter: the trainer's current adapter.
-            noise: noise of the norms for this rollout.
-            sampling: settings of sampling.
-            seed: seed of this rollout's sampling, the same on every rank.
-            watch: stopwatch that measures the phases "sync", "rollout", "reward", "wait" (for slower ranks) and, if
-                there are observers, "check".
-
-        Raises:
-            CheckFailed: too many rows could not be scored, dynamic sampling did not fill the batch, or completions do
-                not end as the engine says.
+        CheckFailed: too many rows could not be scored, dynamic sampling did not fill the batch, or completions do not
+        end as the engine says.
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)

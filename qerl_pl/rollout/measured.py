@@ -46,20 +46,12 @@ def measure_some(
     seed: int,
     other_rounding: bool = False,
 ) -> Measured:
-    """Choose some completions of this rank, and compute their log-probabilities under the policy as it is sampled from
-    and under the alternatives of ``evidence``. Every rank must call this.
+    """Choose some completions of this rank, and compute their log-probabilities under the policy with the rollout's
+    noise and under the alternatives of ``evidence``. Every rank must call this.
 
-    Args:
-        policy: the trainer's policy.
-        batch: completions of this rank.
-        noise: noise of the rollout, which the norms have during the call.
-        temperature: sampling temperature.
-        max_model_len: tokens of the longest prompt and completion together.
-        micro_batch_tokens: most tokens in one forward pass.
-        max_tokens: limit on the tokens of all chosen prompts and completions of all ranks, equal rows counted once;
-            each rank may exceed its share by at most one row.
-        seed: seed of the choice, and of rounding errors.
-        other_rounding: compute log-probabilities a second time, with other rounding errors (``policy.shaken``).
+    ``max_tokens`` limits the tokens of all chosen prompts and completions of all ranks, equal rows counted once; each
+    rank may exceed its share by at most one row. With ``other_rounding``, log-probabilities are computed a second time,
+    with other rounding errors (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)
     limit, chosen, which, total = max_tokens / ranks.num_ranks(), [], [], 0

@@ -54,19 +54,13 @@ def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Te
 def find_strength(
     oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
 ) -> float | None:
-    """Find the strength of probe adapters that change log-probabilities far more than rounding errors do.
+    """Find the strength of probe adapters that change log-probabilities far more than rounding errors of a dtype do;
+    ``tokens`` is text like the run's, of which the last tokens are scored, and the oracle's adapter is changed.
 
     From the strongest on, each strength is tried with ``SEEDS`` adapters, whose share is that of rounding errors in the
     change by the adapter, the larger one of the adapters. Strengths that change more than ``MOST_CHANGE`` are left out.
     Of those whose share is at most twice the smallest, the weakest is returned, which is farthest from chaos; None if
     rounding errors are more than the share ``USABLE`` with every strength.
-
-    Args:
-        oracle: engine of the trainer's model, with the noise of the rollout; its adapter is changed.
-        policy: the policy of this model.
-        tokens: text like that of the run's prompts and completions, of which the last tokens are scored.
-        dtype: dtype whose rounding errors are meant.
-        seed: seed of adapters and errors.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]

@@ -49,13 +49,8 @@ class ScoredBatch:
         baseline: Baseline | AdvantageFunction = "centered",
         metric: str | None = None,
     ) -> ScoredBatch:
-        """Find the rows that count in the loss, and the groups with a signal.
-
-        Args:
-            filter_truncated: rows that were cut off at max_tokens do not count in the loss.
-            baseline: rule for advantages; all those of ours are 0 for the same rows.
-            metric: name of a reward whose scores must also differ within a group that has a signal; None: none.
-        """
+        """Find the rows that count in the loss, without those that were cut off at max_tokens if ``filter_truncated``,
+        and the groups with a signal, in which the scores of the reward ``metric``, if there is one, must differ too."""
         finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
         in_loss = table.scored & (finished | (not filter_truncated))
         grouped = (values.view(-1, group_size) for values in (table.total, table.scored, in_loss))
@@ -175,17 +170,9 @@ def collate(
     advantages: Tensor,
     in_loss: Tensor,
 ) -> Experience:
-    """Build the right-padded tensors of B rows, each a prompt and its completion.
-
-    Args:
-        scored: [B] bool, False for rows that no reward could score.
-        advantages: [B] fp32.
-        in_loss: [B] bool, False for rows that are left out of the loss.
-
-    Raises:
-        ValueError: the arguments have different numbers of rows, or a completion has different numbers of tokens and
-            log-probabilities.
-    """
+    """Build the right-padded tensors of B rows, each a prompt and its completion, with whether a reward scored them [B]
+    bool, advantages [B] fp32, and whether they are in the loss [B] bool. ValueError: numbers of rows, or of tokens and
+    log-probabilities, differ."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

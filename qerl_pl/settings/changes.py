@@ -37,18 +37,9 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def keep_old_config(config: Path, now: str, *, before: str | None = None) -> tuple[list[str], Path | None]:
-    """Keep the settings of a run under a free name if the caller is about to overwrite its config.yaml with different
-    ones; those of the file too, if it is not what the run was trained with.
-
-    Args:
-        config: the run's config.yaml; it need not exist.
-        now: text of the new config.yaml.
-        before: text with the settings that the run was trained with, from its checkpoint; None: what ``config`` has.
-
-    Returns:
-        The changed settings, and the path of the kept ones (config.1.yaml, config.2.yaml, ...) or None if nothing has
-        changed.
-    """
+    """Keep the settings of a run under a free name (config.1.yaml, ...) if the caller is about to overwrite its
+    config.yaml with different ones; those of the file too, if it is not what the run was trained with (``before``, from
+    its checkpoint; None: what the file has). Returns the changed settings, and the path of the kept ones."""
     written = config.read_text(encoding="utf-8") if config.exists() else None
     kept: list[tuple[list[str], Path]] = []
     for text in dict.fromkeys(text for text in (before, written) if text is not None):

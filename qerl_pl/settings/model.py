@@ -262,14 +262,8 @@ def check_run_length(
     batch_size: int,
     objective: Objective,
 ) -> None:
-    """Check that the run is a whole number of rollouts, and that a rollout's prompts divide into mini-batches.
-
-    The arguments are the settings of these names; ``max_steps`` is -1 if it is not given.
-
-    Raises:
-        ValueError: max_steps is missing, below warmup_steps or no multiple of a rollout's optimizer steps, batch_size
-            is no multiple of mini_batches, or a term of the loss would always be 0.
-    """
+    """Check that the run is a whole number of rollouts, which divide into mini-batches, and not shorter than its
+    warm-up (ValueError). The arguments are the settings of these names; ``max_steps`` is -1 if it is not given."""
     steps = updates_per_rollout * mini_batches
     if max_steps < 1:
         raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")

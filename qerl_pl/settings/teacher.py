@@ -44,15 +44,9 @@ class TeacherSettings:
             )
 
     def folder(self, base: str, policy: str) -> str:
-        """Return the checkpoint folder that the teacher is loaded from; download or quantise it if necessary.
-
-        Args:
-            base: the setting ``model.base``.
-            policy: folder of the policy's base.
-
-        Raises:
-            ValueError: the teacher cannot be used, or its tokens are not the policy's.
-        """
+        """Return the checkpoint folder that the teacher is loaded from; download or quantise it if necessary. ``base``
+        is ``model.base``, and ``policy`` the folder made of it. ValueError: it cannot be used, or its tokens are not
+        the policy's."""
         if self.base == DENSE:
             folder = prepared_base(base)
             if (layout := read_layout(Path(folder))) is not None:

@@ -31,12 +31,8 @@ UNUSABLE = {
 
 
 def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
-    """Refuse settings of the YAML section ``trainer`` with which Lightning would fail with a traceback or train
-    nothing in a command (fit, validate, test or predict).
-
-    Raises:
-        ValueError: names the setting, the value and what to use instead.
-    """
+    """Refuse (ValueError) settings of the YAML section ``trainer`` with which Lightning would fail with a traceback or
+    train nothing in a command (fit, validate, test or predict)."""
     for name, (usable, instead) in UNUSABLE.items():
         value = trainer.get(name, usable)
         if value is not None and value != usable:

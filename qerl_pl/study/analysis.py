@@ -164,14 +164,8 @@ def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
 
 
 def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], collapsed: Sequence[str] = ()) -> str:
-    """Format the whole analysis as Markdown.
-
-    Args:
-        study: the study.
-        groups: finished runs by arm, from ``gather``.
-        judged: comparisons of arms, from ``all_compared``.
-        collapsed: lines about readouts that are not finite, from ``not_finite``.
-    """
+    """Format the whole analysis as Markdown; ``collapsed`` has lines about readouts that are not finite, from
+    ``not_finite``."""
     runs, metric = study.runs(), study.analysis.metric
     left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
     lines = [

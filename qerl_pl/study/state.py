@@ -48,11 +48,8 @@ def succeeded(folder: Path, name: str, seconds: float) -> None:
 
 
 def write_files(study: Study, run: Run) -> None:
-    """Write the run's -c files; the caller must hold the run's lock.
-
-    Raises:
-        ValueError: the study has changed the settings with which the run began.
-    """
+    """Write the run's -c files; the caller must hold the run's lock. ValueError if the study changed the settings with
+    which it began."""
     check_unchanged(study, run)
     for path, text in files_of(study, run).items():
         write_whole(path, text)

@@ -93,13 +93,8 @@ def pairs_to_accept(comparisons: int) -> int:
 
 
 def power(size: float, pairs: int, comparisons: int = 1) -> float:
-    """Compute the probability that a comparison is accepted in Holm's first step: p <= 0.05 / ``comparisons``.
-
-    Args:
-        size: true mean of the differences over their standard deviation; the differences are normal.
-        pairs: number of pairs.
-        comparisons: number of comparisons that are adjusted together.
-    """
+    """Compute the probability that a comparison is accepted in Holm's first step, p <= 0.05 / ``comparisons``, if
+    differences are normal and ``size`` is their true mean over their standard deviation."""
     alpha = ALPHA / comparisons
     if smallest_p(pairs) > alpha:
         return 0.0

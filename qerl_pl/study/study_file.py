@@ -190,17 +190,9 @@ class Command(NamedTuple):
 
 
 def read_study(path: Path, output: Path | None = None, variables: Mapping[str, str] | None = None) -> Study:
-    """Read a study's file.
-
-    Args:
-        path: YAML with the fields of ``Study``, and optionally ``variables``: values by name, which replace ``$NAME``
-            in all texts of the file.
-        output: output folder instead of the file's.
-        variables: values of variables instead of the file's.
-
-    Raises:
-        ValueError: the file is missing or no YAML, or a key or value is wrong.
-    """
+    """Read a study's file: YAML with the fields of ``Study``, and optionally ``variables``, values by name, which
+    replace ``$NAME`` in all texts of the file. The arguments ``output`` and ``variables`` replace the file's.
+    ValueError: the file is missing or no YAML, or a key or value is wrong."""
     _require(path.is_file(), f"there is no study {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -68,11 +68,7 @@ def main(argv: list[str]) -> int:
 
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
     """Load the trained policy of a run in evaluation mode, onto the GPU if the machine has one; returns it and the
-    run's configuration.
-
-    Raises:
-        ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base.
-    """
+    run's configuration. ValueError: there is no such run or checkpoint, or it belongs to another base."""
     config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = read_run_config(config_file, "data")
     model = config["model"]
@@ -104,20 +100,10 @@ def answer(
     date: str | None = None,
     stop: Sequence[str] = (),
 ) -> str:
-    """Sample an answer to a chat and print it token by token; returns its text, with special tokens such as marks of
-    thoughts, but without end tokens.
-
-    Args:
-        policy: the policy, in evaluation mode.
-        tokenizer: tokenizer of the policy's base model.
-        chat: messages of the chat; the last is the user's.
-        adapter: False disables the adapter, so that the base model answers.
-        temperature: 0 takes the most likely token.
-        max_tokens: longest answer, in tokens.
-        arguments: further variables of the chat template.
-        date: date that the chat template writes, in ISO form; None is today.
-        stop: strings that end an answer.
-    """
+    """Sample an answer to a chat, whose last message is the user's, and print it token by token; returns its text, with
+    special tokens such as marks of thoughts, but without end tokens. Without ``adapter`` the base model answers; a
+    temperature of 0 takes the most likely token; ``arguments`` are further variables of the chat template, and
+    ``date``, in ISO form, is what it writes."""
     text = render(tokenizer, chat, date=date, add_generation_prompt=True, **arguments)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
     ends = end_tokens(policy.base, policy.config)

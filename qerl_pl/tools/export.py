@@ -70,14 +70,11 @@ def _local_folder(base: str) -> Path:
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
     """Write the settings, weights and model card of a run's adapter to a new folder; returns the adapter's settings.
+    ``checkpoint`` is "last", "best", or a path.
 
     The export names its base model by absolute path, or by name and commit on the hub; if the run quantised the model
-    itself, by the folder of the quantised model in the cache. ``checkpoint`` is "last", "best", or a path.
-
-    Raises:
-        ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files here are not
-            those of the run, or ``output`` exists.
-        OSError: the output cannot be written.
+    itself, by the folder of the quantised model in the cache. ValueError: there is no such run or checkpoint, the
+    checkpoint is damaged, the base's files here are not those of the run, or ``output`` exists.
     """
     config_file, path = run_files(run, checkpoint)
     model: dict[str, Any] = read_run_config(config_file)["model"]
@@ -117,12 +114,8 @@ def check_push_name(name: str) -> None:
 
 def push(folder: Path, name: str) -> str:
     """Upload a finished export to a model repository OWNER/NAME on the hub, which is created private if it is new;
-    returns the repository's address.
-
-    Raises:
-        OSError: the hub cannot be reached, or does not let this user write there; the folder is left as it is, and the
-            message has the command that uploads it.
-    """
+    returns its address. OSError: the hub cannot be reached or refuses; the folder is left as it is, and the message has
+    the command that uploads it."""
     try:
         api = HfApi()
         address = api.create_repo(name, private=True, exist_ok=True)

@@ -111,12 +111,8 @@ def main(argv: Sequence[str]) -> int:
 
 def write_files(folder: Path, *, base: str) -> list[Path]:
     """Write configuration, reward and problems into a new or existing folder, all of them or none; returns their paths.
-    ``base`` is the value of ``model.base``; a folder is written as an absolute path.
-
-    Raises:
-        ValueError: one of the files exists, or the folder is a file.
-        OSError: a file cannot be written.
-    """
+    ``base`` is the value of ``model.base``; a folder is written as an absolute path. ValueError: a file exists, or the
+    folder is one."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder, new or existing")
     local = Path(base).expanduser()

@@ -75,11 +75,8 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
     The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. The form "nvfp4" quantises the sum
     again, by rounding to nearest, so that small updates may be lost; the returned drift measures this. It is None if
-    the run kept no completions.
-
-    Raises:
-        ValueError: there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
-        OSError: the output cannot be written.
+    the run kept no completions. ValueError: there is no such run or checkpoint, it belongs to another base, or
+    ``output`` exists.
     """
     with new_folder(output) as temporary:
         policy, _ = load_run(run, checkpoint=checkpoint)
@@ -100,12 +97,8 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """Write a folder as a whole: the context's value is a path at which the caller makes it, which is renamed to
-    ``output`` when the context ends; after an error it is removed, with whatever is next to it.
-
-    Raises:
-        ValueError: ``output`` exists.
-        OSError: it cannot be written.
-    """
+    ``output`` (ValueError if that exists) when the context ends; after an error it is removed, with whatever is next to
+    it."""
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     scratch = output.with_name(output.name + ".tmp")

@@ -30,11 +30,8 @@ signal.
 
 
 def output_file(text: str | Path) -> Path:
-    """Check that a path can be that of a file.
-
-    Raises:
-        ArgumentTypeError: it is a folder, a device or the like, or one of its parents is a file.
-    """
+    """Check that a path can be that of a file: that it is no folder, device or the like, and has only folders above
+    it."""
     text, path = str(text), Path(text)  # jsonargparse checks the result once more
     if not text.strip() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
@@ -47,12 +44,8 @@ def output_file(text: str | Path) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Check that a path can be that of a folder.
-
-    Raises:
-        ArgumentTypeError: the path is empty, as that of a variable that is not set; or it, or one of its parents, is a
-            file, a device or the like.
-    """
+    """Check that a path can be that of a folder, is not empty, as that of a variable that is not set, and has only
+    folders above."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")

@@ -93,12 +93,8 @@ def main(argv: list[str]) -> int:
 
 def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
     """Score every completion of a JSON-lines file; write its rows with score and reason to ``target``, nothing after an
-    error. Returns the number of rows by score, and the number of unscored rows by reason.
-
-    Raises:
-        ValueError: a row is malformed; the message names file and line.
-        RewardError: the reward failed, or did not return one score per row.
-    """
+    error. Returns the number of rows by score, and the number of unscored rows by reason. ValueError names a malformed
+    row."""
     num_rows = sum(
         1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr))
     )  # reports a malformed row before any row is scored
@@ -125,11 +121,8 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
 
 def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
     """Read the rows of a JSON-lines file, skipping empty lines, whose number is given to ``say`` in a sentence.
-
-    Raises:
-        ValueError: the file has no rows, a line is not a JSON object, its "completion" is no text, or its "answer" is
-            no text or number.
-    """
+    ValueError: no rows, or a line that is no JSON object with a text "completion" and an "answer" that is a text or
+    number."""
     for where, row in read_json_lines(path, say=say):
         for field in ("completion", "answer"):
             if field not in row:

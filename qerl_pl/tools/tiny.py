@@ -73,19 +73,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
-    """Train a policy on careless solutions and write it to a folder; after an error the folder is left as it was.
+    """Train a policy on careless solutions and write it to a new or empty folder; after an error the folder is left as
+    it was. With 0 ``sft_steps`` of supervised training the weights are random (for tests that need no skill).
 
-    Args:
-        output: folder to write; it must be empty or not exist.
-        seed: seed of the weights and the demonstrations.
-        sft_steps: steps of supervised training; 0 leaves the weights random (for tests that need no skill).
-
-    Returns:
-        The duration in ``seconds``, and if the policy was trained, its ``accuracy`` and ``skill`` (see ``measure``).
-
-    Raises:
-        ValueError: the folder is not empty, or the trained policy's accuracy or skill is out of range (``check``).
-        OSError: the folder cannot be written.
+    Returns the duration in ``seconds``, and if the policy was trained, its ``accuracy`` and ``skill`` (see
+    ``measure``). ValueError: the folder is not empty, or accuracy or skill is out of range (``check``).
     """
     output, started = Path(output), time.perf_counter()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -36,17 +36,9 @@ def update_metrics(
     reference: bool,
     teacher: bool,
 ) -> dict[str, Tensor]:
-    """Convert sums over all updates on a batch to means per token.
-
-    Args:
-        totals: sums over all updates by name; sums of the loss are missing if this rank had no row in the loss.
-        num_tokens: [] tokens in the loss in rows that have a gradient, over which the KL to the reference is averaged.
-        num_kept: [] those of these tokens that have a policy loss, over which its metrics are averaged.
-        num_updates: epochs over the batch.
-        num_steps: optimizer steps.
-        reference: whether the KL to the reference was measured.
-        teacher: whether the divergence from the teacher was measured over the whole vocabulary.
-    """
+    """Convert sums over all updates on a batch, by name, to means: over ``num_tokens`` tokens in the loss in rows that
+    have a gradient, and over those of them, ``num_kept``, that have a policy loss. Sums of the loss are missing if this
+    rank had no row in the loss; ``reference`` and ``teacher`` say which divergences were measured."""
     zero = torch.zeros_like(num_tokens)
     # the divisors are means over ranks, so the mean of this over ranks is the loss of the whole batch
     per_step = totals.get("loss", zero) / num_steps

@@ -19,12 +19,8 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
-    """Build the optimizer for the groups of parameters that ``parameter_groups`` returns.
-
-    Raises:
-        ValueError: the optimizer refuses its settings, such as a negative learning rate, or a step of it on a small
-            matrix fails, is not finite or goes up the gradient.
-    """
+    """Build the optimizer for the groups of ``parameter_groups``. ValueError: it refuses its settings, such as a
+    negative learning rate, or a step of it on a small matrix fails, is not finite or goes up the gradient."""
     groups = parameter_groups(parameters)
     try:
         made = build(groups)

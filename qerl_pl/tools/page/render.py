@@ -25,15 +25,11 @@ DIGITS = 6  # significant, of a curve's values
 
 
 def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
-    """Render the HTML page of runs as a string.
+    """Render the HTML page of runs, given their curves by folder. If they have more than ``limit`` completions, whole
+    files are left out, spread evenly over each run, and the page says so.
 
     A model's output is stored as JSON, in which ``<`` is escaped, and the page's script shows it only as text. The
     page's content security policy forbids all network requests, and all scripts but the page's own.
-
-    Args:
-        runs: curves of the runs by folder.
-        limit: most completions on the page; if the runs have more, whole files are left out, spread evenly over each
-            run, and the page says so.
     """
     chosen, note = choose_files(list(runs), limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
