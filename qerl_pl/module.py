@@ -30,7 +30,7 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Prompt
-from qerl_pl.evaluation.cache import described, evaluation_identity, open_cache
+from qerl_pl.evaluation.cache import EvaluationCache, evaluation_identity
 from qerl_pl.evaluation.evaluation import Evaluation
 from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.device import available_bytes
@@ -105,7 +105,9 @@ class QeRLModule(LightningModule):
         """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
         """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
-        self.built = described(engine, self.rewards)
+        self.built: str | None = None
+        """Settings of engine and rewards as text, from the command line; an evaluation that has them goes on from its
+        finished batches if it was interrupted."""
 
     @property
     def is_rewarded(self) -> bool:
@@ -300,9 +302,12 @@ class QeRLModule(LightningModule):
         self.loop.progress = Progress(self.trainer.global_step, max(0, self.trainer.max_steps))
         self.loop.sync(self.policy.adapter_state(), NormNoise())
         cache = None
-        if self.trainer.state.fn != TrainerFn.FITTING:
-            identity = evaluation_identity(self.policy, self.settings.evaluation, run=self._identity, built=self.built)
-            cache = open_cache(Path(self.trainer.default_root_dir) / "evaluation", identity)
+        if self.trainer.state.fn != TrainerFn.FITTING and self.built is not None:
+            parts = [self.engine, *(term.reward for term in self.rewards)]
+            identity = evaluation_identity(
+                self.policy, self.settings.evaluation, run=self._identity, built=self.built, parts=parts
+            )
+            cache = EvaluationCache(Path(self.trainer.default_root_dir) / "evaluation", identity)
         seed = derive_seed(self.settings.seed, "evaluation")
         self._evaluation = Evaluation(self.loop, self.settings.evaluation, seed=seed, cache=cache, device=self.device)
 

@@ -125,6 +125,8 @@ class QeRLCLI(LightningCLI):
         self._starting.close()
         if not self._run_now:
             return
+        settings = self.config[subcommand].model
+        self.model.built = str([settings.engine, settings.rewards])
         try:
             super()._run_subcommand(subcommand)
         except BaseException as error:

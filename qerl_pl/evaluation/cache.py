@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copyreg
 import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from pkgutil import resolve_name
-from types import BuiltinFunctionType, FunctionType
+from types import FunctionType
 from typing import Any
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from qerl_pl import __version__
 from qerl_pl.common.files import read_lines, write_whole
@@ -54,23 +49,18 @@ class EvaluationCache:
         return self.folder / f"{_digest([list(prompt) for prompt in prompts])}.jsonl"
 
 
-def open_cache(folder: Path, identity: Mapping[str, Any]) -> EvaluationCache | None:
-    """Open an evaluation's cache; returns None, with a warning, if engine or rewards cannot be described."""
-    built = identity["engine and rewards"]
-    if isinstance(built, Indescribable):
-        rank_zero_warn(
-            "this evaluation starts anew if it is interrupted: the engine or a reward cannot be described, and "
-            f"finished batches of other ones must not be taken for theirs ({built})"
-        )
-        return None
-    return EvaluationCache(folder, identity)
-
-
 def evaluation_identity(
-    policy: Policy, sampling: Sampling, *, run: Mapping[str, Any], built: str | Indescribable
+    policy: Policy, sampling: Sampling, *, run: Mapping[str, Any], built: str, parts: Iterable[object]
 ) -> dict[str, Any]:
-    """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values; ``run`` is
-    the identity of the run, and ``built`` the description of engine and rewards from ``described``."""
+    """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values.
+
+    Args:
+        policy: the policy with the adapter that is evaluated.
+        sampling: settings with which completions are sampled.
+        run: identity of the run: base, adapter settings, seed.
+        built: settings of engine and rewards.
+        parts: engine and rewards, whose source files count, so that an edited reward is another one.
+    """
     base = Path(policy.base)
     tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
     return {
@@ -80,75 +70,19 @@ def evaluation_identity(
         "sampling": asdict(sampling),
         "dtype": str(policy.dtype),
         "engine and rewards": built,
+        "sources": list(map(_source, parts)),
         "end_tokens": end_tokens(policy.base, policy.config),
         "tokenizer": _digest_of(sorted(tokenizer)),
     }
 
 
-class Indescribable(ValueError):
-    """Raised for an object that cannot be described in a way that is the same in every process."""
-
-
-def described(*values: object) -> str | Indescribable:
-    """Describe engine and rewards, before the engine starts and holds more than its settings; returns the error if
-    they cannot be described."""
-    try:
-        return describe(values)
-    except Indescribable as error:
-        return error.with_traceback(None)
-
-
-def describe(value: object) -> str:
-    """Describe an object by import paths, digests of source files and settings, recursively, so that equal descriptions
-    mean equal behaviour in every process; ``Indescribable`` if it contains itself, a tensor, or what pickle refuses."""
-    try:
-        return json.dumps(value, default=_parts)
-    except Indescribable:
-        raise
-    except (TypeError, ValueError) as error:
-        raise Indescribable(f"a {type(value).__qualname__} is not plain data: {error}") from error
-
-
-def _parts(value: Any) -> Any:
-    """Return what describes an object that JSON does not have."""
-    if isinstance(value, bytes | complex):
-        return [type(value).__name__, repr(value)]
-    if isinstance(value, set | frozenset):  # whose order differs between processes
-        return ["set", sorted(map(describe, value))]
-    if isinstance(value, type):
-        return [_source(base) for base in inspect.getmro(value) if base is not object]
-    if isinstance(value, BuiltinFunctionType):
-        return _source(value)
-    if isinstance(value, FunctionType):
-        return [_source(value), vars(value), [cell.cell_contents for cell in value.__closure__ or ()]]
-    if isinstance(value, Tensor):
-        raise Indescribable("tensors are not described")
-    # what pickle would store, so that no hidden state is missed
-    reduce = copyreg.dispatch_table.get(type(value))
-    try:
-        stored = reduce(value) if reduce else value.__reduce_ex__(4)
-    except Exception as error:  # whatever a class raises that refuses to be pickled
-        raise Indescribable(f"a {type(value).__qualname__} is not plain data: {error}") from error
-    if isinstance(stored, str):  # pickle's way to say: import this name
-        raise Indescribable(f"a {type(value).__qualname__} is not described")
-    return [type(value), *(list(part) if isinstance(part, Iterator) else part for part in stored)]
-
-
-def _source(owner: type | FunctionType | BuiltinFunctionType) -> str:
-    """Return the import path of a class or function, and a digest of its source file; of a module in a package, of all
-    files of the package, because they often use one another."""
-    name = f"{owner.__module__}:{owner.__qualname__}"
-    if owner.__module__ in sys.builtin_module_names:
-        return name
-    try:
-        path = Path(inspect.getfile(owner))
-        known = isinstance(owner, FunctionType) or resolve_name(name) is owner  # else it was made while running
-    except (TypeError, OSError, AttributeError, ImportError, ValueError) as error:
-        raise Indescribable(f"the source of {name} is not known") from error
-    if "<" in name or not known or not path.is_file():
-        raise Indescribable(f"{name} cannot be imported by name: define it at the top of a module")
+def _source(value: object) -> str:
+    """Compute a digest of the source file of a class or function, or of an object's class; of a module in a package, of
+    all files of the package, because they often use one another."""
+    owner: Any = value if isinstance(value, type | FunctionType) else type(value)
+    path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))
-    return f"{name}@{_digest_of(sorted({path, *path.parent.glob('*.py')}) if in_package else [path])}"
+    return _digest_of(sorted({path, *path.parent.glob("*.py")}) if in_package else [path])
 
 
 def _digest_of(paths: Iterable[Path]) -> str:
