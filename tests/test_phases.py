@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, suppress
-from io import StringIO
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,29 +64,6 @@ def test_of_nested_phases_the_innermost_speaks_and_an_error_ends_it(capsys):
             raise ValueError
         assert "outer" not in text.partition("inner")[2]
         assert "inner" not in wait_until(lambda text: text.count("outer") >= 2, capsys).partition("outer")[2]
-
-
-def test_phases_that_follow_each_other_are_together_not_silent_for_longer_than_one(capsys, monkeypatch):
-    monkeypatch.setattr(phases, "FIRST_S", 60.0)
-    monkeypatch.setattr(phases, "LINE_S", 0.4)
-    began = time.monotonic()
-    for _ in range(60):
-        with phase("one of many"):
-            time.sleep(0.05)
-    assert 1 <= capsys.readouterr().err.count("one of many") <= (time.monotonic() - began) / 0.4
-    monkeypatch.setattr(phases, "APART_S", 0.1)
-    for _ in range(5):
-        time.sleep(0.15)
-        with phase("one of few"):
-            time.sleep(0.05)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_phase_is_seen_where_stderr_is_redirected_inside_of_another(capsys):
-    hidden = StringIO()
-    with phase("outer"), redirect_stderr(hidden), phase("inner"):
-        wait_until(lambda text: "inner" in text, capsys)
-    assert not hidden.getvalue()
 
 
 def test_counted_items_are_shown_with_their_number(capsys):

@@ -9,17 +9,13 @@ import pytest
 from scipy import stats
 
 from docs.real_models import (
-    NOTHING,
     OF_COMPLETIONS,
     PAGE,
     PICTURE,
-    changes,
     completions_page,
-    draw,
     groups,
     page,
     paired,
-    reached,
     read,
 )
 
@@ -100,13 +96,6 @@ def test_differences_pair_runs_of_equal_seed_and_length():
     assert paired([run("nvfp4", 0)], [run("nvfp4", 0)], "lenient", 0) == [["1", "+0.0", "", ""]]
 
 
-def test_what_changed_is_divided_into_place_and_answer():
-    found = run("bf16", 0)
-    found["validations"] = [validation(0, "00011", "10011"), validation(116, "11101")]
-    expected = {"place": 0.2, "answer": 0.4, "lost": 0.2, "any gained": 0.4, "any lost": 0.2}
-    assert changes(found) == pytest.approx(expected)
-
-
 def test_alarms_and_runs_that_were_cut_are_seen(lines):
     assert "| model-0.5b | gsm8k_verl | bf16 | 3 | 116 |" in page(lines)
     assert len(groups(lines)["model-0.5b", "gsm8k_verl", "nvfp4"]) == 3, "a long run is apart"
@@ -116,50 +105,3 @@ def test_alarms_and_runs_that_were_cut_are_seen(lines):
     [row] = [row for row in page(lines).splitlines() if row.startswith("| model-0.5b | gsm8k_verl | bf16 | 3 of 4 ")]
     assert "| 116 |" in row
     assert row.endswith(" 1 |")
-
-
-def test_sections_without_lines_say_so_and_a_picture_is_drawn(lines, tmp_path):
-    assert page([]).count(NOTHING) > 5
-    assert page(lines).count(NOTHING) < page([]).count(NOTHING)
-    draw(lines, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-def test_text_of_a_model_stays_text():
-    rewards = {"strict": 1.0, "lenient": None}
-    side = {
-        "completion": "# a\n```\n<b>\u00d7</b> " + "x " * 100,
-        "rewards": rewards,
-        "num_tokens": 3,
-        "finished": True,
-    }
-    row = {"problem": 4, "question": "How many?", "answer": "18", "before": side, "after": side}
-    shape = {"arm": "nvfp4", "task": "gsm8k_verl", "seed": 0}
-    line = {"name": "real_completions/m", "shape": shape, "rollouts": [0, 116], "completions": [row]}
-    text = completions_page([line])
-    assert text.isascii()
-    assert all(len(each) <= 120 for each in text.splitlines())
-    assert "\n    # a\n    ```\n    <b>\\xd7</b> x" in text
-
-
-def test_trl_is_compared_with_runs_alone_on_the_same_gpu():
-    def trl(**changes: Any) -> dict[str, Any]:
-        curve = {"strict": [0.0] * 10 + [0.5] * 10, "train_s": [9.0 * (1 + step) for step in range(20)]}
-        return {
-            "name": "task/trl",
-            "shape": {"model": "model-0.5b", "task": "gsm8k_verl", "steps": 20},
-            "device": "a GPU",
-            "versions": {"trl": "1.16"},
-            "curve": {**curve, "step_s": [9.0] * 20},
-            "evaluations": [{"step": 20, "strict": 0.4}],
-            "startup_s": 70.0,
-            "peak_gib": 30.0,
-        } | changes
-
-    ours: dict[str, Any] = run("nvfp4", 0) | {"jobs": 1}
-    ours["curves"] |= {"strict": [0.0] * 5 + [0.5] * 15, "step_s": [3.0] * 20}
-    rows = [row for row in page([ours, run("bf16", 0), trl()]).splitlines() if "| a | 20 |" in row]
-    assert [row.split(" | ")[1] for row in rows] == ["TRL 1.16", "nvfp4"], "the bf16 run shared its GPU"
-    assert [row.split(" | ")[-2:-1] for row in rows] == [["180"], ["45"]]
-    assert "| TRL 1.16 |" in page([trl(device="another GPU"), ours])
-    assert reached([0.1] * 20, range(20), 0.2) == ""

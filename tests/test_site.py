@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import Abort
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
-from docs.hooks import PACKAGES, on_page_markdown, packages
-from tests.browser import browser_tab, chromium
+from docs.hooks import PACKAGES, packages
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,41 +99,9 @@ def test_nothing_is_loaded_from_the_network(site):
     assert {found for page in pages for found in re.findall(loaded, page.read_text())} == set()
 
 
-@pytest.mark.long
-@pytest.mark.skipif(chromium() is None, reason="needs a Chromium")
-def test_the_search_finds_an_error_message_on_pages_opened_as_files(site, tmp_path):
-    async def first_result() -> str:
-        async with browser_tab(tmp_path / "profile") as tab:
-            await tab.open((site / "index.html").as_uri())
-            field = "document.querySelector('input.md-search__input')"
-            await tab.wait_for(f"{field} != null && document.readyState == 'complete'")
-            await tab.value(f"{field}.focus()")
-            await tab.call("Input.insertText", text="no group had a signal")
-            await tab.wait_for("document.querySelectorAll('.md-search-result__link').length > 1")
-            assert tab.errors == []
-            assert {url.split(":")[0] for url in tab.requests} <= {"file", "data"}
-            return await tab.value("document.querySelector('.md-search-result__link').href")
-
-    assert "troubleshooting.html" in asyncio.run(first_result())
-
-
 def test_every_document_is_in_the_navigation():
     named = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} - set(named) == set(), "add it to mkdocs.yml"
-
-
-def test_links_to_source_lead_to_pages_of_the_site():
-    config = configuration()
-    names = ("docs/kernels.md", "LICENSE.md", "reference/qerl_pl.md", "reference/qerl_pl.kernels.md")
-    files = Files([File(name, "", "", use_directory_urls=False) for name in names])
-    page = Page(None, files.src_uris["docs/kernels.md"], config)
-    text = "[a](../qerl_pl/kernels) [b](../qerl_pl/kernels/lora.py) [c](../qerl_pl/module.py) [d](../LICENSE)"
-    found = on_page_markdown(f"{text} [e](study.md) [f](https://a.b/LICENSE)", page=page, config=config, files=files)
-    kernels = "../reference/qerl_pl.kernels.md"
-    assert found == (
-        f"[a]({kernels}) [b]({kernels}) [c](../reference/qerl_pl.md) [d](../LICENSE.md) [e](study.md) "
-        "[f](https://a.b/LICENSE)"
-    )
 
 
 @pytest.mark.parametrize("link", ["absent.md", "other.md#absent", "../qerl_pl/absent.py", "/other.md"])

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shutil
-import time
 from itertools import product
 from typing import Any
 
@@ -57,14 +56,6 @@ def test_the_right_solution_adds_up_line_by_line_to_the_value(seed):
     assert value(expression) == steps[-1][3]
 
 
-@given(seeds)
-def test_a_careless_step_is_ten_too_high_exactly_where_the_tens_digit_changes(seed):
-    expression = draw_expression(random.Random(seed), validation=False)
-    for before, sign, operand, after in step_results(solution(expression, careless=lambda: True)):
-        right = before + operand if sign == "+" else before - operand
-        assert after - right == (10 if right // 10 != before // 10 else 0)
-
-
 def test_the_format_is_the_one_that_rewards_read():
     assert solution("7+5-3+8") == "<think>7+5=12\n12-3=9\n9+8=17</think><answer>17</answer>"
     assert solution("7+5-3+8", careless=lambda: True) == "<think>7+5=22\n22-3=29\n29+8=47</think><answer>47</answer>"
@@ -77,13 +68,6 @@ def test_errors_never_cancel_to_a_right_answer():
             slips = iter(pattern)
             text = solution(expression, careless=lambda slips=slips: next(slips))
             assert (f"<answer>{value(expression)}</answer>" in text) == (text == solution(expression))
-
-
-def test_drawing_problems_is_repeatable_and_has_no_repeats():
-    drawn = distinct_expressions(500, seed=3, validation=True)
-    assert drawn == distinct_expressions(500, seed=3, validation=True)
-    assert len(set(drawn)) == 500
-    assert drawn != distinct_expressions(500, seed=4, validation=True)
 
 
 def test_a_tenth_of_the_expressions_validates_and_no_more_can_be_asked_for():
@@ -126,27 +110,6 @@ def test_any_text_survives_the_saved_tokenizer(folder, text):
     assert tokens == tiny.make_tokenizer()(text).input_ids
 
 
-def test_a_byte_is_a_token_and_so_is_a_tag_which_decoding_keeps(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "<think>7+5=12</think><answer>12</answer>"
-    tokens = tokenizer(text + tiny.END).input_ids
-    assert len(tokens) == 4 + len("7+5=12") + len("12") + 1
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == text
-
-
-def test_the_loss_falls_on_the_solution_and_its_end_alone():
-    tokenizer = tiny.make_tokenizer()
-    expressions = ["7+5-3", "7+5-3+8"]
-    solutions = [solution(expression) for expression in expressions]
-    tokens, mask = tiny.encode(tokenizer, expressions, solutions)
-    for row, sampled, text, expression in zip(tokens, mask, solutions, expressions, strict=True):
-        assert tokenizer.decode(row[sampled]) == text + tiny.END
-        chat = [{"role": "user", "content": question(expression)}]
-        assert row.tolist()[: int(sampled.int().argmax())] == tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=False
-        )
-
-
 def test_reproduces_says_what_greedy_generation_writes():
     tokenizer = tiny.make_tokenizer()
     model = tiny.random_model(tokenizer, seed=0)
@@ -183,13 +146,6 @@ def test_weights_are_a_function_of_the_seed_and_the_global_stream_is_left_alone(
     assert not torch.equal(made[0], made[2])
 
 
-def test_a_finished_folder_is_recognised_by_its_settings(folder):
-    assert tiny.is_made(folder, seed=5, sft_steps=0)
-    assert not tiny.is_made(folder, seed=6, sft_steps=0)
-    assert not tiny.is_made(folder, seed=5)
-    assert not tiny.is_made(folder / "nothing", seed=5, sft_steps=0)
-
-
 def test_a_folder_with_anything_else_in_it_is_refused_and_left_as_it_was(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep me")
     assert tiny.main(["--output", str(tmp_path)]) == 1
@@ -212,30 +168,7 @@ def test_a_second_run_with_the_same_settings_does_nothing(folder, tmp_path, caps
     assert tiny.main(["--output", str(finished), "--seed", "5"]) == 1
 
 
-def test_a_place_that_cannot_be_written_is_known_before_any_training(tmp_path):
-    (tmp_path / "file").write_text("")
-    started = time.perf_counter()
-    with pytest.raises(OSError, match="file"):
-        tiny.make_tiny(tmp_path / "file" / "policy")
-    assert time.perf_counter() - started < 5, "the warm start takes more than a minute"
-
-
-def test_files_have_the_permissions_of_any_new_file(folder, tmp_path):
-    (tmp_path / "new").write_text("")
-    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "new").stat().st_mode}
-
-
 def test_nothing_is_left_behind_where_the_policy_is_not_good_enough(tmp_path):
     with pytest.raises(ValueError, match=r"greedy held-out accuracy is 0.000; expected 0.2 to 0.5"):
         tiny.make_tiny(tmp_path / "policy", sft_steps=1)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "skill", "message"),
-    [(0.19, 0.9, "accuracy is 0.190"), (0.51, 0.9, "accuracy is 0.510"), (0.3, 0.84, "skill is 0.840")],
-)
-def test_a_policy_that_would_not_improve_is_refused(accuracy, skill, message):
-    with pytest.raises(ValueError, match=message):
-        tiny.check({"accuracy": accuracy, "skill": skill})
-    tiny.check({"accuracy": 0.3, "skill": 0.9})

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import re
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tests.bench import bench_four_bits
-from tests.bench.bench_four_bits import compare, mean_and_error, variant_of
+from tests.bench.bench_four_bits import compare, mean_and_error
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -47,19 +44,3 @@ def test_the_standard_error_counts_rows_and_not_their_tokens() -> None:
     expected = of_rows.mean().item(), of_rows.std().item() / 50**0.5
     assert mean_and_error(of_rows, alone) == pytest.approx(expected)
     assert mean_and_error(of_rows[repeated], repeated) == pytest.approx(expected)
-
-
-def test_variants_are_read_and_leave_dense_what_they_name() -> None:
-    names = [f"model.layers.{block}.mlp.{linear}" for block in range(12) for linear in ("up_proj", "down_proj")]
-
-    def dense(variant: str) -> set[str]:
-        patterns = [entry[3:] for entry in variant_of(variant).ignored(12) if entry.startswith("re:")]
-        return {name for name in names if any(re.match(pattern, name) for pattern in patterns)}
-
-    assert dense("gptq+32") == set()
-    assert dense("rtn/down_proj") == set(names[1::2])
-    assert dense("mse/last2+8") == set(names[-4:])
-    assert variant_of("awq/last2+8")[1:3] == ("awq", 8)
-    for wrong in ("int4", "rtn+", "rtn/", "gptq+x"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no variant; expected"):
-            variant_of(wrong)

@@ -11,8 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.study import state
 from qerl_pl.study.study_file import FIT, Run, read_study
-from tests.bench import bench_real_runs
-from tests.bench.bench_real_runs import ARMS, compared_completions, left_open, main, validation
+from tests.bench.bench_real_runs import ARMS, left_open, main
 from tests.integration.conftest import ROOT
 
 
@@ -111,26 +110,3 @@ def test_arms_change_the_base_and_the_noise_and_nothing_that_the_task_sets(task)
     assert [left[arm]["model"] for arm in ARMS] == [{"quantize": None}, {"quantize": "nvfp4"}, {"quantize": "nvfp4"}]
     assert [arm for arm in ARMS if "trainer" in left[arm]] == ["nvfp4_aqn"]
     assert left["nvfp4_aqn"]["trainer"] == arms["nvfp4_aqn"]["trainer"]
-
-
-def test_a_validation_keeps_the_verdict_of_each_problem(tmp_path):
-    summary = validation(write(tmp_path / "validate-000020.jsonl", completions("0101", "0111")), verdicts=True)
-    assert summary["verdicts"] == {"strict": "0101", "lenient": "0111"}
-    expected = {"rollouts": 20, "problems": 4, "strict": 0.5, "lenient": 0.75, "truncated_share": 0.25}
-    assert expected.items() <= summary.items()
-
-
-def test_completions_are_of_the_same_problems_each_once(tmp_path):
-    before, after = (write(tmp_path / name, completions("0101", "0111")) for name in ("a", "b"))
-    assert [row["problem"] for row in compared_completions(before, after, 2)] == [0, 2]
-    assert [row["problem"] for row in compared_completions(before, after, 9)] == [0, 1, 2, 3]
-
-
-def test_runs_that_share_a_gpu_take_their_part_of_its_memory(words, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_real_runs, "CUDA", True)
-    properties = type("Properties", (), {"total_memory": 80 * 2**30})
-    monkeypatch.setattr(bench_real_runs.torch.cuda, "get_device_properties", lambda _: properties)
-    for options, expected in (("--jobs 5", 0.92 / 5 * 80), ("--share 0.25", 20.0), ("--jobs 1", None)):
-        main([*words, *options.split()])
-        gpu_memory = yaml.safe_load((tmp_path / "runs" / "gsm8k_verl.yaml").read_text())["gpu_memory"]
-        assert gpu_memory == (None if expected is None else pytest.approx(expected, abs=0.01))
