@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -39,36 +38,6 @@ def test_kernels_are_compiled_once_a_machine(loaded, monkeypatch):
     assert loaded[:2] == loaded[2:]
     with pytest.raises(pytest.fail.Exception, match="is compiled again"):
         driver.prepare([KERNELS[0]._replace(code=KERNELS[0].code + "\n")], GPU)
-
-
-def test_kernels_are_compiled_at_the_same_time(loaded, monkeypatch):
-    together = threading.Barrier(len(KERNELS), timeout=20)
-
-    def compiled(kernel: driver.Kernel) -> bytes:
-        together.wait()
-        return kernel.name.encode()
-
-    monkeypatch.setattr(driver, "compiled", compiled)
-    driver.prepare(KERNELS, GPU)
-    assert loaded == [kernel.name.encode() for kernel in KERNELS]
-
-
-def test_compiling_can_start_before_kernels_are_needed(loaded, monkeypatch):
-    compiled, begun, may_end = [], threading.Event(), threading.Event()
-
-    def slowly(kernel: driver.Kernel) -> bytes:
-        begun.set()
-        may_end.wait(20)
-        compiled.append(kernel)
-        return kernel.name.encode()
-
-    monkeypatch.setattr(driver, "compiled", slowly)
-    driver.start_compiling(KERNELS)
-    assert begun.wait(20)
-    assert not compiled, "the caller did not wait"
-    may_end.set()
-    driver.prepare(KERNELS, GPU)
-    assert len(loaded) == len(compiled) == 2, "each once"
 
 
 def test_an_error_of_the_compiler_reaches_the_caller(loaded):

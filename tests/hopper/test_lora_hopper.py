@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qerl_pl.hopper import driver, lora_hopper, nvfp4_batch, nvfp4_decode
-from qerl_pl.hopper.costs import WIDE_OUTPUTS, WIDE_TOKENS
 from qerl_pl.hopper.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Adapter, Schedule, Update, shrink
 from qerl_pl.hopper.nvfp4_decode import decode_linear_reference, fragments
 from tests.hopper.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
@@ -91,37 +90,6 @@ def test_what_the_kernels_take(widths, inputs, rank, possible):
         assert blocks(tokens, a, b) is None
     assert blocks(1, [a[0].float(), *a[1:]], b) is None
     assert blocks(1, a, [b[0].half(), *b[1:]]) is None
-
-
-@pytest.mark.parametrize("widths", [(256,), (128, 256), (256, 64, 64)], ids=str)
-@pytest.mark.parametrize("rank", [8, 32, 64])
-def test_work_is_shared_by_what_is_spare_and_by_the_time_there_is(widths, rank):
-    a, b = adapter(widths, 5120, rank, "cpu")
-    parts = -(-rank // lora_hopper.BLOCK_RANKS)
-    for tokens in (1, 9, 64, 65, 130, 256):
-        before = None
-        for seconds in (1.0, 1e-4, 5e-5, 2e-5, 1e-5, 1e-9):
-            for spare in (0, 7, 8, 16, 40, 132):
-                schedule = blocks(tokens, a, b, spare=spare, seconds=seconds)
-                if schedule is None:
-                    assert tokens > FEW_TOKENS
-                    continue
-                assert schedule.tokens in CHUNKS_IN_FLIGHT[len(widths)]
-                assert schedule.clusters <= -(-tokens // schedule.tokens), "each has tokens"
-                is_least = tokens <= FEW_TOKENS and schedule.clusters == 1
-                assert is_least or schedule.clusters * parts * lora_hopper.SPLITS <= spare
-            before, last = blocks(tokens, a, b, spare=132, seconds=seconds), before
-            assert before is None or last is None or before.clusters >= last.clusters, "less time takes no fewer"
-        assert (before is None) is (tokens > FEW_TOKENS), "there is not a nanosecond's time"
-        assert (blocks(tokens, a, b, spare=8 * parts - 1) is None) is (tokens > FEW_TOKENS), "there is no room"
-
-
-def test_wide_linears_that_need_the_whole_gpu_have_all_tiles_at_a_time():
-    for width in (WIDE_OUTPUTS[0] // 2, WIDE_OUTPUTS[-1] // 128 * 64):
-        for tokens in (65, 256):
-            a, b = adapter((width, width), 128, 32, "cpu")
-            assert blocks(tokens, a, b, spare=0) == Schedule(WIDE_TOKENS, -(-tokens // WIDE_TOKENS))
-    assert blocks(65, *adapter((WIDE_OUTPUTS[-1] // 2 + 64,) * 2, 128, 32, "cpu"), spare=0) is None
 
 
 @pytest.mark.parametrize("widths", [(48,), (48, 32), (48, 32, 16)])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_pl import hopper, native
-from qerl_pl.hopper import costs, driver, engine, lora_hopper, nvfp4_batch, nvfp4_decode
+from qerl_pl.hopper import driver, engine, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.hopper.nvfp4_decode import fragments
 from qerl_pl.quant.formats import pack
 from qerl_pl.quant.mxfp4 import MXFP4
@@ -27,7 +24,6 @@ from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import setup as vllm_setup
-from qerl_pl.rollout.vllm import worker as vllm_worker
 from qerl_pl.rollout.vllm.arguments import inductor_settings, policy_arguments
 from tests.hopper.nvfp4_linears import E2M1, random_linear
 from tests.rollout.conftest import make_policy
@@ -362,47 +358,6 @@ def test_an_adapter_that_does_not_fit_in_is_added_afterwards(calls, rank, slices
     assert calls == [("decode", 6), ("adapter", 6)]
 
 
-@pytest.mark.parametrize(
-    ("rank", "slices", "late", "fewest"),
-    [(16, (384, 128), 9.0, 257), (16, (384, 128), 0.0, 65), (72, (384, 128), 9.0, 1), (4, (N,), 9.0, 1)],
-)
-def test_where_an_adapter_is_added_apart_from_the_base_is_known_beforehand(
-    calls, monkeypatch, rank, slices, late, fewest
-):
-    from qerl_pl.hopper import native_linear
-
-    monkeypatch.setattr(costs, "TOO_LATE", late)
-    wrapped = with_adapter(prepared()[1], rank, slices)
-    assert native_linear.Native().fewest_unfused(wrapped) == fewest
-    for tokens in (1, 33, 64, 65, 100, 256, 257):
-        calls.clear()
-        native_linear.apply_with_adapter(wrapped, torch.zeros(tokens, K).bfloat16())
-        assert (("adapter", tokens) in calls) == (tokens >= fewest)
-
-
-def test_an_engine_compiles_for_each_kind_of_linear_what_it_needs(calls, monkeypatch):
-    from qerl_pl.rollout.vllm import cuda as vllm_cuda
-
-    ours, another, dense = (with_adapter(linear, rank=16) for linear in (prepared()[1], prepared()[1], Linear()))
-    large, stock = with_adapter(prepared()[1], rank=72), with_adapter(Linear(), rank=16)
-    stock.punica_wrapper = object()
-    modules = dict(enumerate((ours, another, dense, large, stock)))
-    manager = SimpleNamespace(_adapter_manager=SimpleNamespace(modules=modules))
-    compiled = []
-    together = Barrier(3, timeout=20)
-
-    def compile_kernels(a: tuple[Tensor, ...], b: tuple[Tensor, ...], fewest: int) -> None:
-        together.wait()
-        compiled.append((len(a[0][0, 0]), fewest))
-
-    monkeypatch.setattr(vllm_cuda, "compile_kernels", compile_kernels)
-    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
-    vllm_worker.compile_adapter_kernels(worker)
-    assert sorted(compiled) == [(16, 1), (16, 257), (72, 1)]
-    modules.clear()
-    vllm_worker.compile_adapter_kernels(worker)
-
-
 def test_adapters_that_vllms_kernels_add_stay_vllms(calls):
     from qerl_pl.hopper import native_linear
 
@@ -461,39 +416,6 @@ def test_an_engine_whose_results_may_differ_between_equal_calls_says_why(capable
     assert re.search(r"this mxfp4 base.*need a base in NVFP4", said(MXFP4, "humming"))
     monkeypatch.setattr(driver, "is_available", lambda device: False)
     assert re.search(r"this nvfp4 base.*need a Hopper GPU", said(NVFP4, "humming"))
-
-
-@pytest.mark.parametrize(("kernel", "explained"), [("native", 0), ("humming", 1)])
-def test_on_a_gpu_an_engine_logs_it_once_and_loads_hummings_operators_only_for_vllms_kernels(
-    monkeypatch, caplog, checkpoints, kernel, explained
-):
-    loaded = []
-    monkeypatch.setattr(vllm_setup, "load_humming", lambda: loaded.append("humming"))
-    with caplog.at_level(logging.INFO):
-        vllm_setup.prepare_gpu(make_policy(checkpoints["nvfp4"]), torch.bfloat16, kernel)
-    assert caplog.text.count("any order") == len(loaded) == explained
-
-
-@pytest.mark.parametrize(
-    ("capability", "installed"), [((9, 0), True), ((9, 0), False), ((8, 0), True), ((10, 0), True)]
-)
-def test_operators_are_loaded_where_humming_multiplies(monkeypatch, capability, installed):
-    loaded = []
-    operators = SimpleNamespace(init_humming_launcher=lambda: loaded.append("humming"))
-    monkeypatch.setattr(vllm_setup, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(vllm_setup, "import_module", lambda name: {"humming.ops.utils": operators}[name])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    vllm_setup.load_humming()
-    assert loaded == ["humming"] * (capability == (9, 0) and installed)
-
-
-@pytest.mark.slow
-def test_to_choose_a_kernel_imports_nothing_of_vllm():
-    choice = "vllm_setup.decoding_kernel('auto', NVFP4, torch.bfloat16)"
-    imports = (
-        "import sys, torch; from qerl_pl.quant.nvfp4 import NVFP4; from qerl_pl.rollout.vllm import setup as vllm_setup"
-    )
-    subprocess.run([sys.executable, "-c", f"{imports}; {choice}; assert 'vllm' not in sys.modules"], check=True)
 
 
 def test_a_graph_compiled_for_one_kernel_is_not_taken_for_the_other(checkpoints):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-from importlib import import_module
-from itertools import pairwise, product
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -77,12 +73,6 @@ def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, token
     assert sum(others) < outputs // 64 <= sum(others) + last
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_more_tokens_never_take_less_time(shape):
-    times = [nvfp4_batch.seconds(chosen(tokens, *shape), tokens, *shape) for tokens in TOKENS]
-    assert all(few <= many for few, many in pairwise(times))
-
-
 @pytest.mark.parametrize("shape", [*SHAPES, (27648, 5120), (5120, 27648)], ids=str)
 def test_what_is_compiled_before_a_graph_is_captured_is_all_that_is_chosen(shape):
     prepared = {kernel.name for kernel in nvfp4_batch.kernels_for(*shape)}
@@ -99,30 +89,6 @@ def test_a_number_of_tokens_has_the_schedule_of_the_next_one_with_as_many_token_
         assert schedule == choose_schedule(full, *SHAPES[0])
         tiles = schedule.variant.token_tiles
         assert tiles(tokens) == tiles(full), "no token tile without tokens"
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_adapters_room_would_be_idle(shape):
-    outputs, inputs = shape
-    for tokens in DECODED:
-        schedule = choose_schedule(tokens, *shape, fuses_lora=True)
-        assert schedule is not None
-        variant, splits, blocks = schedule
-        clusters = blocks * -(-tokens // variant.tokens)
-        busy = widths(schedule, outputs) * (clusters // blocks) * splits
-        ends = [0] * 132
-        for width in busy:  # an SM that is ready takes the next block
-            ends[ends.index(min(ends))] += width
-        idle = 132 - sum(busy) / max(ends)
-        spare, whole = (
-            nvfp4_batch.spare_sms(schedule, tokens, outputs, inputs),
-            nvfp4_batch.seconds(schedule, tokens, outputs, inputs),
-        )
-        assert 0 <= spare.sms * spare.seconds / whole <= idle + 1e-9
-        assert 0 < spare.seconds <= whole
-        if clusters * splits <= 132:
-            assert spare.seconds == whole
-            assert spare.sms <= (costs.CONCURRENT_CLUSTERS[splits] - clusters) * splits
 
 
 def test_the_rule_is_what_the_sweep_found():
@@ -158,44 +124,11 @@ def test_the_rule_is_what_the_sweep_found():
         assert choose_schedule(*shape) == Schedule(Variant(tokens, columns), *others), shape
 
 
-def test_the_rule_counts_what_an_adapter_adds_to_blocks_with_few_registers():
-    """As measured: with an adapter blocks of 5 x 128 and of 2 x 256 take longer than others that are slower without."""
-    found = {
-        (256, 37888, 3584): ((128, 5), (128, 3, 1, 198)),
-        (256, 4608, 3584): ((256, 2), (128, 3, 2, 24)),
-        (256, 3584, 3584): ((256, 2), (128, 2, 2, 28)),
-    }
-    for shape, (without, (tokens, tiles, *others)) in found.items():
-        assert chosen(*shape).variant == Variant(*without)
-        assert choose_schedule(*shape, fuses_lora=True) == Schedule(Variant(tokens, tiles), *others)
-
-
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs"), [(0, 256, 128), (MOST_TOKENS + 1, 256, 128), (40, 288, 128), (40, 256, 160)]
 )
 def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
     assert choose_schedule(tokens, outputs, inputs) is None
-
-
-@pytest.mark.parametrize("shape", [(57344, 8192), (8192, 28672)], ids=str)
-def test_a_schedule_is_among_few_that_are_tried(shape):
-    """As it is chosen in a forward pass, when a number of tokens comes for the first time."""
-    outputs, _ = shape
-    for tokens in (256, 1920, MOST_TOKENS):
-        variants = nvfp4_batch.variants_for(tokens)
-        tried = [one for variant in variants for one in nvfp4_batch.schedules(variant, tokens, outputs)]
-        assert sum(one.blocks * one.variant.token_tiles(tokens) for one in tried if one.splits == 1) <= 120_000
-
-
-@pytest.mark.parametrize("variant", sorted({*VARIANTS} - {Variant(128, 5)}), ids=str)
-def test_products_are_not_waited_for_one_by_one(variant, tmp_path):
-    """A compiler does so where registers are few. They are for 5 x 128 tokens; there four other warpgroups multiply."""
-    disassembler = Path(str(import_module("triton").__file__)).parent / "backends/nvidia/bin/nvdisasm"
-    (tmp_path / "cubin").write_bytes(driver.compiled(nvfp4_batch.kernel(variant)))
-    text = subprocess.run([disassembler, tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
-    left = re.findall(r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)", text)
-    assert text.count("HGMMA") == 8
-    assert left.count("0") == 1, "all products are waited for at the end alone"
 
 
 @on_gpu

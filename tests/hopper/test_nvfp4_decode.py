@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from qerl_pl.hopper import costs, driver, lora_hopper, nvfp4_decode
-from qerl_pl.hopper.nvfp4_decode import BITS, VARIANTS, WIDE, choose_schedule, decode_linear, fragments, humming_bias
+from qerl_pl.hopper.nvfp4_decode import BITS, VARIANTS, choose_schedule, decode_linear, fragments, humming_bias
 from qerl_pl.hopper.tile_order import words_in_tile_order
-from tests.bench import bench_decode
 from tests.hopper.nvfp4_linears import (
     SHAPES,
     SHARED,
@@ -22,7 +21,6 @@ from tests.hopper.nvfp4_linears import (
     random_linear,
 )
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
-from tests.random_models import FUSED, fused_shape
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -56,31 +54,11 @@ def test_every_block_has_work_and_a_cluster_is_portable(shape, tokens):
     assert schedule.splits <= max(1, shape[1] // 16 // (schedule.variant.k_blocks * schedule.variant.groups))
 
 
-@pytest.mark.parametrize("size", ["3B", "7B", "14B", "32B"])
-@pytest.mark.parametrize("tokens", [8, 16, 32])
-def test_the_benchmark_of_schedules_tries_what_is_chosen(size, tokens):
-    for name in FUSED:
-        widths, inputs = fused_shape(size, name)
-        shape = sum(widths), inputs
-        tried = list(bench_decode.schedules(tokens, *shape))
-        assert choose_schedule(tokens, *shape) in tried
-        assert len(tried) == len(set(tried)) > 30
-
-
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs"), [(0, 256, 128), (33, 256, 128), (65, 55296, 5120), (8, 288, 128), (8, 256, 160)]
 )
 def test_what_does_not_fit_is_left_to_others(tokens, outputs, inputs):
     assert choose_schedule(tokens, outputs, inputs) is None
-
-
-def test_with_more_tokens_it_has_the_linears_that_fill_the_gpu():
-    """By a sweep on an H200: with 64 tokens gate and up of 14B and 32B are faster with it, and those of 7B are not."""
-    assert choose_schedule(64, 27648, 5120) == nvfp4_decode.Schedule(WIDE[64], 2)
-    assert choose_schedule(33, 55296, 5120) == nvfp4_decode.Schedule(WIDE[64], 1)
-    assert (
-        choose_schedule(33, 37888, 3584) is choose_schedule(33, 22016, 2048) is choose_schedule(33, 5120, 13824) is None
-    )
 
 
 def test_a_lanes_weights_lie_side_by_side():
