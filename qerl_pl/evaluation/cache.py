@@ -77,12 +77,13 @@ def evaluation_identity(
 
 
 def _source(value: object) -> str:
-    """Compute a digest of the source file of a class or function, or of an object's class; of a module in a package, of
-    all files of the package, because they often use one another."""
+    """Return the import path of a class or function, or of an object's class, with a digest of its source file; of a
+    module in a package, of all files of the package, because they often use one another."""
     owner: Any = value if isinstance(value, type | FunctionType) else type(value)
     path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))
-    return _digest_of(sorted({path, *path.parent.glob("*.py")}) if in_package else [path])
+    digest = _digest_of(sorted({path, *path.parent.glob("*.py")}) if in_package else [path])
+    return f"{owner.__module__}.{owner.__qualname__}@{digest}"
 
 
 def _digest_of(paths: Iterable[Path]) -> str:
