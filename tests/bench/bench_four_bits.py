@@ -5,8 +5,10 @@
 
 A variant is METHOD, METHOD/LINEAR, in which all linears of this name (e.g. down_proj) stay dense, or METHOD/lastN, in
 which the last N blocks do, each with or without +RANK: the rank of an adapter that starts at the quantisation error
-(``qerl quantize --residual``). A calibration is a text or JSON lines file, or "policy": completions that the dense
-policy samples at temperature 1 for training problems. A variant that reads no calibration data is measured once.
+(``qerl quantize --residual``). With ~heal after that, configs/tasks/heal.yaml trains the adapter towards the dense
+model on training problems; ``heal`` in the line has the curves of this run. A calibration is a text or JSON lines file,
+or "policy": completions that the dense policy samples at temperature 1 for training problems. A variant that reads no
+calibration data is measured once.
 
 The dense policy samples completions of test problems at temperature 1, and each variant is given the same tokens. One
 JSON line per variant has, over all sampled tokens, in nats: KL(dense, variant) from whole distributions, entropy,
@@ -22,6 +24,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +34,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from datamodules.gsm8k import GSM8K
@@ -45,16 +48,30 @@ from qerl_pl.policy.policy import DTYPES, Policy, load_policy
 from qerl_pl.quant.calibration import Calibration, read_calibration
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.quant.residual import START
+from qerl_pl.results.curves import read_curves
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rollout.base import RolloutEngine, Sampling
 from qerl_pl.rollout.decode import completion_texts
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
-from tests.bench.harness import DEVICE, DTYPE, GIB, RANK, emit, now, parser_with
+from qerl_pl.tools.export import export_adapter
+from tests.bench.harness import (
+    DEVICE,
+    DTYPE,
+    GIB,
+    RANK,
+    child_environment,
+    emit,
+    fit_command,
+    now,
+    parser_with,
+    task_file,
+)
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 VERDICTS = {"strict": NumericAnswer("boxed"), "lenient": NumericAnswer("any", "last_number")}
-VARIANT = re.compile(r"(?P<method>rtn|mse|awq|gptq)(/(last(?P<last>\d+)|(?P<linear>\w+)))?(\+(?P<rank>\d+))?")
+METHOD = r"(?P<method>rtn|mse|awq|gptq)(/(last(?P<last>\d+)|(?P<linear>\w+)))?"
+VARIANT = re.compile(METHOD + r"(\+(?P<rank>\d+))?(?P<healed>~heal)?")
 POLICY = "policy"
 PROMPT_TOKENS = 512  # longest prompt
 LOGIT_BYTES = 2**28  # of the logits that exist at a time
@@ -68,6 +85,7 @@ class Variant(NamedTuple):
     rank: int | None
     linear: str | None
     last: int
+    healed: bool
 
     def ignored(self, num_blocks: int) -> list[str]:
         """Return what stays dense, as ``quantize_checkpoint`` takes it."""
@@ -97,10 +115,11 @@ def variant_of(name: str) -> Variant:
     parts = VARIANT.fullmatch(name)
     if parts is None:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is no variant; expected e.g. rtn, gptq+32, rtn/down_proj or mse/last4"
+            f"{name!r} is no variant; expected e.g. rtn, rtn~heal, gptq+32, rtn/down_proj or mse/last4"
         )
     rank = parts["rank"] and int(parts["rank"])
-    return Variant(name, cast(Method, parts["method"]), rank or None, parts["linear"], int(parts["last"] or 0))
+    last, healed = int(parts["last"] or 0), parts["healed"] is not None
+    return Variant(name, cast(Method, parts["method"]), rank or None, parts["linear"], last, healed)
 
 
 def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
@@ -252,13 +271,27 @@ class Bench:
         seconds["score"] = now() - begin
         self.line({"variant": "dense", "calibration": None}, policy, seconds, self.dense_verdicts)
 
-    def policy(self, folder: Path, rank: int | None) -> Policy:
-        """Load a policy, with the adapter that the quantiser wrote if there is one."""
-        lora = LoraSettings(rank=rank or RANK, alpha=rank or RANK)
-        policy = load_policy(str(folder), dtype=DTYPES[self.args.dtype], lora=lora, seed=0, device=DEVICE)
-        if rank is not None:
-            policy.load_adapter_state(load_file(folder / START / "adapter_model.safetensors"))
-        return policy.eval()
+    def policy(self, folder: Path, adapter: Path | None) -> Policy:
+        """Load a policy, with the adapter of a folder if there is one."""
+        lora = LoraSettings(rank=RANK, alpha=RANK) if adapter is None else LoraSettings(start=str(adapter))
+        return load_policy(str(folder), dtype=DTYPES[self.args.dtype], lora=lora, seed=0, device=DEVICE).eval()
+
+    def heal(self, base: Path, adapter: Path | None, folder: Path) -> tuple[Path, dict[str, Any]]:
+        """Train an adapter of a quantised base towards the dense model; returns its folder and the run's curves."""
+        args, run = self.args, folder / "run"
+        sources = {"train_path": str(args.train.resolve()), "validation_path": str(args.test.resolve())}
+        model = {"base": str(base), "dtype": args.dtype, "teacher": {"base": str(self.folder)}}
+        if args.engine == "transformers":
+            model["engine"] = "qerl_pl.rollout.hf.TransformersEngine"
+        if adapter is not None:
+            model["lora"] = {"rank": None, "alpha": None, "start": str(adapter)}
+        settings = {"run_dir": str(run), "model": model, "data": {"source": {"init_args": sources}}}
+        command = [*fit_command(folder, settings, task_file("heal")), *(f"--{setting}" for setting in args.heal)]
+        subprocess.run(command, stdout=sys.stderr, env=child_environment(), check=True)
+        export_adapter(run, folder / "healed")
+        curves = {name.removeprefix("teacher/"): curve.values for name, curve in read_curves(run).items()}
+        wanted = {name: curves[name] for name in ("kl", "divergence", "agreement")}
+        return folder / "healed", wanted | {"steps_s": curves["time/step_s"]}
 
     def calibration(self, source: str, engine: RolloutEngine) -> Calibration:
         """Read or sample calibration data."""
@@ -290,10 +323,14 @@ class Bench:
                 device=DEVICE,
             )
             seconds["quantize"], begin = now() - begin, now()
-            policy = self.policy(folder, variant.rank)
-            seconds["load"] = now() - begin
             packed = sum(math.prod(layer.shape) for layer in layers)
-            about = {"variant": variant.name, "calibration": source, "packed_weights": packed}
+            about: dict[str, Any] = {"variant": variant.name, "calibration": source, "packed_weights": packed}
+            adapter = None if variant.rank is None else folder / START
+            if variant.healed:
+                adapter, about["heal"] = self.heal(folder, adapter, Path(name))
+                seconds["heal"], begin = now() - begin, now()
+            policy = self.policy(folder, adapter)
+            seconds["load"] = now() - begin
             right: dict[str, Tensor] = {}
             if self.args.accuracy:
                 begin = now()
@@ -347,6 +384,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokens", type=int, default=512, help="longest sampled completion")
     add("--accuracy", action="store_true", help="also answer all test problems greedily")
     add("--answer-tokens", type=int, default=1024, help="longest greedy completion")
+    add("--heal", nargs="*", default=[], metavar="KEY=VALUE", help="settings of healing runs")
     add("--problems", type=int, help="number of test problems (default: all)")
     add("--engine", choices=("vllm", "transformers"), default="vllm")
     add("--kv-cache-gib", type=float, default=8.0)

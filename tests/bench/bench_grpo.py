@@ -41,6 +41,7 @@ from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, GIB, RANK
 from tests.bench.together import is_together
 from tests.random_checkpoints import written_apart
+from tests.random_models import SIZES
 
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
 PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
@@ -83,6 +84,12 @@ class Lengths(Callback):
         requests.sampling_params = limited
 
 
+def taught(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of a teacher with random weights in NVFP4, from the whole vocabulary of which the policy learns."""
+    base = str(written_apart(args.folder, args.teacher, "nvfp4"))
+    return {"teacher": {"base": base}, "objective": {"teacher": {"divergence": "reverse"}}}
+
+
 def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], reward: str) -> dict[str, Any]:
     """Settings of the policy in a benchmark of whole steps, with an engine's arguments and the path of a reward."""
     return {
@@ -117,7 +124,7 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
         callbacks.append({"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise})
     if is_together():
         callbacks.append({"class_path": "tests.bench.together.Turn"})
-    model = model_settings(args, base, engine, "tests.bench.bench_grpo.coin")
+    model = model_settings(args, base, engine, "tests.bench.bench_grpo.coin") | (taught(args) if args.teacher else {})
     source = {"train_path": str(rows), "validation_share": 0.1}
     return {
         "run_dir": str(folder / "run"),
@@ -251,6 +258,8 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     names += "micro_batch_tokens", "eager"
     if args.mean:
         names += "group", "mean", "updates", "plain"
+    if args.teacher:
+        names += ("teacher",)
     shape = {"model" if name == "size" else name: getattr(args, name) for name in names}
     return {**shape, "decoding_kernel": harness.decoding_kernel(args.decoding_kernel, args.base, DTYPE)}
 
@@ -299,6 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--mean", type=int, help="mean length of completions that are as different as a recipe's")
     add("--updates", type=int, default=1, help="passes over each rollout")
     add("--plain", action="store_true", help="recompute every block, by chains of kernels")
+    add("--teacher", choices=SIZES, help="size of a teacher in NVFP4 (default: none)")
     add("--steps", type=int, default=3, help="rollouts; of several, the first is a warm-up")
     add("--cap", type=float, help="GiB of the GPU that the run gets")
     add("--memory", type=float, help="GiB that the run plans with; nothing holds it to them")

@@ -149,11 +149,17 @@ def base_callbacks() -> list[dict[str, Any]]:
     return yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
 
 
-def fit_command(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Write what differs from configs/base.yaml to a file in a folder; returns the command that trains with it."""
+def fit_command(folder: Path, settings: Mapping[str, Any], *files: Path) -> list[str]:
+    """Write what differs from configs/base.yaml and ``files`` to a file in a folder; returns the command that trains
+    with it."""
     config = folder / "bench.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    return [sys.executable, "train.py", "fit", "-c", str(config)]
+    return [sys.executable, "train.py", "fit", *(word for file in (*files, config) for word in ("-c", str(file)))]
+
+
+def task_file(name: str) -> Path:
+    """Return the path of a file of configs/tasks."""
+    return ROOT / "configs" / "tasks" / f"{name}.yaml"
 
 
 def child_environment() -> dict[str, str]:
