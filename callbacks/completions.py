@@ -30,8 +30,8 @@ class CompletionLogger(Callback):
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
         tokens_every: every this many written files, a second one (``train-000010.safetensors``) has log-probability,
-            entropy and trainer-sampler gap of each token, ten bytes per token, for the page of ``python -m qerl_pl
-            report --html``. 0 writes none.
+            entropy, trainer-sampler gap and, with a teacher, its log-probability of each token, ten or twelve bytes per
+            token, for the page of ``python -m qerl_pl report --html``. 0 writes none.
 
     Raises:
         ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
@@ -104,10 +104,11 @@ def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: U
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:
-    """Copy each completion's tokens, with the per-token log-probability, entropy and gap, to the CPU."""
+    """Copy each completion's tokens, with their values in ``RowTokens``, to the CPU."""
     batch = update.experience.to(torch.device("cpu"))
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
     gap = logprobs - batch.sampler_logprobs
+    teacher = None if update.teacher_logprobs is None else update.teacher_logprobs.cpu() - logprobs
     return [
         RowTokens(
             ids=batch.tokens[row, sampled],
@@ -115,6 +116,7 @@ def rows_of(update: UpdateReport) -> list[RowTokens]:
             gap=gap[row, sampled],
             entropy=entropy[row, sampled],
             advantage=batch.advantages[row].item(),
+            teacher=None if teacher is None else teacher[row, sampled],
         )
         for row, sampled in enumerate(batch.sampled)
     ]

@@ -31,6 +31,8 @@ class UpdateReport:
     """[B, S] fp32 nats: the trainer's log-probabilities before its first update, 0 where nothing was sampled."""
     entropy: Tensor
     """[B, S] fp32 nats: the policy's entropies before its first update, 0 where nothing was sampled."""
+    teacher_logprobs: Tensor | None
+    """[B, S] fp32 nats: the teacher's log-probabilities, 0 where nothing was sampled; None without a teacher."""
     experience: Experience
     """The batch on the policy's device; with ``kl_in`` "reward" the KL penalty is subtracted from its advantages."""
     with_gradient: Tensor
@@ -117,7 +119,14 @@ def improve(
     metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch)
     metrics |= {name: torch.as_tensor(value) for name, value in state.items()}
     return UpdateReport(
-        metrics, batch.old, batch.entropy, batch.experience, with_gradient, batch.budget.tokens, next_coefficient
+        metrics=metrics,
+        old_logprobs=batch.old,
+        entropy=batch.entropy,
+        teacher_logprobs=batch.teacher and batch.teacher.logprobs,
+        experience=batch.experience,
+        with_gradient=with_gradient,
+        micro_batch_tokens=batch.budget.tokens,
+        entropy_coefficient=next_coefficient,
     )
 
 

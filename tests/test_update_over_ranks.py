@@ -18,14 +18,17 @@ from qerl_pl.objective.advantages import batch_std, group_advantages
 from qerl_pl.objective.correction import Rejection
 from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import Aggregation, clipped_policy_loss, count_divisor, row_weights
+from qerl_pl.objective.teacher import TeacherTerm
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
+from qerl_pl.policy.teacher import Teacher
 from qerl_pl.tools.tiny import make_tiny
 from qerl_pl.training.passes import UpdateSettings
 from qerl_pl.update import improve
 from tests.two_ranks import on_two_ranks
 
 loaded = cache(load_policy)  # each update begins with other parameters
+loaded_teacher = cache(Teacher)
 GROUP, PROMPT, LONGEST = 2, 3, 9
 OBJECTIVES = {
     "dapo": Objective(),
@@ -34,6 +37,10 @@ OBJECTIVES = {
     "entropy controlled": Objective(entropy_control=EntropyControl(target=9.0)),
     "masked, out of the divisor": Objective(
         correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence", 0.001, 1000.0)
+    ),
+    "sampled from a teacher": Objective(teacher=TeacherTerm()),
+    "divergence from a teacher": Objective(
+        aggregation="sequence", teacher=TeacherTerm(coefficient=0.5, divergence="jensen_shannon")
     ),
 }
 # By group. Some have no signal; in the last batches that is all of the second rank's share, then everything.
@@ -102,6 +109,7 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
         ),
         step=step,
         watch=Stopwatch(),
+        teacher=loaded_teacher(base, dtype=torch.float32, device="cpu") if objective.teacher else None,
     )
     return {name: parameter.detach().clone() for name, parameter in trained.items()} | report.metrics
 

@@ -29,6 +29,8 @@ class RowTokens:
     entropy: Tensor
     """[N] entropy of the trainer's distribution in nats."""
     advantage: float
+    teacher: Tensor | None = None
+    """[N] log-probability of the teacher minus that of the trainer, in nats; None without a teacher."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class FileTokens:
     """[B] fp32."""
     pieces: dict[int, str]
     """Text of each token that occurs, by token id."""
+    teacher: Tensor | None = None
+    """[N] fp16, nats; None without a teacher."""
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write the per-token values of completions to a .safetensors file, atomically; it has ten bytes per token.
-    ``pieces`` is the text of each token that occurs, by token id."""
+    """Write the per-token values of completions to a .safetensors file, atomically; it has ten bytes per token,
+    and two more with a teacher. ``pieces`` is the text of each token that occurs, by token id."""
     bounds = [0]
     for row in rows:
         bounds.append(bounds[-1] + len(row.ids))
@@ -70,6 +74,8 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
         "entropy": joined("entropy", torch.float16),
         "advantages": torch.tensor([row.advantage for row in rows], dtype=torch.float32),
     }
+    if any(row.teacher is not None for row in rows):
+        tensors["teacher"] = joined("teacher", torch.float16)
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"pieces": json.dumps({str(key): text for key, text in pieces.items()})})
         allow_reading(temporary)

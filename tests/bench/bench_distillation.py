@@ -279,7 +279,6 @@ def trl(args: argparse.Namespace) -> None:
             max_completion_length=model["sampling"]["max_tokens"],
             temperature=model["sampling"]["temperature"],
             learning_rate=model["optimizer"]["init_args"]["lr"],
-            gradient_accumulation_steps=1,
             **speed_settings(args, args.of_task),
         )
         clock = Clock(trainer)

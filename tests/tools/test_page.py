@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html.parser
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,30 @@ def test_tokens_come_back_as_they_were_written(run):
     assert decoded(block["rows"][0]["g"], "<i2") == [250]
     assert decoded(block["rows"][1]["l"], "<i2") == [-32000, -125], "thousandths of a nat, cut off at 32"
     assert [row["v"] for row in block["rows"]] == [0.75, -1.0, 0.0]
+
+
+def test_a_policy_and_its_teacher_are_compared_by_position_and_by_token(run):
+    def written(step: int, teacher: list[torch.Tensor] | None) -> None:
+        ids = [torch.tensor([3] * 15 + [70] * 3), torch.tensor([70, 3])]
+        zeros = [torch.zeros(len(each)) for each in ids]
+        rows = [RowTokens(each, zero, zero, zero, 0.0) for each, zero in zip(ids, zeros, strict=True)]
+        if teacher is not None:
+            rows = [replace(row, teacher=values) for row, values in zip(rows, teacher, strict=True)]
+        write_tokens(run / "completions" / f"train-{step:06d}.safetensors", rows, PIECES)
+
+    written(0, None)
+    assert page_of(run)[1]["runs"][0]["teacher"] is None
+    write_completions(run, "train-000000", ["one", "two"])
+    written(0, [torch.full((18,), -2.0), torch.full((2,), -2.0)])
+    written(10, [torch.tensor([-0.5] * 15 + [-1.0] * 3), torch.tensor([-1.0, 0.25])])
+    written(20, None)  # the teacher's coefficient had fallen to 0
+    _, summary, blocks = page_of(run)
+    assert summary["runs"][0]["teacher"] == {
+        "rollouts": [0, 10],
+        "positions": [["tokens 1 to 16", 2.0, (15 * 0.5 + 1 + 1 - 0.25) / 18], ["tokens 17 to 64", 2.0, 1.0]],
+        "tokens": [[" three", 16, (15 * 0.5 - 0.25) / 16], ["</script>", 4, 1.0]],
+    }
+    assert [decoded(row["q"], "<i2") for row in blocks[0]["rows"]] == [[-2000] * 18, [-2000] * 2]
 
 
 def decoded(text: str, kind: str) -> list[int]:

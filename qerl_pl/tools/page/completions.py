@@ -41,8 +41,8 @@ def block(path: Path, run: int) -> dict[str, Any]:
 
     Returns:
         JSON-serialisable: run, stage, step, rows, and pieces (texts of tokens) if per-token numbers were written.
-        Per-token numbers are base64 of little-endian integers: piece indices are uint32, log-probability, entropy and
-        gap int16 in thousandths of a nat.
+        Per-token numbers are base64 of little-endian integers: piece indices are uint32, log-probability, entropy, gap
+        and the teacher's log-probability less the policy's int16 in thousandths of a nat.
     """
     stage, _, step = path.stem.rpartition("-")
     lines, rows = read_lines(path, errors="replace"), []
@@ -58,14 +58,17 @@ def block(path: Path, run: int) -> dict[str, Any]:
         if len(tokens.offsets) == len(rows) + 1:
             pieces = sorted(tokens.pieces)
             numbers = {"t": np.searchsorted(np.array(pieces), tokens.ids.numpy()).astype("<u4")}
-            for key, value in {"l": tokens.logprobs, "e": tokens.entropy, "g": tokens.gap}.items():
+            values = {"l": tokens.logprobs, "e": tokens.entropy, "g": tokens.gap, "q": tokens.teacher}
+            for key, value in values.items():
+                if value is None:
+                    continue
                 fixed = value.float().nan_to_num().clamp(-LARGEST, LARGEST) * STEP
                 numbers[key] = fixed.round().numpy().astype("<i2")
             bounds = tokens.offsets.tolist()
             for row, start, end, advantage in zip(rows, bounds, bounds[1:], tokens.advantages.tolist(), strict=False):
                 row["v"] = float(f"{advantage:.4g}")
-                for key, values in numbers.items():
-                    row[key] = base64.b64encode(values[start:end].tobytes()).decode()
+                for key, fixed in numbers.items():
+                    row[key] = base64.b64encode(fixed[start:end].tobytes()).decode()
             content["pieces"] = [tokens.pieces[token] for token in pieces]
     return content
 

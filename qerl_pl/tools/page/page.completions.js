@@ -1,10 +1,11 @@
 // ---- completions ---------------------------------------------------------------------------------------------------
 const ITEM = 52;
-const COLOURINGS = ["log-probability", "entropy", "gap", "advantage", "none"];
+const COLOURINGS = ["log-probability", "entropy", "gap", "teacher", "advantage", "none"];
 const KEY = {
   "log-probability": "the redder, the less probable: full at -4.5 nats and less",
   entropy: "the stronger, the less sure the policy was: full at 1.9 nats and more",
   gap: "trainer against sampler: red where the trainer gives more, blue where it gives less; full at 0.23 nats",
+  teacher: "red where the teacher gives more than the policy, blue where it gives less; full at 1.5 nats",
   advantage: "of the whole completion: red where it is encouraged, blue where it is discouraged; full at 1.5",
   none: "",
 };
@@ -91,11 +92,12 @@ function tokens(row) {
   const kind = COLOURINGS[colouring];
   const text = make("div", { class: "text" });
   if (!row.t) { text.append(row.c); return text; }
-  const ids = decode(row.t, Uint32Array), numbers = { l: decode(row.l, Int16Array), e: decode(row.e, Int16Array), g: decode(row.g, Int16Array) };
+  const ids = decode(row.t, Uint32Array), numbers = ["l", "e", "g", "q"].map((key) => row[key] && decode(row[key], Int16Array));
   ids.forEach((id, at) => {
-    const [l, e, g] = ["l", "e", "g"].map((key) => numbers[key][at] / 1000);
-    const value = { "log-probability": l, entropy: e, gap: g, advantage: row.v }[kind];
-    const span = make("span", { title: `log-probability ${l}, entropy ${e}, gap ${g} nats` }, row.pieces[id]);
+    const [l, e, g, q] = numbers.map((values) => values && values[at] / 1000);
+    const value = { "log-probability": l, entropy: e, gap: g, teacher: q, advantage: row.v }[kind];
+    const title = `log-probability ${l}, entropy ${e}, gap ${g}${q === undefined ? "" : `, teacher ${q}`} nats`;
+    const span = make("span", { title }, row.pieces[id]);
     if (value !== undefined) span.style.background = background(kind, value);
     text.append(span);
   });
@@ -106,7 +108,7 @@ function drawDetail() {
   if (!row) { $("detail").replaceChildren(make("p", {}, rows.length ? "No completion matches." : "This run has no files of completions.")); return; }
   const buttons = make("div", { class: "tools" }, "colour of tokens:", ...COLOURINGS.map((name, at) => {
     const button = make("button", { type: "button", "aria-pressed": at === colouring }, name);
-    button.disabled = !row.t;
+    button.disabled = !row.t || (name === "teacher" && !row.q);
     button.onclick = () => { colouring = at; drawDetail(); };
     if (at === colouring && row.t) button.style.borderColor = "var(--accent)";
     return button;

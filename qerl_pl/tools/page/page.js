@@ -47,7 +47,12 @@ $("state").textContent = summary.runs
 show("verdicts", (run) => [
   make("table", {}, ...run.verdicts.map((one) => make("tr", {}, make("th", {}, one.check),
     make("td", { class: one.good === null ? "none" : one.good ? "good" : "bad" }, one.text)))),
-  table(["in numbers", ""], Object.entries(run.summary).map(([name, value]) => [name, number(value)]))]);
+  table(["in numbers", ""], Object.entries(run.summary).map(([name, value]) => [name, number(value)])),
+  ...(run.teacher ? [
+    table(["log policy / teacher, nats per token", ...run.teacher.rollouts.map((rollout) => `rollout ${rollout}`)],
+      run.teacher.positions.map(([where, ...values]) => [where, ...values.map((value) => number(value, 3))])),
+    table([`tokens of rollout ${run.teacher.rollouts.at(-1)}`, "number", "log policy / teacher"],
+      run.teacher.tokens.map(([piece, ...values]) => [JSON.stringify(piece), ...values.map((value) => number(value, 3))]))] : [])]);
 show("cost", (run) => {
   const tags = Object.entries(run.curves);
   const phases = tags.filter(([tag]) => tag.startsWith("time/") && tag !== "time/step_s")

@@ -19,6 +19,7 @@ from qerl_pl.common.run_folder import is_running
 from qerl_pl.results.curves import Curve, summarize
 from qerl_pl.settings.changes import changed_settings
 from qerl_pl.tools.page.completions import block, choose_files
+from qerl_pl.tools.page.teacher import teacher_tables
 from qerl_pl.tools.page.verdicts import verdicts
 
 DIGITS = 6  # significant, of a curve's values
@@ -73,6 +74,7 @@ def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
         "curves": {tag: [curve.steps, [_short(value) for value in curve.values]] for tag, curve in curves.items()},
         "summary": {name: _short(value) for name, value in summarize(curves).items()},
         "verdicts": verdicts(curves),
+        "teacher": teacher_tables(folder),
         "config": (folder / "config.yaml").read_text(encoding="utf-8") if config else "",
         "changes": [  # config.1.yaml has the settings before the first change
             {"file": before.name, "settings": changed_settings(_settings(before), _settings(after))}

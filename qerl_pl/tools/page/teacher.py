@@ -1,0 +1,48 @@
+"""Where a policy differs from its teacher: tables by position and by token for the page of runs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BOUNDS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)  # of positions in a completion
+MOST_TOKENS = 12
+
+
+def teacher_tables(run: Path) -> dict[str, Any] | None:
+    """Compare log p of the sampled tokens with the teacher's log q, in the first and in the last rollout of a run of
+    which per-token values with a teacher were written; None if there is none.
+
+    Returns:
+        JSON-serialisable: ``rollouts``, their indices; ``positions``, a row for each range of positions with the mean
+        of log p - log q in each rollout, an estimate of KL(p || q) there, None where no completion is so long; and
+        ``tokens``, rows of text, number and mean of log p - log q in the last rollout, those with the largest sum.
+    """
+    from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
+
+    paths = sorted(run.glob("completions/train-*.safetensors"))
+    if not paths or read_tokens(paths[0]).teacher is None:
+        return None
+    last = next(path for path in reversed(paths) if read_tokens(path).teacher is not None)
+    columns, tokens, excess = {}, None, np.zeros(0)
+    for path in (paths[0], last):
+        tokens = read_tokens(path)
+        assert tokens.teacher is not None
+        excess, offsets = -tokens.teacher.double().numpy(), tokens.offsets.numpy()
+        position = np.arange(len(excess)) - np.repeat(offsets[:-1], np.diff(offsets))
+        parts = [excess[(position >= low) & (position < high)] for low, high in pairwise(BOUNDS)]
+        columns[int(path.stem.rpartition("-")[2])] = [float(part.mean()) if len(part) else None for part in parts]
+    assert tokens is not None
+    ids, which, counts = np.unique(tokens.ids.numpy(), return_inverse=True, return_counts=True)
+    sums = np.bincount(which, weights=excess)
+    largest = np.argsort(-sums)[:MOST_TOKENS]
+    places = [f"tokens {low + 1} to {high}" for low, high in pairwise(BOUNDS)]
+    rows = [list(row) for row in zip(places, *columns.values(), strict=True)]
+    return {
+        "rollouts": list(columns),
+        "positions": [row for row in rows if any(value is not None for value in row[1:])],
+        "tokens": [[tokens.pieces[int(ids[at])], int(counts[at]), float(sums[at] / counts[at])] for at in largest],
+    }
