@@ -136,12 +136,13 @@ class StepTimes:
         self._began = 0.0
 
     def time_phases(self, trainer: Any) -> None:
-        """Replace the methods of a trainer that are phases by timed ones."""
+        """Replace the methods of a trainer that are phases by timed ones; a DistillationTrainer has no rewards."""
         if trainer.use_vllm:
             self._time("sync", trainer.vllm_generation, "sync_weights")
         self._time("rollout", trainer, "_generate_single_turn")  # it calls sync_weights
-        self._time("reward", trainer, "_calculate_rewards")
-        self._time("logprob", trainer, "_get_per_token_logps_and_entropies")
+        for phase, name in (("reward", "_calculate_rewards"), ("logprob", "_get_per_token_logps_and_entropies")):
+            if hasattr(trainer, name):
+                self._time(phase, trainer, name)
 
     def _time(self, phase: str, owner: Any, name: str) -> None:
         method = getattr(owner, name)
