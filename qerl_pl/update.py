@@ -118,15 +118,9 @@ def improve(
     state["train/micro_batch_tokens"] = float(batch.budget.tokens)
     metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch)
     metrics |= {name: torch.as_tensor(value) for name, value in state.items()}
+    taught, tokens = batch.teacher and batch.teacher.logprobs, batch.budget.tokens
     return UpdateReport(
-        metrics=metrics,
-        old_logprobs=batch.old,
-        entropy=batch.entropy,
-        teacher_logprobs=batch.teacher and batch.teacher.logprobs,
-        experience=batch.experience,
-        with_gradient=with_gradient,
-        micro_batch_tokens=batch.budget.tokens,
-        entropy_coefficient=next_coefficient,
+        metrics, batch.old, batch.entropy, taught, batch.experience, with_gradient, tokens, next_coefficient
     )
 
 

@@ -220,12 +220,13 @@ def losses(
 
 def loss(args: argparse.Namespace) -> None:
     """Print the losses of both trainers."""
-    folders = [base_folder(str(path), None) for path in (args.model, args.teacher)]
-    tokenizer = read_tokenizer(folders[0])
+    student, teacher = (base_folder(str(path), None) for path in (args.model, args.teacher))
+    tokenizer = read_tokenizer(student)
     problems = [json.loads(line) for line in args.problems.read_text().splitlines()[: args.rows]]
-    rows = [tuple(tokenizer(problem[part])["input_ids"] for part in ("question", "answer")) for problem in problems]
+    texts = [(problem["question"], problem["answer"]) for problem in problems]
+    rows = [(tokenizer(question)["input_ids"], tokenizer(answer)["input_ids"]) for question, answer in texts]
     torch.backends.cuda.matmul.allow_tf32 = False
-    ours, theirs = losses(*folders, rows), losses_of_trl(*folders, rows)
+    ours, theirs = losses(student, teacher, rows), losses_of_trl(student, teacher, rows)
     emit(
         "distillation/loss",
         shape_of(args) | {"rows": args.rows, "tokens": sum(len(tail) for _, tail in rows)},
@@ -267,10 +268,11 @@ def trl(args: argparse.Namespace) -> None:
     each = model["sampling"]["num_completions"]
     prompts = [prompt.text for prompt in prompts_of(args, args.steps * data["batch_size"]) for _ in range(each)]
     args.sleep = args.checkpointing = False
-    folders = [base_folder(str(path), None) for path in (args.model, args.teacher)]
+    student, teacher = (base_folder(str(path), None) for path in (args.model, args.teacher))
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of_trl(
-            *folders,
+            student,
+            teacher,
             prompts,
             model["lora"],
             output_dir=folder,

@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     curves = read_curves(folder / "run")
     warm_up = 1 if args.steps > 1 else 0
     times = {name: curve.values[warm_up:] for name, curve in curves.items() if name.startswith("time/")}
-    phases = {phase: times[f"time/{phase}_s"] for phase in harness.PHASES if f"time/{phase}_s" in times}
+    phases = {phase: times[f"time/{phase}_s"] for phase in ("teacher", *harness.PHASES) if f"time/{phase}_s" in times}
     steps = times.get("time/step_s", [])
     if not steps or not (process.returncode == 0 or args.limit):
         raise SystemExit(f"the run ended with {process.returncode} and {len(steps)} steps after {warm_up} of warm-up")

@@ -49,13 +49,14 @@ CURVES = {  # of a line, with the scalars that they are read from
     "lenient": "train/lenient",
     "entropy": "policy/entropy",
     "gap": "gap/mean_abs",
+    "teacher_kl": "teacher/kl",
     "grad_norm": "train/grad_norm",
     **{f"{name}": f"rollout/{name}" for name in ("surprisal", "completion_tokens", "truncated_share")},
     "groups_with_signal": "rollout/groups_with_signal",
     "rollout_tokens_per_s": "throughput/rollout_tokens_per_s",
     "host_bytes": HOST,
     "gpu_gib": "memory/peak_gib",
-    **{f"{phase}_s": f"time/{phase}_s" for phase in ("step", *PHASES)},
+    **{f"{phase}_s": f"time/{phase}_s" for phase in ("step", "teacher", *PHASES)},
 }
 
 

@@ -49,7 +49,8 @@ def write_rollout(folder: Path, step: int, count: int = EACH, length: int = 250,
             }
         )
         values = torch.rand(3, length, generator=torch.Generator().manual_seed(at))
-        rows.append(RowTokens(torch.tensor(ids), -6 * values[0], values[1] - 0.5, 3 * values[2], at / count - 0.5))
+        numbers = -6 * values[0], values[1] - 0.5, 3 * values[2]
+        rows.append(RowTokens(torch.tensor(ids), *numbers, at / count - 0.5, teacher=-values[1]))
     path = folder / "completions" / f"train-{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -172,7 +173,7 @@ def test_the_keyboard_is_enough(browse, page):
         })()"""
         assert await tab.value(seen), "the chosen completion is scrolled into sight"
         pressed = "document.querySelector('#detail button[aria-pressed=true]').textContent"
-        for colouring in ("entropy", "gap", "advantage", "none", "log-probability"):
+        for colouring in ("entropy", "gap", "teacher", "advantage", "none", "log-probability"):
             await tab.press("c")
             assert await tab.value(pressed) == colouring
         names = set()

@@ -103,12 +103,14 @@ function tokens(row) {
   });
   return text;
 }
+const has = (row, name) => name !== "teacher" || row.q !== undefined;
 function drawDetail() {
   const row = shown[chosen];
   if (!row) { $("detail").replaceChildren(make("p", {}, rows.length ? "No completion matches." : "This run has no files of completions.")); return; }
   const buttons = make("div", { class: "tools" }, "colour of tokens:", ...COLOURINGS.map((name, at) => {
+    if (!has(row, name)) return "";
     const button = make("button", { type: "button", "aria-pressed": at === colouring }, name);
-    button.disabled = !row.t || (name === "teacher" && !row.q);
+    button.disabled = !row.t;
     button.onclick = () => { colouring = at; drawDetail(); };
     if (at === colouring && row.t) button.style.borderColor = "var(--accent)";
     return button;
@@ -139,7 +141,10 @@ addEventListener("keydown", (event) => {
   if (event.key === "/") { event.preventDefault(); $("search").focus(); }
   else if (event.key === "j" || (inList && event.key === "ArrowDown")) { event.preventDefault(); choose(chosen + 1); }
   else if (event.key === "k" || (inList && event.key === "ArrowUp")) { event.preventDefault(); choose(chosen - 1); }
-  else if (event.key === "c") { colouring = (colouring + 1) % COLOURINGS.length; drawDetail(); }
+  else if (event.key === "c" && chosen >= 0) {
+    do colouring = (colouring + 1) % COLOURINGS.length; while (!has(shown[chosen], COLOURINGS[colouring]));
+    drawDetail();
+  }
 });
 showCurves();
 addEventListener("DOMContentLoaded", () => setTimeout(() => {

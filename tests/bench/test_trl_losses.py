@@ -18,10 +18,13 @@ def test_losses_are_those_of_trl(tmp_path: Path, temperature: float) -> None:
     for seed, name in enumerate(("student", "teacher")):
         make_tiny(tmp_path / name, seed=seed, sft_steps=0)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 13, (5, 2), generator=generator).tolist()
-    rows = [tuple(torch.randint(250, (length,), generator=generator).tolist() for length in row) for row in lengths]
-    models = str(tmp_path / "student"), str(tmp_path / "teacher")
-    ours, theirs = (measure(*models, rows, temperature=temperature) for measure in (losses, losses_of_trl))
+    heads, tails = (
+        [torch.randint(250, (length,), generator=generator).tolist() for length in lengths]
+        for lengths in ((3, 9, 1, 12), (7, 1, 12, 4))
+    )
+    rows = list(zip(heads, tails, strict=True))
+    student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
+    ours, theirs = (measure(student, teacher, rows, temperature=temperature) for measure in (losses, losses_of_trl))
     assert list(ours) == list(theirs) == list(BETAS)
     assert min(ours.values()) > 0.01, "else there is nothing to compare"
     assert ours == pytest.approx(theirs, abs=1e-6)
