@@ -1,4 +1,4 @@
-"""Where a policy differs from its teacher: tables by position and by token for the page of runs."""
+"""Compare a policy with its teacher by position and by token, for the page of runs."""
 
 from __future__ import annotations
 
