@@ -122,7 +122,8 @@ def test_a_policy_that_is_its_base_has_a_kl_of_exactly_zero_to_it(policy, kl_in)
     assert float(report.metrics["policy/kl_ref"]) == 0.0
     assert float(report.metrics["policy/kl_old"]) == 0.0
     _, free = updated(policy, experience, Objective())
-    torch.testing.assert_close(gradient, free, rtol=1e-5, atol=1e-8)
+    # Rounding errors of fp32 sums are in proportion to the largest terms, and differ among processors.
+    torch.testing.assert_close(gradient, free, rtol=1e-5, atol=1e-6 * float(free.abs().max()))
 
 
 @pytest.mark.parametrize("divergence", ["sampled", "forward", "reverse", "jensen_shannon"])
