@@ -115,12 +115,13 @@ def test_a_sampler_that_is_far_away_leaves_loss_gradient_and_metrics_finite(poli
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_a_policy_that_is_its_base_has_a_kl_of_exactly_zero_to_it(policy, kl_in):
+def test_a_policy_that_is_its_base_has_no_kl_to_it(policy, kl_in):
     experience = batch(policy, gap=0.0)
     held = Objective(kl_in=kl_in, kl_coefficient=0.5)
     report, gradient = updated(policy, experience, held)
-    assert float(report.metrics["policy/kl_ref"]) == 0.0
-    assert float(report.metrics["policy/kl_old"]) == 0.0
+    # Equal passes may round differently: on some processors a sum depends on where in memory its terms lie.
+    assert abs(float(report.metrics["policy/kl_ref"])) < 1e-6
+    assert abs(float(report.metrics["policy/kl_old"])) < 1e-6
     _, free = updated(policy, experience, Objective())
     # Rounding errors of fp32 sums are in proportion to the largest terms, and differ among processors.
     torch.testing.assert_close(gradient, free, rtol=1e-5, atol=1e-6 * float(free.abs().max()))
