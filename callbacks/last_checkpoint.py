@@ -40,7 +40,7 @@ class LastCheckpoint(ModelCheckpoint):
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is
             always saved.
         background_bytes: a checkpoint whose tensors take at least this many bytes is written in the background, from a
-            copy in host memory.
+            copy in host memory that is kept until the run ends.
 
     Raises:
         ValueError: ``every_n_rollouts`` is less than 1, or ``background_bytes`` is negative.
@@ -142,7 +142,7 @@ class LastCheckpoint(ModelCheckpoint):
             link = self._path(PREVIOUS + ".tmp")
             link.unlink(missing_ok=True)
             _link(last, link)
-            os.replace(link, self._path(PREVIOUS))
+            (writer.replace if writer else os.replace)(link, self._path(PREVIOUS))
         os.replace(pending, last)
         if writer:
             writer.damaged = None

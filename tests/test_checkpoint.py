@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import signal
 import threading
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,7 +146,96 @@ def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, free):
     assert (tmp_path / "a.ckpt").exists()
 
 
-def test_a_file_holds_no_other_bytes_than_its_tensors(io, tmp_path):
+def kept_open() -> int:
+    """Files of this process that have no name any more: their space is not free."""
+    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(link.endswith(".ckpt (deleted)") for link in links)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's list of open files")
+def test_a_file_that_is_replaced_is_freed_in_the_background(io, tmp_path, free):
+    io.save_checkpoint(checkpoint(), tmp_path / "other.ckpt", IN_BACKGROUND)
+    for name in ("new", "target"):
+        (tmp_path / f"{name}.ckpt").write_text(name)
+    io.replace(tmp_path / "new.ckpt", tmp_path / "target.ckpt")
+    assert (tmp_path / "target.ckpt").read_text() == "new"
+    assert not (tmp_path / "new.ckpt").exists()
+    assert kept_open() == 1
+    free.set()
+    io.teardown()
+    assert kept_open() == 0
+    io.replace(tmp_path / "target.ckpt", tmp_path / "free name")
+    assert (tmp_path / "free name").read_text() == "new"
+    with pytest.raises(FileNotFoundError):
+        io.replace(tmp_path / "new.ckpt", tmp_path / "free name")
+    assert (tmp_path / "free name").read_text() == "new"
+
+
+@pytest.fixture
+def pinned():
+    """Whether the tensors that were written are in pinned memory, for each file that ``copies`` notes."""
+    return []
+
+
+@pytest.fixture
+def copies(monkeypatch, pinned):
+    """What was written: for each file its tensors, by weak references, of which a tensor has one."""
+    written, save = [], torch.save
+
+    def note(checkpoint, path):
+        tensors = (checkpoint["state"]["weight"], *checkpoint["state"]["moments"])
+        written.append([weakref.ref(tensor) for tensor in tensors])
+        pinned.append([torch.cuda.is_available() and tensor.is_pinned() for tensor in tensors])
+        save(checkpoint, path)
+
+    monkeypatch.setattr(torch, "save", note)
+    return written
+
+
+def test_copies_of_the_same_structure_share_their_memory_and_files_do_not(io, tmp_path, copies):
+    weight, other = torch.arange(6.0), torch.arange(6.0, requires_grad=True) * 2
+    for name, tensor in {"a": weight, "b": other}.items():
+        io.save_checkpoint(
+            {**PARTS, "state": {"weight": tensor, "moments": [tensor + 1]}}, tmp_path / name, IN_BACKGROUND
+        )
+        io.wait()
+    assert copies[0] == copies[1]
+    for name, tensor in {"a": weight, "b": other}.items():
+        state = io.load_checkpoint(tmp_path / name)["state"]
+        assert torch.equal(state["weight"], tensor)
+        assert torch.equal(state["moments"][0], tensor + 1)
+        assert not state["weight"].requires_grad
+    io.teardown()
+    assert [ref() for ref in copies[0]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("moments", "is_reused"),
+    [
+        ([torch.ones(3, 2), torch.tensor(7)], False),  # another shape
+        ([torch.ones(2, 3).bool(), torch.tensor(7)], False),  # another dtype
+        ([torch.ones(3, 2).t(), torch.tensor(7)], True),  # other strides only
+        ([torch.ones(2, 3)], False),
+        ([torch.ones(2, 3), torch.tensor(7), torch.ones(4, 0)], False),
+    ],
+)
+def test_another_structure_gets_new_memory(io, tmp_path, copies, moments, is_reused):
+    io.save_checkpoint(checkpoint(), tmp_path / "a", IN_BACKGROUND)
+    io.wait()
+    state = {"weight": torch.zeros(6), "moments": moments}
+    io.save_checkpoint({**PARTS, "state": state}, tmp_path / "b", IN_BACKGROUND)
+    io.wait()
+    assert all(ref() is not None for ref in copies[1])
+    assert [ref() is not None for ref in copies[0]] == [is_reused] * len(copies[0])
+    loaded = io.load_checkpoint(tmp_path / "b")["state"]
+    for tensor, expected in zip([loaded["weight"], *loaded["moments"]], [state["weight"], *moments], strict=True):
+        assert torch.equal(tensor, expected)
+        assert tensor.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("block", [64, 256, 2**20])
+def test_a_file_holds_no_other_bytes_than_its_tensors(io, tmp_path, monkeypatch, block):
+    monkeypatch.setattr("qerl_pl.checkpoint.BLOCK", block)
     drawn = torch.Generator().manual_seed(0)
     sizes = (7, 64, 1, 200, 0, 33)
     tensors = [torch.randn(size, generator=drawn).to(dtype) for size in sizes for dtype in (torch.bfloat16, torch.int8)]
@@ -156,15 +248,19 @@ def test_a_file_holds_no_other_bytes_than_its_tensors(io, tmp_path):
 
 
 @pytest.mark.gpu
-def test_copies_from_a_gpu_are_whole(io, tmp_path):
-    weight = torch.full((2**26,), 3.0, device="cuda")
-    state = {"weight": weight, "moments": [weight[:8].view(2, 4).t()]}
-    io.save_checkpoint({**PARTS, "state": state}, tmp_path / "a.ckpt", IN_BACKGROUND)
-    weight.fill_(-1)  # the next step
-    io.wait()
-    loaded = io.load_checkpoint(tmp_path / "a.ckpt")["state"]
-    assert bool((loaded["weight"] == 3).all())
-    assert torch.equal(loaded["moments"][0], torch.full((4, 2), 3.0))
+def test_copies_from_a_gpu_are_whole_and_in_pinned_memory(io, tmp_path, copies, pinned):
+    for step in range(2):
+        weight = torch.full((2**26,), float(step), device="cuda")
+        state = {"weight": weight, "moments": [weight[:8].view(2, 4).t(), torch.tensor(step)]}
+        io.save_checkpoint({**PARTS, "state": state}, tmp_path / str(step), IN_BACKGROUND)
+        weight.fill_(-1)  # the next step
+        io.wait()
+    assert copies[0] == copies[1], "the memory is used again"
+    assert pinned == [[True, True, False]] * 2
+    for step in range(2):
+        state = io.load_checkpoint(tmp_path / str(step))["state"]
+        assert bool((state["weight"] == step).all())
+        assert torch.equal(state["moments"][0], torch.full((4, 2), float(step)))
 
 
 @pytest.mark.parametrize("then", ["wait", "teardown", "save"])
