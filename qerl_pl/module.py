@@ -94,8 +94,6 @@ class QeRLModule(LightningModule):
         self.micro_batch_tokens = self.settings.first_micro_batch
         self.memory_plan: Plan | None = None
         """Memory plan of this run on its GPU; None on a CPU."""
-        self.entropy_coefficient = 0.0
-        """Coefficient of the entropy bonus in the next rollout's loss; only used with ``objective.entropy_control``."""
         self.norm_noise = NormNoise()
         """AQN noise of the next rollout's norm weights; a callback may set it before each rollout."""
         self.policy: Policy
@@ -259,8 +257,6 @@ class QeRLModule(LightningModule):
             max_tokens=self.sampling.max_tokens,
             num_updates=self.settings.updates_per_rollout,
             num_mini_batches=self.settings.mini_batches,
-            entropy_coefficient=self.entropy_coefficient,
-            seed=derive_seed(self.settings.seed, "update", index),
             micro_batch_tokens=self.micro_batch_tokens,
         )
         report = improve(
@@ -273,7 +269,7 @@ class QeRLModule(LightningModule):
             teacher=self.teacher,
         )
         self.log_dict(report.metrics)
-        self.micro_batch_tokens, self.entropy_coefficient = report.micro_batch_tokens, report.entropy_coefficient
+        self.micro_batch_tokens = report.micro_batch_tokens
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
 
     def _forget_scalars(self) -> None:
@@ -345,7 +341,6 @@ class QeRLModule(LightningModule):
         checkpoint["state_dict"] = self.policy.adapter_state()
         if self.policy.start is not None:
             checkpoint["start"] = self.policy.start
-        checkpoint["entropy_coefficient"] = self.entropy_coefficient
         checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -359,7 +354,6 @@ class QeRLModule(LightningModule):
         self.policy.load_adapter_state(adapter_of(checkpoint))
         self.policy.start = checkpoint.get("start")
         checkpoint["state_dict"] = {}
-        self.entropy_coefficient = checkpoint.get("entropy_coefficient", 0.0)
 
     def start_engine(self) -> None:
         """Start the rollout engine, unless it has started."""

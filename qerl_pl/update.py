@@ -40,8 +40,6 @@ class UpdateReport:
     has a KL or entropy term, all rows in the loss."""
     micro_batch_tokens: int
     """Most tokens per pass: the given limit, or a smaller one if GPU memory ran out during the update."""
-    entropy_coefficient: float
-    """Coefficient of the entropy bonus for the next batch: the given one, unless ``entropy_control`` adapts it."""
 
 
 def improve(
@@ -89,13 +87,6 @@ def improve(
     live = batch.rows[with_gradient]
     with watch.phase("wait"):
         terms = batch_terms(batch, objective)
-    state: dict[str, float] = {}
-    next_coefficient = settings.entropy_coefficient
-    if (control := objective.entropy_control) is not None and terms.mean_entropy is not None:
-        bonus = control.in_force(next_coefficient, terms.mean_entropy)
-        next_coefficient = control.following(next_coefficient, terms.mean_entropy)
-        objective = replace(objective, entropy_control=None, entropy_coefficient=bonus)
-        state["policy/entropy_coefficient"] = bonus
     totals: dict[str, Tensor] = {}
     with watch.phase("train"):
         for update in range(num_updates):
@@ -115,12 +106,16 @@ def improve(
         reference=batch.reference is not None,
         teacher=batch.teacher is not None and batch.teacher.states is not None,
     )
-    state["train/micro_batch_tokens"] = float(batch.budget.tokens)
     metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch)
-    metrics |= {name: torch.as_tensor(value) for name, value in state.items()}
-    taught, tokens = batch.teacher and batch.teacher.logprobs, batch.budget.tokens
+    metrics["train/micro_batch_tokens"] = torch.as_tensor(float(batch.budget.tokens))
     return UpdateReport(
-        metrics, batch.old, batch.entropy, taught, batch.experience, with_gradient, tokens, next_coefficient
+        metrics=metrics,
+        old_logprobs=batch.old,
+        entropy=batch.entropy,
+        teacher_logprobs=batch.teacher and batch.teacher.logprobs,
+        experience=batch.experience,
+        with_gradient=with_gradient,
+        micro_batch_tokens=batch.budget.tokens,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MATHS = ("losses", "advantages", "correction", "custom", "entropy_control", "objective", "resolved")
+MATHS = ("losses", "advantages", "correction", "custom", "objective", "resolved")
 TORCH_ONLY = ("common/types", "policy/evidence", "policy/logprobs", *(f"objective/{name}" for name in MATHS))
 STDLIB_ONLY = ("common/seeding", "noise/schedule", "tasks/arithmetic")
 

@@ -16,7 +16,6 @@ from qerl_pl.common.types import Experience
 from qerl_pl.objective import Objective
 from qerl_pl.objective.advantages import batch_std, group_advantages
 from qerl_pl.objective.correction import Rejection
-from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import Aggregation, clipped_policy_loss, count_divisor, row_weights
 from qerl_pl.objective.teacher import TeacherTerm
 from qerl_pl.policy.lora import LoraSettings
@@ -34,7 +33,6 @@ OBJECTIVES = {
     "dapo": Objective(),
     "grpo with KL and entropy": Objective(aggregation="sequence", kl_coefficient=0.1, entropy_coefficient=0.01),
     "top entropy, corrected": Objective(top_entropy_share=0.6, correction="truncate", aggregation="constant"),
-    "entropy controlled": Objective(entropy_control=EntropyControl(target=9.0)),
     "masked, out of the divisor": Objective(
         correction="mask", correction_low=0.5, correction_divisor="kept", rejection=Rejection("sequence", 0.001, 1000.0)
     ),
@@ -104,7 +102,6 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
             max_tokens=LONGEST - PROMPT,
             num_updates=2,
             num_mini_batches=mini_batches,
-            entropy_coefficient=0.01,
             micro_batch_tokens=2 * LONGEST,
         ),
         step=step,

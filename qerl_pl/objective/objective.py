@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 from qerl_pl.objective.advantages import Baseline
 from qerl_pl.objective.correction import Level, Mode, Rejection
 from qerl_pl.objective.custom import UserAdvantages, UserSurrogate
-from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import SURROGATES, Aggregation, KLKind
 from qerl_pl.objective.resolved import ResolvedObjective
 from qerl_pl.objective.teacher import TeacherTerm
@@ -94,8 +93,6 @@ class Objective:
         entropy_coefficient: coefficient of an entropy bonus, which is averaged as the loss is (``aggregation``; as in
             verl, while TRL always takes the mean over tokens). Where the loss is divided by rows times max_tokens
             (dr_grpo), the bonus of a token weighs mean length / max_tokens times as much as in a mean over tokens.
-        entropy_control: entropy bonus with an adaptive coefficient in place of entropy_coefficient; costs a forward
-            pass before the first update. null: none.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
         teacher: draws the policy towards ``model.teacher`` on its own samples (distillation), in addition to rewards or
             without any; null: no teacher.
@@ -124,7 +121,6 @@ class Objective:
     kl: KLKind | None = None
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coefficient: float = 0.0
-    entropy_control: EntropyControl | None = None
     top_entropy_share: float = 1.0
     teacher: TeacherTerm | None = None
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from qerl_pl.common.checks import require_finite, require_no_nan
 from qerl_pl.objective.advantages import AdvantageFunction, Baseline
 from qerl_pl.objective.correction import Correction, Level, Mode, Rejection, importance_weights
-from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import (
     Aggregation,
     KLKind,
@@ -85,7 +84,6 @@ class ResolvedObjective:
     kl: KLKind
     kl_in: Literal["loss", "reward"]
     entropy_coefficient: float
-    entropy_control: EntropyControl | None
     top_entropy_share: float
     teacher: TeacherTerm | None
 
@@ -129,11 +127,6 @@ class ResolvedObjective:
             yield (
                 f"kl is {self.kl!r} and kl_in 'reward': only k1's gradient there is that of the KL (that of the others "
                 "vanishes near the base, so nothing is held); expected k1, or kl_in: loss"
-            )
-        if self.entropy_control is not None and self.entropy_coefficient:
-            yield (
-                f"entropy_coefficient is {self.entropy_coefficient} and entropy_control is set, which chooses it; "
-                "expected one of them"
             )
         if self.correction == "mask" and self.correction_low == self.correction_high:
             yield (
@@ -197,14 +190,13 @@ class ResolvedObjective:
     def needs_first_pass(self) -> bool:
         """Whether the loss needs log-probabilities or entropies of the whole batch before the first backward pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
-        follows_entropy = self.entropy_control is not None
-        return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept" or follows_entropy
+        return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
 
     @property
     def every_row_counts(self) -> bool:
         """Whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss or from a
         teacher."""
-        bonus = self.entropy_coefficient != 0 or self.entropy_control is not None or self.teacher is not None
+        bonus = self.entropy_coefficient != 0 or self.teacher is not None
         return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
     def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:

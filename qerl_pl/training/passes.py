@@ -35,10 +35,6 @@ class UpdateSettings:
     """Epochs over the batch."""
     num_mini_batches: int = 1
     """Optimizer steps per epoch, each on a different part of the prompts, as in PPO."""
-    entropy_coefficient: float = 0.0
-    """Coefficient of the entropy bonus, if the objective adapts it (``entropy_control``)."""
-    seed: int = 0
-    """Seed of random choices, the same on all ranks."""
 
 
 class Part:

@@ -38,9 +38,6 @@ class BatchTerms:
     """[M] divisor of the KL and entropy terms of each mini-batch, averaged over the ranks."""
     policy_divisors: Tensor
     """[M] divisor of the policy loss of each mini-batch, averaged over the ranks."""
-    mean_entropy: float | None
-    """Mean entropy of the tokens in the loss, in nats, over all ranks; None if the objective does not depend on it or
-    the loss has no token."""
 
 
 def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
@@ -63,12 +60,7 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
     ]
     # Divisors are averaged over ranks and not summed, because the gradients are averaged over ranks too.
     divisors, policy_divisors = ranks.mean(torch.stack(counts).double()).view(2, -1)
-    mean_entropy = None
-    if objective.entropy_control is not None:
-        entropies = batch.entropy[experience.mask].double()
-        total, count = ranks.mean(torch.stack([entropies.sum(), entropies.new_tensor(len(entropies))])).tolist()
-        mean_entropy = total / count if count else None  # a batch without tokens says nothing of the entropy
-    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors, mean_entropy)
+    return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors)
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:

@@ -139,15 +139,18 @@ def test_several_updates_of_mini_batches_and_an_optimizer_of_8_bits_resume_exact
     adam = "--model.optimizer"
     updates = (adam, "bitsandbytes.optim.AdamW8bit", f"{adam}.lr", "1e-2", f"{adam}.min_8bit_size", "1")
     updates += ("--model.updates_per_rollout", "2", "--model.mini_batches", "2", "--trainer.max_steps", "16")
-    updates += ("--model.lora.train_norms", "true", "--model.objective.entropy_control.target", "9")
-    updates += ("--model.lora.dropout", "0.1")  # which draws from torch's global stream
+    updates += (
+        "--model.lora.train_norms",
+        "true",
+        "--model.lora.dropout",
+        "0.1",
+    )  # which draws from torch's global stream
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
     run("fit", tmp_path / "straight", *updates)
     run("fit", tmp_path / "stopped", *updates, *ctrl_c)
     run("fit", tmp_path / "stopped", *updates, "--ckpt_path", "last")
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
     curves = read_curves(tmp_path / "straight")
-    assert curves["policy/entropy_coefficient"].values == pytest.approx([0.0, 0.005, 0.01, 0.015])
     assert curves["policy/kl_old"].values[-1] > 0, "the second update's ratio is not 1"
     [optimizer] = load_last(tmp_path / "straight")["optimizer_states"]
     moments = [state["__bnb_optimizer_quant_state__"]["state1"] for state in optimizer["state"].values()]

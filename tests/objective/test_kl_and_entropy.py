@@ -1,4 +1,4 @@
-"""Laws of the KL estimators, of the top-entropy threshold and of the entropy bonus that adapts."""
+"""Laws of the KL estimators and of the top-entropy threshold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.objective import Objective
-from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import entropy_threshold, kl_estimate, weighted_sum
 from tests.reference import losses as reference
 
@@ -91,25 +89,3 @@ def test_ties_at_the_entropy_threshold_are_kept():
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises(ValueError, match="share is"):
         entropy_threshold(torch.ones(3), share)
-
-
-def test_an_adaptive_bonus_acts_below_the_target_alone_and_follows_the_papers_recursion():
-    control = EntropyControl(target=0.2, step=0.005)
-    coefficient, seen = 0.0, []
-    for entropy in (0.5, 0.3, 0.19, 0.1, 0.05, 0.25, 0.2, 0.1):
-        seen.append(control.in_force(coefficient, entropy))
-        coefficient = control.following(coefficient, entropy)
-    # Not below 0 while entropy is high; then 0, step, 2 step; off above the target, which takes one step back.
-    assert seen == pytest.approx([0.0, 0.0, 0.0, 0.005, 0.01, 0.0, 0.01, 0.01])
-
-
-@pytest.mark.parametrize("name", ["target", "step"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_settings_of_the_adaptive_bonus_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"entropy_control.{name} is {value}"):
-        EntropyControl(**{name: value})
-
-
-def test_a_fixed_bonus_and_an_adaptive_one_are_refused():
-    with pytest.raises(ValueError, match=r"entropy_coefficient is 0\.1 and entropy_control is set"):
-        Objective(entropy_coefficient=0.1, entropy_control=EntropyControl())

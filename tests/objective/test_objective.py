@@ -15,7 +15,6 @@ from qerl_pl.module import QeRLModule
 from qerl_pl.objective import LossInputs, Objective
 from qerl_pl.objective.advantages import group_advantages
 from qerl_pl.objective.correction import Rejection
-from qerl_pl.objective.entropy_control import EntropyControl
 from qerl_pl.objective.losses import entropy_threshold, kl_estimate
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy
@@ -92,10 +91,7 @@ def test_noise_that_is_kept_leaves_noise_free_rollouts_corrected(policy):
 def test_a_batch_without_tokens_in_the_loss_changes_nothing_and_measures_nothing(policy):
     experience, _ = sampled_elsewhere(policy)
     empty = replace(experience, mask=torch.zeros_like(experience.mask))
-    control = EntropyControl(target=0.2, step=0.005)
-    objective = Objective(correction="truncate", rejection=Rejection(), entropy_control=control)
-    report, gradient = updated(policy, empty, objective, entropy_coefficient=0.03)
-    assert report.entropy_coefficient == 0.03, "kept: nothing is known of the entropy"
+    report, gradient = updated(policy, empty, Objective(correction="truncate", rejection=Rejection()))
     assert not gradient.any()
     assert not [name for name in report.metrics if name.startswith("correction/")]
     assert not [name for name, value in report.metrics.items() if torch.as_tensor(value).isnan()]
@@ -253,20 +249,6 @@ def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
     halves = [type(experience)(**{n: t[rows] for n, t in vars(experience).items()}) for rows in ([0, 1], [2, 3])]
     for gradient, half in zip(found, halves, strict=True):
         torch.testing.assert_close(gradient, updated(policy, half, Objective())[1], rtol=1e-4, atol=1e-7)
-
-
-def test_a_controlled_bonus_is_the_fixed_one_of_its_coefficient(policy):
-    experience, _ = sampled_elsewhere(away_from_its_base(policy))
-    _, fixed = updated(policy, experience, Objective(entropy_coefficient=0.3))
-    control = EntropyControl(target=100.0, step=0.1)
-    report, found = updated(policy, experience, Objective(entropy_control=control), entropy_coefficient=0.3)
-    torch.testing.assert_close(found, fixed, rtol=1e-4, atol=1e-7)
-    assert report.entropy_coefficient == pytest.approx(0.4)
-    above = Objective(entropy_control=replace(control, target=1e-3))
-    report, found = updated(policy, experience, above, entropy_coefficient=0.3)
-    _, without = updated(policy, experience, Objective())
-    torch.testing.assert_close(found, without, rtol=1e-4, atol=1e-7)
-    assert report.entropy_coefficient == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
