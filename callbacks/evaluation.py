@@ -23,20 +23,11 @@ class EvaluationReport(Callback):
     A completion is right if the first reward gives it 1. A completion that could not be scored counts as wrong, because
     leaving it out would make a hard problem look easy; the table has the share of such completions.
 
-    Args:
-        level: coverage of the bootstrap intervals over problems, in (0, 1).
-
     Example:
         trainer:
           callbacks+:
             - class_path: callbacks.evaluation.EvaluationReport
-              init_args: {level: 0.95}
     """
-
-    def __init__(self, level: float = 0.95) -> None:
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected the share of an interval, above 0 and below 1, e.g. 0.95")
-        self.level = level
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -52,12 +43,12 @@ class EvaluationReport(Callback):
             return
         n, name = pl_module.settings.evaluation.num_completions, pl_module.rewards[0].name
         checkpoint = trainer.ckpt_path and str(trainer.ckpt_path)
-        summary = {"checkpoint": checkpoint, **summarize(pl_module.evaluated, n=n, name=name, level=self.level)}
+        summary = {"checkpoint": checkpoint, **summarize(pl_module.evaluated, n=n, name=name)}
         path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
         write_whole(path, json.dumps(summary, indent=1) + "\n")
         title = f"{Path(checkpoint).name if checkpoint else 'the base'}, {summary['num_problems']} problems x {n}"
         title += f", right: {name} = 1"
-        table = Table("", "value", f"{self.level:.0%} interval", title=title)
+        table = Table("", "value", "95 % interval", title=title)
         for key, value in summary["accuracy"].items():
             table.add_row(key, f"{value['mean']:.4f}", f"{value['low']:.4f} to {value['high']:.4f}")
         for key in ("truncated_share", "unscored_share", "mean_tokens"):
@@ -66,16 +57,15 @@ class EvaluationReport(Callback):
         print(f"written to {path}")
 
 
-def summarize(rows: list[dict[str, Any]], *, n: int, name: str, level: float) -> dict[str, Any]:
+def summarize(rows: list[dict[str, Any]], *, n: int, name: str) -> dict[str, Any]:
     """Compute the values of an evaluation's table from the records of P problems with n completions each, ordered by
-    problem; the reward ``name`` says whether a completion is right (1), and ``level`` is the coverage of the
-    intervals."""
+    problem; the reward ``name`` says whether a completion is right (1)."""
     if not rows or len(rows) % n:
         raise ValueError(f"{len(rows)} records are no whole number of problems with {n} completions each")
     right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]
     accuracies = {}
     for key, values in accuracy(right, n).items():
-        low, high = bootstrap_interval(values, level=level)
+        low, high = bootstrap_interval(values)
         accuracies[key] = {"mean": values.mean().item(), "low": low, "high": high}
     return {
         "num_problems": len(right),

@@ -16,7 +16,6 @@ from jsonargparse import Namespace
 
 import train
 from callbacks.aqn import AdaptiveQuantizationNoise
-from callbacks.evaluation import EvaluationReport
 from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
 from qerl_pl.cli.checks import usable_callbacks
@@ -240,8 +239,6 @@ def test_a_learning_rate_of_zero_is_warned_about(recwarn):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: EvaluationReport(level=2.0), "level is 2.0"),
-        (lambda: EvaluationReport(level=float("nan")), "level is nan"),
         (lambda: MatchedTemperature("a", gain=float("nan")), "gain is nan"),
         (lambda: MatchedTemperature("a", limits=(0.5, float("inf"))), "limits are"),
         (lambda: AdaptiveQuantizationNoise(decay="constant", sigma_end=1e-3), "keeps sigma_start"),

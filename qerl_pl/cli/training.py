@@ -40,7 +40,6 @@ from qerl_pl.cli.smoke import HELP, shorten
 from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml_files, config_files, plain_settings, with_paths
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
 from qerl_pl.common.files import in_words, write_whole
-from qerl_pl.common.loggers import remove_empty_event_files
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import quoted_from_environment
@@ -130,8 +129,6 @@ class QeRLCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except BaseException as error:
-            if self.trainer.is_global_zero:
-                remove_empty_event_files(self.trainer.loggers)
             # After Ctrl-C, Lightning raises SystemExit(1), but the program's exit status has to be 130.
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "finished")
-LENGTH, CHECKSUM = 8, 4  # bytes; an event file's record: the data's length, its checksum, the data, their checksum
 
 
 def log_at(loggers: Iterable[Logger], values: Mapping[str, float], *, step: int) -> None:
@@ -64,17 +61,3 @@ def _code(text: str) -> str:
 def _cells(row: Mapping[str, Any]) -> list[Any]:
     texts = (scores_of(row), question_of(row), row["completion"], str(row["answer"]))
     return [row["reward"], *texts, row["num_tokens"], row.get("finished", True)]
-
-
-def remove_empty_event_files(loggers: Iterable[Logger]) -> None:
-    """Delete TensorBoard's event files that this process has opened and in which nothing was logged.
-
-    Lightning opens an event file before a run is set up. Call this on one rank, after the loggers are closed.
-    """
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            for path in Path(logger.log_dir).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
-                with path.open("rb") as file:
-                    first = int.from_bytes(file.read(LENGTH), "little")  # the first record is the format's version
-                if path.stat().st_size <= LENGTH + CHECKSUM + first + CHECKSUM:
-                    path.unlink()

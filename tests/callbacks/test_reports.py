@@ -22,7 +22,7 @@ class TestEvaluation:
 
     def test_accuracies_are_over_problems_and_unscored_counts_as_wrong(self):
         rows = [*map(self.row, (1.0, 0.0, 1.0, 1.0, None)), self.row(0.0, finished=False)]
-        summary = summarize(rows, n=2, name="answer", level=0.95)
+        summary = summarize(rows, n=2, name="answer")
         assert summary["num_problems"] == 3
         assert summary["right"] == "answer = 1"
         assert summary["accuracy"]["avg@2"]["mean"] == pytest.approx(0.5)
@@ -31,7 +31,7 @@ class TestEvaluation:
         assert summary["unscored_share"] == pytest.approx(1 / 6)
         assert summary["truncated_share"] == pytest.approx(1 / 6)
         with pytest.raises(ValueError, match="no whole number of problems"):
-            summarize(rows[:5], n=2, name="answer", level=0.95)
+            summarize(rows[:5], n=2, name="answer")
 
     @pytest.mark.parametrize(
         ("scores", "expected"),
