@@ -22,11 +22,13 @@ from qerl_pl.study.statistics import (
     holm,
     mean,
     pairs_to_accept,
+    seeds_needed,
     smallest_size,
 )
 from qerl_pl.study.study_file import Run, Study
 
-HEAD = ["readout", "arms", "difference", "pairs", "p", "p (Holm)", "sd", "seen from"]
+TINY_DIFFERENCE = 0.02  # the table has the number of seeds that would show this difference in accuracy
+HEAD = ["readout", "arms", "difference", "pairs", "p", "p (Holm)", "sd", "seen from", f"seeds for {TINY_DIFFERENCE}"]
 
 
 class Group(NamedTuple):
@@ -70,6 +72,8 @@ class Judged(NamedTuple):
     seen_from: float
     """Smallest true difference that is accepted, so adjusted, with a probability of 80 %; NaN if so few pairs can
     accept nothing."""
+    seeds: int | None
+    """Pairs with which a true difference of ``TINY_DIFFERENCE`` would be; None: too many, or the spread is unknown."""
 
 
 def gather(study: Study) -> list[Group]:
@@ -112,7 +116,8 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
     for pair, comparison, adjusted in zip(pairs, comparisons, holm([one.p for one in comparisons]), strict=True):
         known = not math.isnan(spread := comparison.spread)
         seen_from = smallest_size(comparison.difference.num, len(pairs)) * spread if known else math.nan
-        judged.append(Judged(*pair, readout, comparison, adjusted, seen_from))
+        seeds = seeds_needed(TINY_DIFFERENCE, spread, len(pairs)) if known else None
+        judged.append(Judged(*pair, readout, comparison, adjusted, seen_from, seeds))
     return judged
 
 
@@ -213,9 +218,10 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
     if not judged:
         return ["No two arms have runs to be compared yet."]
     rows = []
-    for one, other, readout, (difference, p, spread), adjusted, seen_from in judged:
+    for one, other, readout, (difference, p, spread), adjusted, seen_from, seeds in judged:
         cells = [readout, f"{one.name} - {other.name}", _shown(difference), str(difference.num)]
-        rows.append([*cells, *(_number(value) for value in (p, adjusted, spread, seen_from))])
+        cells += [_number(value) for value in (p, adjusted, spread, seen_from)]
+        rows.append([*cells, "-" if math.isnan(spread) else str(seeds or "> 10000")])
     return [
         *_table(HEAD, rows),
         "",

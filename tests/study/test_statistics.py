@@ -16,6 +16,7 @@ from qerl_pl.study.statistics import (
     mean,
     pairs_to_accept,
     power,
+    seeds_needed,
     smallest_p,
     smallest_size,
 )
@@ -113,7 +114,15 @@ def test_power_is_what_the_deciding_test_accepts_in_a_simulation(pairs, comparis
     assert power(size, pairs, comparisons) == pytest.approx(accepted, abs=0.06 if pairs <= 10 else 0.15)
 
 
-def test_the_smallest_difference_has_80_percent_power():
+def test_the_smallest_difference_and_the_number_of_seeds_have_80_percent_power():
     assert power(smallest_size(10, 5), 10, 5) == pytest.approx(0.8, abs=0.01)
     assert smallest_size(10, 5) == pytest.approx(1.39, abs=0.05), "by another simulation"
     assert smallest_size(20) < smallest_size(10) < smallest_size(10, 5)
+    for difference in (0.01, 0.02, 0.1):
+        num = seeds_needed(difference, 0.03, 3)
+        assert num is not None
+        assert power(difference / 0.03, num, 3) >= 0.8
+        assert num == pairs_to_accept(3) or power(difference / 0.03, num - 1, 3) < 0.8
+    assert seeds_needed(1e-9, 1.0) is None
+    assert seeds_needed(0.0, 1.0) is None
+    assert seeds_needed(0.02, 0.0, 2) == pairs_to_accept(2) == 7
