@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qerl_pl.hopper import engine
-from tests.rollout.test_vllm_scheduler import make_request
+from tests.rollout.test_vllm_scheduler import Played, core, make_request, make_scheduler  # noqa: F401
 
 pytestmark = pytest.mark.vllm
 
@@ -88,6 +88,26 @@ def test_a_spared_manager_holds_the_same_blocks_at_every_step(seed, caching):
                     manager.free(requests.pop(name))
         assert state(managers[0], running[0]) == state(managers[1], running[1])
     assert refused, "a full cache belongs to what is tested"
+
+
+@pytest.mark.parametrize("most_drafts", [1, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_spared_manager_holds_the_same_blocks_when_drafts_are_rejected(core, most_drafts, seed):  # noqa: F811
+    """Steps are scheduled ahead, as if all drafts of the last step were accepted, so computed tokens also become
+    fewer."""
+    both = [Played(make_scheduler(core, num_blocks=16), most_drafts, seed) for _ in range(2)]
+    engine.spare(both[1].scheduler)
+    while both[0].requests < 30 or both[0].scheduler.has_unfinished_requests():
+        for played in both:
+            if played.requests < 30 and len(played.scheduler.requests) < 8:
+                played.add()
+            played.step()
+        assert both[0].blocks() == both[1].blocks()
+        pools = [played.scheduler.kv_cache_manager.block_pool for played in both]
+        assert pools[0].get_num_free_blocks() == pools[1].get_num_free_blocks()
+        assert pools[0].cached_block_hash_to_block._cache.keys() == pools[1].cached_block_hash_to_block._cache.keys()
+    assert both[0].tokens == both[1].tokens
+    assert both[0].rejected > 50
 
 
 def test_most_calls_of_a_request_that_runs_are_spared():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.vllm
 BLOCK, MAX_LENGTH = 4, 60  # of the KV cache, in tokens; of a request
 
 
-def make_request(name: str, prompt: list[int]) -> Any:
+def make_request(name: str, prompt: list[int], block: int = BLOCK) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -23,7 +26,7 @@ def make_request(name: str, prompt: list[int]) -> Any:
 
     init_none_hash(sha256)
     params = SamplingParams(max_tokens=MAX_LENGTH)
-    return Request(name, list(prompt), params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+    return Request(name, list(prompt), params, None, block_hasher=get_request_block_hasher(block, sha256))
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +38,82 @@ def core(checkpoints):
     engine.close()
 
 
-@pytest.fixture
-def scheduler(core):
-    """One of its own, with requests a and b that want two tokens each."""
-    scheduler = type(core.scheduler)(
+def make_scheduler(core: Any, num_blocks: int | None = None) -> Any:
+    """A scheduler like the engine's, with its own number of blocks in the KV cache or another."""
+    config = core.scheduler.kv_cache_config
+    return type(core.scheduler)(
         vllm_config=core.vllm_config,
-        kv_cache_config=core.scheduler.kv_cache_config,
+        kv_cache_config=replace(config, num_blocks=num_blocks) if num_blocks else config,
         structured_output_manager=core.structured_output_manager,
         block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,
     )
+
+
+class Played:
+    """A scheduler whose model is played: it schedules two steps ahead, and of k drafts per sequence a random number is
+    accepted. Token and log-probability tell the request and the place that they belong to."""
+
+    def __init__(self, scheduler: Any, most_drafts: int, seed: int) -> None:
+        self.scheduler, self.draw = scheduler, random.Random(seed)
+        by_sequences = [most_drafts] * 6 + [most_drafts // 2]  # then 0
+        scheduler.num_spec_tokens, scheduler._spec_token_placeholders = most_drafts, []
+        scheduler.dynamic_sd_lookup = [*by_sequences, *[0] * 64]
+        self.ahead: deque[Any] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.requests = self.rejected = self.accepted = 0
+
+    def add(self) -> None:
+        name = f"{self.requests}-{'0' * 8}"
+        prompt = [self.draw.randrange(2)] * self.draw.choice([1, 30, 40, 64])  # some share blocks of the cache
+        request = make_request(name, prompt, BLOCK_SIZE)
+        request.max_tokens, request.sampling_params.logprobs = self.draw.randrange(1, MAX_MODEL_LEN - 64), 0
+        self.scheduler.add_request(request)
+        self.requests += 1
+
+    def step(self) -> None:
+        """Schedule a step, and answer the one before the last."""
+        while len(self.ahead) < 2:
+            self.ahead.append(self.scheduler.schedule())
+        self.answer(self.ahead.popleft())
+
+    def answer(self, step: Any) -> None:
+        import numpy as np
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        names = list(step.num_scheduled_tokens)
+        self.draw.shuffle(names)
+        sampled, logprobs, starts = [], [], [0]
+        for name in names:
+            drafts = len(step.scheduled_spec_decode_tokens.get(name, ()))
+            accepted = min(self.draw.choice([0, 0, 1, 2, drafts]), drafts)
+            request = self.scheduler.requests.get(name)
+            first = request.num_output_tokens if request else 0
+            sampled.append([first + place for place in range(accepted + 1)])
+            logprobs += [-int(name.partition("-")[0]) - (first + place) / 1024 for place in range(accepted + 1)]
+            logprobs += [float("nan")] * (drafts - accepted)
+            starts.append(len(logprobs))
+            self.accepted += accepted
+            self.rejected += drafts - accepted
+        values = np.array(logprobs, dtype=np.float32)[:, None]
+        cumulative = starts if len(logprobs) > len(names) else None
+        lists = LogprobsLists(np.zeros_like(values, dtype=np.int64), values, np.ones(len(values)), cumulative)
+        rows = {name: row for row, name in enumerate(names)}
+        output = ModelRunnerOutput(names, rows, sampled, lists if names else None)
+        for outputs in self.scheduler.update_from_output(step, output).values():
+            for each in outputs.outputs:
+                self.tokens.setdefault(each.request_id, []).extend(each.new_token_ids)
+
+    def blocks(self) -> dict[str, Any]:
+        """What the KV cache holds for each request."""
+        manager = self.scheduler.kv_cache_manager
+        return {name: manager.get_block_ids(name) for name in self.scheduler.requests}
+
+
+@pytest.fixture
+def scheduler(core):
+    """One of its own, with requests a and b that want two tokens each."""
+    scheduler = make_scheduler(core)
     for name in ("a", "b"):
         request = make_request(f"{name}-{'0' * 8}", [3, 4, 5])
         request.max_tokens, request.sampling_params.logprobs = 2, 0
@@ -90,3 +159,27 @@ def test_rows_of_several_tokens_go_vllms_way(scheduler):
     found = scheduler.update_from_output(step, answer([[7], [8]], [[-1.5, -3.0], [-2.5, -4.0]]))
     assert [output.new_logprobs.logprobs.tolist() for output in found[0].outputs] == [[[-1.5, -3.0]], [[-2.5, -4.0]]]
     assert scheduler.take_logprobs() == {}
+
+
+@pytest.mark.parametrize("most_drafts", [0, 1, 4, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_log_probabilities_go_with_their_tokens_in_steps_of_several_tokens(core, most_drafts, seed):
+    """Drafts are rejected, requests are preempted and resumed, and end in the middle of a step's tokens."""
+    scheduler = make_scheduler(core, num_blocks=16)
+    preempted, preempt = [], scheduler._preempt_request
+    scheduler._preempt_request = lambda *args, **more: (preempted.append(args), preempt(*args, **more))[1]
+    played = Played(scheduler, most_drafts, seed)
+    while played.requests < 30 or scheduler.has_unfinished_requests():
+        if played.requests < 30 and len(scheduler.requests) < 8:
+            played.add()
+        played.step()
+    while played.ahead:
+        played.answer(played.ahead.popleft())
+    logprobs = scheduler.take_logprobs()
+    assert len(played.tokens) == len(logprobs) == 30
+    for name, tokens in played.tokens.items():
+        number = name.partition("-")[0]
+        assert tokens == list(range(len(tokens)))
+        assert logprobs[number] == [-int(number) - place / 1024 for place in tokens]
+    assert preempted
+    assert not most_drafts or (played.accepted > 50 and played.rejected > 50)

@@ -42,8 +42,11 @@ class RolloutScheduler(AsyncScheduler):
         model_runner_output.logprobs = None
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         values, rows = logprobs.logprobs[:, 0].tolist(), model_runner_output.req_id_to_index
+        first = logprobs.cu_num_generated_tokens  # None: each request has one row
         for outputs in by_client.values():
             for output in outputs.outputs:
                 if output.new_token_ids:
-                    self._logprobs[output.request_id].append(values[rows[output.request_id]])
+                    row = rows[output.request_id]
+                    start = row if first is None else first[row]
+                    self._logprobs[output.request_id] += values[start : start + len(output.new_token_ids)]
         return by_client
