@@ -1,0 +1,77 @@
+"""Triton kernel that accepts drafts equal to the tokens that are sampled anyway.
+
+vLLM's sampler on a GPU takes the token with the largest sum of logit and Gumbel noise, and the noise is a hash of the
+request's seed, the position and the token. So a step that computes logits for the last token of a sequence and for k
+drafts after it samples, in each of these rows, the token that would be sampled without drafts, if the row's prefix is
+right. It is right as long as all drafts before are equal to the tokens sampled for their places. By induction, the
+tokens until the first difference are those of decoding without drafts, whatever the drafts are (drafter-invariant
+speculative decoding, arXiv 2408.07978, without its draft model).
+"""
+
+# pyright: reportCallIssue=false
+# Triton's type hints do not have its launch options.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl_pl.kernels.launching import launch
+
+
+def accept(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_drafts: int) -> tuple[Tensor, Tensor]:
+    """Take, for each of S sequences, the tokens up to the first one that differs from its draft, that one included.
+
+    Args:
+        sampled: [R] int64, the token sampled in each row of logits.
+        inputs: [T] integers, the model's input tokens.
+        rows: [R] int64, the index of each row's input token: a sequence's last token, or a draft.
+        starts: [S + 1] int32, the first row of each sequence, and R. Each has at least one row.
+        most_drafts: most drafts of a sequence; its rows are at most 1 more.
+
+    Returns:
+        Tokens, [S, 1 + most_drafts] int64, 0 after the last; and their number, [S] int32.
+    """
+    num, width = len(starts) - 1, 1 + most_drafts
+    tokens = torch.empty(num, width, dtype=torch.int64, device=sampled.device)
+    counts = torch.empty(num, dtype=torch.int32, device=sampled.device)
+    if num:
+        constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+        launch(_accept_kernel, (num,), (sampled, inputs, rows, starts, tokens, counts), constants, num_warps=1)
+    return tokens, counts
+
+
+def accept_reference(
+    sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_drafts: int
+) -> tuple[Tensor, Tensor]:
+    """Compute ``accept`` by loops: the definition that tests compare with."""
+    tokens = torch.zeros(len(starts) - 1, 1 + most_drafts, dtype=torch.int64)
+    counts = torch.zeros(len(starts) - 1, dtype=torch.int32)
+    for sequence, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        for row in range(start, end):
+            if row > start and inputs[rows[row]] != sampled[row - 1]:
+                break
+            tokens[sequence, row - start] = sampled[row]
+            counts[sequence] += 1
+    return tokens, counts
+
+
+@triton.jit
+def _least(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _accept_kernel(sampled, inputs, rows, starts, tokens, counts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    sequence = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + sequence)
+    num_rows = tl.load(starts + sequence + 1) - start
+    place = tl.arange(0, BLOCK)
+    is_row, is_draft = place < num_rows, (place > 0) & (place < num_rows)
+    draft = tl.load(inputs + tl.load(rows + start + place, mask=is_draft, other=0), mask=is_draft, other=0)
+    due = tl.load(sampled + start + place - 1, mask=is_draft, other=0)
+    count = tl.reduce(tl.where(is_draft & (draft != due), place, num_rows), 0, _least)
+    token = tl.load(sampled + start + place, mask=is_row & (place < count), other=0)
+    tl.store(tokens + sequence * WIDTH + place, token, mask=place < WIDTH)
+    tl.store(counts + sequence, count)

@@ -1,0 +1,104 @@
+"""Sampled tokens can be audited: the noise is vLLM's, and a sampler with a mistake takes tokens with large margins."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_pl.policy.margins import keyed_noise, margins
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def gumbel() -> Iterator[ModuleType]:
+    """vLLM's module of keyed noise; without a GPU, a copy whose kernels are interpreted."""
+    name = "vllm.v1.worker.gpu.sample.gumbel"
+    if DEVICE == "cuda":
+        yield importlib.import_module(name)
+        return
+    import triton
+    from triton import language
+    from vllm import triton_utils
+
+    def largest(values: Any, axis: int, return_indices: bool) -> Any:
+        places = language.arange(0, values.shape[axis])
+        return language.reduce((values, places), axis, language.standard._argmax_combine_tie_break_left)
+
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(triton_utils, "triton", triton)
+        patch.setattr(triton_utils, "tl", language)
+        patch.setattr(language, "max", largest)  # not every version of Triton's interpreter has it
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("vocabulary", [7, 2100])
+def test_the_noise_is_the_one_that_vllm_adds(gumbel, vocabulary):
+    seeds = torch.tensor([0, -1, 2**40 + 7, -3, 2**63 - 1, 12345], device=DEVICE)
+    positions = torch.tensor([0, 1, 5, 100, 2**20, 4095], device=DEVICE)
+    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    temperatures, rows = torch.ones(6, device=DEVICE), torch.arange(6, device=DEVICE)
+    settings = {"apply_temperature": False, "is_drafting": False}
+    sampled = gumbel.gumbel_sample(logits, rows, temperatures, seeds, positions, **settings)
+    assert margins(logits, keyed_noise(seeds, positions, vocabulary), sampled).max() < 1e-5
+
+
+def test_the_noise_has_gumbels_distribution_and_is_independent():
+    noise = keyed_noise(torch.arange(40).repeat_interleave(50), torch.arange(50).repeat(40), 100).double()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var().item() == pytest.approx(1.6449, abs=0.03)
+    by_key = noise.reshape(40, 50, 100)
+    for neighbours in ((by_key[1:], by_key[:-1]), (by_key[:, 1:], by_key[:, :-1]), (noise[:, 1:], noise[:, :-1])):
+        pair = torch.stack([each.flatten() for each in neighbours])
+        assert abs(pair.corrcoef()[0, 1].item()) < 0.01
+
+
+SEEDS, POSITIONS = torch.full((400,), 7), torch.arange(400)
+MISTAKES = {
+    "another temperature": lambda z, g: (z / 1.1 + g).argmax(1),
+    "greedy": lambda z, g: z.argmax(1),
+    "shifted rows": lambda z, g: (z + g).argmax(1).roll(1),
+    "shifted noise": lambda z, g: (z + g.roll(1, 0)).argmax(1),
+    "noise used for several tokens": lambda z, g: (z + g[:1]).argmax(1),
+    "top_k": lambda z, g: (z.where(z >= z.topk(5).values[:, -1:], -torch.inf) + g).argmax(1),
+    "logits of another row": lambda z, g: (z.roll(1, 0) + g).argmax(1),
+}
+
+
+def logits_and_noise() -> tuple[torch.Tensor, torch.Tensor]:
+    logits = 2 * torch.randn(400, 300, generator=torch.Generator().manual_seed(1))
+    return logits, keyed_noise(SEEDS, POSITIONS, 300)
+
+
+def test_margins_are_the_definitions():
+    logits, noise = logits_and_noise()
+    targets = torch.arange(400) % 300
+    due = [float(max(z + g) - (z[token] + g[token])) for z, g, token in zip(logits, noise, targets, strict=True)]
+    assert margins(logits, noise, targets).tolist() == due
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-3, 0.03])
+def test_margins_of_a_correct_sampler_are_at_most_twice_the_error_of_the_logits(error):
+    logits, noise = logits_and_noise()
+    found = margins(logits, noise, (logits + error * (2 * torch.rand(logits.shape) - 1) + noise).argmax(1))
+    assert found.min() >= 0
+    assert found.max() <= 2 * error + 1e-6
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_the_sampler_is_seen_in_400_tokens(mistake):
+    logits, noise = logits_and_noise()
+    found = margins(logits, noise, MISTAKES[mistake](logits, noise))
+    assert found.max() > 0.06, "the bound of a correct sampler with errors of 0.03 nats"
