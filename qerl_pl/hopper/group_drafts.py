@@ -1,0 +1,139 @@
+"""Triton kernels that draft tokens for sequences: what followed the longest match of a sequence's end, in the sequence
+itself or in other completions of its prompt.
+
+One kernel finds the longest match in each block of positions, the other takes the best block of each sequence and
+copies what follows. Nothing is drawn or measured, and rows of the table may be in any order, so equal calls give equal
+drafts.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+# Triton's type hints do not have its launch options and scalars.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl_pl.hopper.token_scores import _max
+from qerl_pl.kernels.launching import launch
+
+LONGEST_MATCH = 8
+BLOCK = 256  # positions per program
+POSITION_BITS, COLUMN_BITS = 24, 12
+
+
+def draft(tokens: Tensor, lengths: Tensor, candidates: Tensor, rows: Tensor, num_drafts: int) -> Tensor:
+    """Draft tokens for N sequences of a table with R rows: [N, num_drafts] int64.
+
+    The drafts follow an earlier occurrence of the sequence's last m tokens, for the largest m up to ``LONGEST_MATCH``;
+    of several occurrences the one at the latest position, and of equal positions the first candidate's. Where nothing
+    matches, or the text found ends, drafts repeat the sequence's last token.
+
+    Args:
+        tokens: [R, L] int32, with stride 1 along L.
+        lengths: [R] int32, number of each row's tokens, at least 1 for rows that are read.
+        candidates: [R, C] int32, the rows in which to look for each row's end, its own among them; -1: none.
+        rows: [N] int64, the rows of the sequences.
+        num_drafts: drafts per sequence, at least 1.
+    """
+    num, length, columns = len(rows), tokens.shape[1], candidates.shape[1]
+    assert length < 1 << POSITION_BITS, length
+    assert columns < 1 << COLUMN_BITS, columns
+    blocks = triton.cdiv(length, BLOCK)
+    best = torch.empty(num, columns, blocks, dtype=torch.int64, device=tokens.device)
+    drafts = torch.empty(num, num_drafts, dtype=torch.int64, device=tokens.device)
+    if num:
+        arguments = tokens, lengths, candidates, rows, best, tokens.stride(0), columns
+        constants = {"BLOCK": BLOCK, "LONGEST": LONGEST_MATCH, "POSITION": POSITION_BITS, "COLUMN": COLUMN_BITS}
+        launch(_match_kernel, (num, columns, blocks), arguments, constants, num_warps=4)
+        arguments = tokens, lengths, candidates, rows, best, drafts, tokens.stride(0), columns, columns * blocks
+        places = {"PLACES": triton.next_power_of_2(columns * blocks), "DRAFTS": triton.next_power_of_2(num_drafts)}
+        bits = {"NUM_DRAFTS": num_drafts, "POSITION": POSITION_BITS, "COLUMN": COLUMN_BITS}
+        launch(_copy_kernel, (num,), arguments, places | bits, num_warps=4)
+    return drafts
+
+
+def draft_reference(tokens: Tensor, lengths: Tensor, candidates: Tensor, rows: Tensor, num_drafts: int) -> Tensor:
+    """Compute ``draft`` by loops: the definition that tests compare with."""
+    texts = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    drafts = []
+    for row in rows.tolist():
+        best, found = (0, 0, 0), []
+        for column, other in enumerate(candidates[row].tolist()):
+            for end in range(1, len(texts[other]) if other >= 0 else 0):
+                before, match = texts[other][:end], 0
+                while match < min(LONGEST_MATCH, end, len(texts[row])) and before[-1 - match] == texts[row][-1 - match]:
+                    match += 1
+                if match and (match, end, -column) > best:
+                    best, found = (match, end, -column), texts[other][end : end + num_drafts]
+        drafts.append(found + texts[row][-1:] * (num_drafts - len(found)))
+    return torch.tensor(drafts, dtype=torch.int64).reshape(len(rows), num_drafts)
+
+
+@triton.jit
+def _match_kernel(
+    tokens,
+    lengths,
+    candidates,
+    rows,
+    best,
+    stride,
+    columns,
+    BLOCK: tl.constexpr,
+    LONGEST: tl.constexpr,
+    POSITION: tl.constexpr,
+    COLUMN: tl.constexpr,
+):
+    """Write the best occurrence of a block: length of the match, position of its last token, and column, as one number
+    that is larger if the occurrence is better; 0 if there is none."""
+    sequence, column, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    place = (sequence * columns + column) * tl.num_programs(2) + block
+    row = tl.load(rows + sequence)
+    other = tl.load(candidates + row * columns + column).to(tl.int64)
+    length = tl.load(lengths + row)
+    last = tl.load(lengths + other, mask=other >= 0, other=0) - 2  # a token follows it
+    tl.store(best + place, tl.full((), 0, tl.int64))
+    if block * BLOCK <= last:
+        position = block * BLOCK + tl.arange(0, BLOCK)
+        matches = position <= last
+        match = tl.full((BLOCK,), 0, tl.int64)
+        for back in tl.static_range(LONGEST):
+            due = tl.load(tokens + row * stride + length - 1 - back, mask=length > back, other=-1)
+            inside = matches & (position >= back)
+            matches = inside & (tl.load(tokens + other * stride + position - back, mask=inside, other=-2) == due)
+            match += matches
+        rank = ((match << POSITION | position) << COLUMN) + (1 << COLUMN) - 1 - column
+        tl.store(best + place, _max(tl.where(match > 0, rank, 0)))
+
+
+@triton.jit
+def _copy_kernel(
+    tokens,
+    lengths,
+    candidates,
+    rows,
+    best,
+    drafts,
+    stride,
+    columns,
+    places,
+    PLACES: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr,
+    POSITION: tl.constexpr,
+    COLUMN: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + sequence)
+    place = tl.arange(0, PLACES)
+    rank = _max(tl.load(best + sequence * places + place, mask=place < places, other=0))
+    column = (1 << COLUMN) - 1 - (rank & ((1 << COLUMN) - 1))
+    position = (rank >> COLUMN) & ((1 << POSITION) - 1)
+    other = tl.load(candidates + row * columns + column, mask=rank > 0, other=0).to(tl.int64)
+    after = position + 1 + tl.arange(0, DRAFTS)
+    is_known = after < tl.load(lengths + other, mask=rank > 0, other=0)
+    found = tl.load(tokens + other * stride + after, mask=is_known, other=0)
+    last = tl.load(tokens + row * stride + tl.load(lengths + row) - 1)
+    number = tl.arange(0, DRAFTS)
+    tl.store(drafts + sequence * NUM_DRAFTS + number, tl.where(is_known, found, last), mask=number < NUM_DRAFTS)

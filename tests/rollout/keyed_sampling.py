@@ -1,0 +1,89 @@
+"""Sampling with keyed noise, and drafts, in vLLM's model runner for a CPU, which itself draws from a generator per
+request and verifies drafts by rejection sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from qerl_pl.hopper.equal_drafts import accept_reference
+from qerl_pl.policy.margins import keyed_noise
+from qerl_pl.rollout.vllm import VLLMEngine
+
+MOST_DRAFTS = 7
+
+
+class Drafter:
+    """Drafts for every sequence by ``guess``, given its tokens; vLLM makes it from its class path."""
+
+    guess: Callable[[list[int]], Sequence[int]] = staticmethod(lambda tokens: ())
+
+    def __init__(self, config: Any) -> None:
+        self.max_model_len = config.model_config.max_model_len
+
+    def load_model(self, *_: object) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: object) -> list[list[int]]:
+        """Return up to ``MOST_DRAFTS`` tokens to follow each sequence; none for one that got no token in this step."""
+        drafts = []
+        for row, new in enumerate(sampled):
+            known = tokens[row, : lengths[row]].tolist()
+            room = min(MOST_DRAFTS, self.max_model_len - len(known) - 1)
+            drafts.append([int(token) for token in Drafter.guess(known)][: max(room, 0)] if new else [])
+        return drafts
+
+
+SPECULATION = {
+    "method": "custom_class",
+    "model": "tests.rollout.keyed_sampling.Drafter",
+    "num_speculative_tokens": MOST_DRAFTS,
+}
+
+
+@contextmanager
+def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_reference) -> Iterator[list[int]]:
+    """Sample by Gumbel-max with keyed noise; yields the numbers of tokens of all steps' sequences with drafts."""
+    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+    runner: Any = engine._call(lambda worker: worker.model_runner)
+    taken: list[int] = []
+
+    def sample(logits: Any, drafts: Any) -> Any:
+        names = runner.input_batch.req_ids
+        ends = torch.from_numpy(runner.query_start_loc.np[1 : len(names) + 1]).long()
+        counts = [1] * len(names) if drafts is None else [number + 1 for number in drafts.num_draft_tokens]
+        rows = ends - 1 if drafts is None else drafts.logits_indices.long()
+        ways = [runner.requests[name].sampling_params for name in names]
+        ways = [way for way, count in zip(ways, counts, strict=True) for _ in range(count)]
+        logits = torch.stack([limited(row.float(), way) for row, way in zip(logits, ways, strict=True)])
+        noise = keyed_noise(torch.tensor([way.seed for way in ways]), runner.positions[rows], logits.shape[1])
+        noise[torch.tensor([way.temperature == 0 for way in ways])] = 0
+        sampled = (logits + noise).argmax(1)
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        most = max(counts) - 1
+        tokens, accepted = accept(sampled, runner.input_ids.cpu, rows, starts, most)
+        taken.extend(accepted[torch.tensor(counts) > 1].tolist())
+        padded = torch.where(torch.arange(most + 1) < accepted[:, None], tokens, -1).int()
+        places = (starts[:-1, None] + torch.arange(most + 1)).clamp(max=len(sampled) - 1).flatten()
+        scores = logits.log_softmax(1).gather(1, sampled[:, None])[places]
+        scored = LogprobsTensors(sampled[places, None], scores, torch.ones(len(places), dtype=torch.int64))
+        return SamplerOutput(sampled_token_ids=padded, logprobs_tensors=scored)
+
+    with patch.object(runner, "_sample", sample):
+        yield taken
+
+
+def limited(logits: torch.Tensor, way: Any) -> torch.Tensor:
+    """Divide logits [V] by the temperature, and leave the tokens that top_k and top_p keep."""
+    logits = logits / (way.temperature or 1)
+    if way.top_k > 0:
+        logits[logits < logits.topk(way.top_k).values[-1]] = float("-inf")
+    order = logits.sort(descending=True)
+    likelier = order.values.softmax(0).cumsum(0) - order.values.softmax(0)
+    logits[order.indices[likelier >= way.top_p]] = float("-inf")
+    return logits

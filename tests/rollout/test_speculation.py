@@ -1,0 +1,192 @@
+"""An engine with drafts samples the tokens that it samples without them, by vLLM's scheduler and KV cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.common.types import Completion
+from qerl_pl.hopper.equal_drafts import accept_reference
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.rollout.conftest import (
+    BLOCK_SIZE,
+    END_TOKENS,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    make_policy,
+    random_adapter,
+    some_prompts,
+)
+from tests.rollout.keyed_sampling import MOST_DRAFTS, SPECULATION, Drafter, keyed_sampling
+
+pytestmark = pytest.mark.vllm
+
+Groups = list[list[Completion]]
+
+
+class Case(NamedTuple):
+    """Arguments of ``generate``."""
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    seed: int = 3
+    adapter: bool = True
+
+
+PROMPTS = some_prompts(1, 20, 40, 70)
+CASES = {
+    "plain": Case(PROMPTS, Sampling(4, 48)),
+    "base": Case(PROMPTS, Sampling(4, 48), adapter=False),
+    "preempted": Case(some_prompts(20, 30, 33, 64), Sampling(12, 90)),
+    "cool": Case(PROMPTS, Sampling(6, 48, temperature=0.4)),
+    "greedy": Case(PROMPTS, Sampling(1, 64, temperature=0)),
+    "top_k and top_p": Case(PROMPTS, Sampling(4, 48, top_k=9, top_p=0.8)),
+    "stop strings": Case(PROMPTS, Sampling(6, 64, stop=("w11 w", "w23"))),
+    "longest": Case([prompt * 2 for prompt in some_prompts(35)], Sampling(6, MAX_MODEL_LEN - 70)),
+    "one token": Case(PROMPTS, Sampling(3, 1)),
+    "two tokens": Case(PROMPTS, Sampling(3, 2)),
+}
+
+
+def make_engine(checkpoints: dict[str, str], **more: Any) -> VLLMEngine:
+    policy = make_policy(checkpoints["dense"])
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    engine = VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=32, kv_cache_bytes=2**20)
+    engine._arguments.update(more)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    return engine
+
+
+def without_speculation(checkpoints: dict[str, str], cases: dict[str, Case]) -> dict[str, Groups]:
+    """What an engine without speculation samples in each case."""
+    engine = make_engine(checkpoints)
+    with keyed_sampling(engine) as taken:
+        found = {name: engine.generate(*case[:3], adapter=case.adapter) for name, case in cases.items()}
+        assert not taken
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints) -> dict[str, Groups]:
+    return without_speculation(checkpoints, CASES)
+
+
+@pytest.fixture(scope="module")
+def engine(plain, checkpoints) -> Iterator[VLLMEngine]:
+    engine = make_engine(checkpoints, speculative_config=SPECULATION)
+    yield engine
+    engine.close()
+
+
+def flat(groups: Groups) -> list[Completion]:
+    return [each for group in groups for each in group]
+
+
+Guess = Callable[[list[int]], Sequence[int]]
+
+
+def recorded(case: Case, groups: Groups) -> Guess:
+    """Drafts that are right, of completions that were sampled before."""
+    rows = [[*prompt, *each.tokens] for prompt, group in zip(case.prompts, groups, strict=True) for each in group]
+    following: dict[int, Sequence[int]] = {}
+    for row in rows:
+        for end in range(1, len(row)):
+            following[hash(tuple(row[:end]))] = row[end : end + MOST_DRAFTS]
+    return lambda tokens: following.get(hash(tuple(tokens)), ())
+
+
+def drafters(case: Case, groups: Groups) -> dict[str, Guess]:
+    right, draw = recorded(case, groups), random.Random(0)
+
+    def spoilt(tokens: list[int]) -> Sequence[int]:
+        return [token if draw.random() < 0.8 else draw.randrange(VOCAB_SIZE) for token in right(tokens)]
+
+    return {
+        "right": right,
+        "one in five wrong": spoilt,
+        "of any number": lambda tokens: spoilt(tokens)[: draw.randrange(MOST_DRAFTS + 1)],
+        "random": lambda tokens: [draw.randrange(VOCAB_SIZE) for _ in range(MOST_DRAFTS)],
+        "the last token": lambda tokens: tokens[-1:] * MOST_DRAFTS,
+        "one": lambda tokens: spoilt(tokens)[:1],
+    }
+
+
+def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess, accept: Any = accept_reference) -> list[int]:
+    """Check that tokens are equal, log-probabilities up to rounding; returns the tokens of each verification."""
+    with keyed_sampling(engine, accept) as taken, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafter, "guess", staticmethod(guess))
+        found = engine.generate(*case[:3], adapter=case.adapter)
+    for mine, theirs in zip(flat(found), flat(due), strict=True):
+        assert mine.tokens == theirs.tokens
+        assert mine.finished == theirs.finished
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    return taken
+
+
+DRAFTERS = ("right", "one in five wrong", "of any number", "random", "the last token", "one")
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_without_speculation(engine, plain, name, drafter):
+    taken = compare(engine, CASES[name], plain[name], drafters(CASES[name], plain[name])[drafter])
+    if drafter == "right" and CASES[name].sampling.max_tokens > 2:
+        assert sum(taken) > 2 * len(taken), "several tokens are accepted at once"
+
+
+def test_what_is_compared_has_every_kind_of_end(engine, plain, monkeypatch):
+    ends = {each.tokens[-1] in END_TOKENS for name in ("plain", "base", "cool") for each in flat(plain[name])}
+    assert ends == {True, False}
+    assert any(each.finished and each.tokens[-1] not in END_TOKENS for each in flat(plain["stop strings"]))
+    lengths = [len(each.tokens) + 70 for each in plain["longest"][0]]
+    assert max(lengths) == MAX_MODEL_LEN, "as long as the model takes"
+    scheduler, preempted = engine._scheduler(), []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k))[1])
+    case = CASES["preempted"]
+    compare(engine, case, plain["preempted"], drafters(case, plain["preempted"])["one in five wrong"])
+    assert len(preempted) > 3
+
+
+def one_too_many(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    _, counts = accept_reference(sampled, inputs, rows, starts, most)
+    places = (starts[:-1, None] + torch.arange(most + 1)).clamp(max=len(sampled) - 1)
+    return sampled[places], (counts + 1).minimum(starts.diff())
+
+
+def drafts_themselves(
+    sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
+    """Takes all drafts, whatever was sampled."""
+    places = (starts[:-1, None] + torch.arange(most + 1)).clamp(max=len(sampled) - 1)
+    follow = inputs[rows].roll(-1).to(sampled.dtype)
+    follow[starts[1:].long() - 1] = sampled[starts[1:].long() - 1]
+    return follow[places], starts.diff()
+
+
+@pytest.mark.parametrize("accept", [one_too_many, drafts_themselves])
+def test_a_wrong_verifier_is_found(engine, plain, accept):
+    case = CASES["plain"]
+    with pytest.raises(AssertionError):
+        compare(engine, case, plain["plain"], drafters(case, plain["plain"])["one in five wrong"], accept)
+
+
+@pytest.mark.slow
+def test_no_token_of_100_000_is_another(checkpoints):
+    cases = {str(seed): Case(some_prompts(*range(1, 33)), Sampling(40, 96), seed) for seed in range(5)}
+    due = without_speculation(checkpoints, cases)
+    engine, compared, verified, steps = make_engine(checkpoints, speculative_config=SPECULATION), 0, 0, 0
+    for (name, case), drafter in zip(cases.items(), DRAFTERS, strict=False):
+        taken = compare(engine, case, due[name], drafters(case, due[name])[drafter])
+        compared += sum(len(each.tokens) for each in flat(due[name]))
+        verified, steps = verified + sum(taken), steps + len(taken)
+    engine.close()
+    print(f"{compared} tokens compared, {verified} tokens in {steps} verifications")
+    assert compared >= 100_000
