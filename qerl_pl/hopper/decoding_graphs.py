@@ -3,8 +3,9 @@
 vLLM replays the model's blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block tables and
 the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them. With few
 sequences the GPU would wait for the host, which needs 2 to 4 ms for a step; the GPU needs 2.5 ms for the blocks of a 7B
-model with 8 sequences. For a given number of sequences and kind of sampling the launches are always the same, and use
-tensors at fixed addresses. So here they are captured in two further graphs, one before the blocks and one after them.
+model with 8 sequences. For a given number of sequences, of drafts for each and kind of sampling the launches are always
+the same, and use tensors at fixed addresses. So here they are captured in two further graphs, one before the blocks and
+one after them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.input_batch import InputBatch, combine_sampled_and_draft_tokens, prepare_pos_seq_lens
+from vllm.v1.worker.gpu.input_batch import (
+    InputBatch,
+    combine_sampled_and_draft_tokens,
+    expand_idx_mapping,
+    prepare_pos_seq_lens,
+)
 from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -34,7 +40,7 @@ from qerl_pl.memory.settings import GRAPH_SEQUENCES
 
 @dataclass
 class Step:
-    """Graphs and tensors for the decoding steps of a fixed number of sequences."""
+    """Graphs and tensors for the decoding steps of a fixed number of sequences with a fixed number of drafts each."""
 
     batch: InputBatch
     """vLLM's description of the batch. Its tensors on the GPU stay the same; its values on the host change."""
@@ -56,7 +62,8 @@ class Step:
         batch.req_ids, batch.idx_mapping_np, batch.prefill_len_np = state.req_ids, rows, state.prefill_len_np
         batch.num_computed_prefill_tokens_np = state.num_computed_prefill_tokens_np
         batch.num_computed_tokens_np = runner.req_states.num_computed_tokens_np[rows]
-        batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs] = batch.num_computed_tokens_np + 1
+        new_tokens = batch.num_tokens // batch.num_reqs
+        batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs] = batch.num_computed_tokens_np + new_tokens
         return same
 
 
@@ -77,7 +84,8 @@ class DecodingGraphs:
         self.build_metadata_plainly = runner.model_state.prepare_attn
         self.sample_plainly = runner.sample
         self.update_state_plainly = runner.postprocess_sampled
-        self.steps: dict[tuple[int, BatchExecutionDescriptor], Step] = {}
+        self.steps: dict[tuple[int, int, BatchExecutionDescriptor], Step] = {}
+        """By sequences, tokens and what vLLM's graph of the blocks is for."""
         self.stream = capture_stream(runner.device)
         # The tokens of a step must outlive the graph of the next step's inputs, so the two kinds share no memory.
         self.input_memory, self.sampling_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
@@ -100,7 +108,8 @@ class DecodingGraphs:
         """Write the model's inputs; replaces the model runner's method of this name."""
         before, self.step, self.uncaptured = self.step, None, None
         decodes = is_decoding(batch_req_state, batch_desc) and not scheduler_output.has_structured_output_requests
-        step = self.steps.get((batch_req_state.num_tokens, batch_desc)) if decodes else None
+        size = len(batch_req_state.req_ids), batch_req_state.num_tokens
+        step = self.steps.get((*size, batch_desc)) if decodes else None
         if step is None:
             self.kind = None
             batch = self.prepare_inputs_plainly(scheduler_output, batch_req_state, batch_desc, num_active_loras)
@@ -129,7 +138,7 @@ class DecodingGraphs:
     def sample(
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Sample one token per sequence; replaces the model runner's method of this name.
+        """Sample a token per row of logits; replaces the model runner's method of this name.
 
         ``hidden_states`` [tokens, hidden size] are always at the same address; ``grammar_output`` is None in steps that
         have graphs.
@@ -163,7 +172,7 @@ class DecodingGraphs:
             step = self.step
             if self.uncaptured:
                 batch, desc = self.uncaptured
-                step = self.steps[batch.num_reqs, desc] = self.capture_inputs(batch, desc)
+                step = self.steps[batch.num_reqs, batch.num_tokens, desc] = self.capture_inputs(batch, desc)
             assert step is not None
             step.sampling[kind] = self.capture_sampling(hidden_states, step.batch)
         except torch.OutOfMemoryError:
@@ -174,8 +183,11 @@ class DecodingGraphs:
         a tensor of the graph's own, which ``Step.describe`` sets."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
-        ours = replace(batch, idx_mapping=rows, expanded_idx_mapping=rows)
         with self.capturing(self.input_memory) as graph:
+            expanded, most = rows, runner.decode_query_len
+            if batch.num_draft_tokens:
+                expanded, _ = expand_idx_mapping(rows, batch.num_tokens, batch.cu_num_logits, most)
+            ours = replace(batch, idx_mapping=rows, expanded_idx_mapping=expanded)
             buffers.query_start_loc.copy_(starts)
             computed = states.num_computed_tokens.gpu
             prepare_pos_seq_lens(rows, ours.query_start_loc, computed, buffers.positions, buffers.seq_lens)
@@ -188,7 +200,7 @@ class DecodingGraphs:
                 states.prefill_len.gpu,
                 states.draft_tokens,
                 ours.cu_num_logits,
-                ours.num_reqs,
+                ours.num_tokens,
             )
             attention = self.prepare_attention_plainly(ours)
             groups, config = runner.attn_groups, runner.kv_cache_config
@@ -226,13 +238,14 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
-    """Return whether each sequence of a batch gets its next token and the model's blocks run as one CUDA graph."""
-    return (
-        desc.cg_mode == CUDAGraphMode.FULL
-        and not state.has_prefill
-        and state.num_draft_tokens_np is None
-        and state.num_tokens == len(state.req_ids) <= GRAPH_SEQUENCES
-    )
+    """Return whether each sequence of a batch gets its next token, all have equally many drafts, and the model's blocks
+    run as one CUDA graph."""
+    drafts, num = state.num_draft_tokens_np, len(state.req_ids)
+    if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
+        return False
+    if drafts is None:
+        return state.num_tokens == num
+    return state.num_tokens == num * (1 + int(drafts[0])) and bool((drafts == drafts[0]).all())
 
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:

@@ -87,3 +87,17 @@ def use_graphs(worker: Any) -> None:
     from qerl_pl.hopper import decoding_graphs
 
     decoding_graphs.use_graphs(worker)
+
+
+def speculative_arguments(max_num_seqs: int) -> dict[str, Any]:
+    """Build the arguments of ``vllm.LLM`` for an engine that speculates."""
+    from qerl_pl.hopper import speculation
+
+    return speculation.arguments(max_num_seqs)
+
+
+def speculate(worker: Any) -> Any:
+    """Verify and draft as ``speculation`` says; returns the drafter, whose ``forget`` is called before each call."""
+    from qerl_pl.hopper import speculation
+
+    return speculation.install(worker)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qerl_pl.rollout.vllm.replacing import replace, replace_once, replaced
+from qerl_pl.rollout.vllm.replacing import expect, replace, replace_once, replaced
 
 
 def parallel_token_scores() -> None:
@@ -172,6 +172,28 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
     replace(runner.model_state, "prepare_attn", graphs.build_metadata, takes=metadata)
 
 
+def speculation_without_other_tokens(runner: Any, verifier: Any, drafts: Any) -> None:
+    """Verify drafts by the tokens that are sampled anyway, and draft from completions of the same prompt.
+
+    Symptom: with vLLM's verification, drafts decide which tokens are sampled; its drafts are of a sequence's own text.
+    Cause: vLLM accepts a draft by a random number of its own, and draws another token if it does not.
+    Versions: vLLM 0.32. Upstream: https://github.com/vllm-project/vllm/pull/47386 states the rule that is used here.
+
+    Args:
+        runner: the ``GPUModelRunner`` of one engine.
+        verifier: a ``speculation.EqualDrafts``.
+        drafts: a ``speculation.GroupDrafts``, which has the new methods.
+    """
+    verified = ("logits", "input_batch", "draft_logits", "invalid_drafts")
+    expect(type(runner.rejection_sampler), "__call__", ("self", *verified))
+    runner.rejection_sampler = verifier
+    added = ("req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens")
+    replace(runner.req_states, "add_request", drafts.add_request, takes=added)
+    proposed = ("input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states")
+    sampled = ("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds")
+    replace(runner.speculator, "propose", drafts.propose, takes=(*proposed, *sampled))
+
+
 PATCHES: tuple[Callable[..., Any], ...] = (
     parallel_token_scores,
     state_at_fixed_addresses,
@@ -181,4 +203,5 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     packed_weights_on_host,
     cache_of_unchanged_blocks,
     graphs_of_decoding_steps,
+    speculation_without_other_tokens,
 )

@@ -150,14 +150,18 @@ def test_graphs_stay_valid_over_sleep(engine, level):
     [
         ({}, True),
         ({"has_prefill": True}, False),
-        ({"num_draft_tokens_np": np.zeros(3)}, False),
+        ({"num_draft_tokens_np": np.full(3, 2), "num_tokens": 9}, True),
+        ({"num_draft_tokens_np": np.array([2, 2, 1]), "num_tokens": 8}, False),
+        ({"num_draft_tokens_np": np.array([2, 1, 3]), "num_tokens": 9}, False),
+        ({"num_draft_tokens_np": np.full(3, 2), "num_tokens": 10}, False),
+        ({"num_draft_tokens_np": np.full(3, 21), "num_tokens": 66}, False),
         ({"num_tokens": 4}, False),
         ({"req_ids": ["a"] * 65, "num_tokens": 65}, False),
         ({"cg_mode": "PIECEWISE"}, False),
     ],
     ids=str,
 )
-def test_only_steps_of_one_token_per_sequence_are_run_by_graphs(changes, expected):
+def test_only_steps_of_equally_many_tokens_per_sequence_are_run_by_graphs(changes, expected):
     from vllm.config.compilation import CUDAGraphMode
 
     from qerl_pl.hopper.decoding_graphs import is_decoding

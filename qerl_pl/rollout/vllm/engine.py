@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from qerl_pl.common.isolation import any_algorithm, preserved_rng
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
+from qerl_pl.model.layers import num_recurrent_layers
 from qerl_pl.model.stop import tokenizer_of
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.policy import Policy, check_same_tensors
@@ -66,6 +67,9 @@ class VLLMEngine:
             scratch memory, for a 7B 0.3 GB) or "humming" (the kernels that vLLM chooses; on Hopper Humming's, which
             decode slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings and a
             tested vLLM.
+        speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
+            repeats what the sequence or another completion of its prompt says. Every token is the one that is sampled
+            without it, up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers.
 
     Raises:
         ValueError: a value is out of its range.
@@ -83,10 +87,14 @@ class VLLMEngine:
         kv_cache_dtype: str = "auto",
         sleep_level: Literal[0, 1] = 0,
         decoding_kernel: Literal["auto", "native", "humming"] = "auto",
+        speculation: Literal["off", "on"] = "off",
     ) -> None:
         self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
         self.sleep_level = sleep_level
         self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
+        self.speculation: Literal["off", "on"] = speculation
+        self._drafts: Any = None
+        """The drafter, if the engine speculates."""
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
@@ -139,7 +147,7 @@ class VLLMEngine:
         self._llm, self._on_cpu, self._owns_group = launch(
             policy,
             replace(self.memory, kv_cache_bytes=self._cache_bytes),
-            self._arguments,
+            self._arguments | self._speculative_arguments(policy),
             dtype=self.dtype,
             max_model_len=max_model_len,
             decoding_kernel=self.decoding_kernel,
@@ -156,6 +164,17 @@ class VLLMEngine:
         self.start_s = dict(watch.seconds)
         setup.log_started(self.start_s, self._call(worker.linear_kernels))
 
+    def _speculative_arguments(self, policy: Policy) -> dict[str, Any]:
+        """Build the arguments of ``vllm.LLM`` for speculation; ValueError if it is on and cannot be used."""
+        if self.speculation == "off":
+            return {}
+        off = native.why_off()
+        lacks = ["a CUDA GPU"] * (not torch.cuda.is_available()) + [f"qerl_pl/hopper ({off})"] * bool(off)
+        lacks += ["a model without recurrent layers"] * (num_recurrent_layers(policy.config) > 0)
+        if lacks:
+            raise ValueError(f"engine.speculation is on, which needs {', '.join(lacks)}; set it to off")
+        return native.for_vllm().speculative_arguments(self.memory.max_num_seqs)
+
     def _get_ready(self, watch: Stopwatch) -> None:
         """Copy the base's norm weights, reserve the adapter's slots, and prepare kernels and the graphs of decoding
         steps."""
@@ -169,6 +188,8 @@ class VLLMEngine:
         with watch.phase("adapter kernels"):
             if not self._on_cpu:
                 self._call(worker.compile_adapter_kernels)
+                if faster and self.speculation == "on":
+                    self._drafts = self._call(faster.speculate)
                 if faster:
                     self._call(faster.use_graphs)
         self.load_adapter(self._policy.adapter_state())
@@ -269,7 +290,7 @@ class VLLMEngine:
         with preserved_rng(), setup.trainers_group(engines_own=self._owns_group):
             self._call(memory.free)
             self._llm.llm_engine.engine_core.shutdown()
-        self._llm, self._asleep = None, False
+        self._llm, self._drafts, self._asleep = None, None, False
         del self._policy, self._base_norms, self._clean_norms
         memory.collect()
 
@@ -307,6 +328,8 @@ class VLLMEngine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, adapter: bool
     ) -> list[RequestOutput]:
         lora = self._lora_request if adapter else None
+        if self._drafts:
+            self._drafts.forget()
         with preserved_rng(), any_algorithm(), self._norms_of(adapter):
             return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu)
 
