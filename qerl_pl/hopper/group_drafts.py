@@ -6,8 +6,8 @@ copies what follows. Nothing is drawn or measured, and rows of the table may be 
 drafts.
 """
 
-# pyright: reportCallIssue=false, reportOperatorIssue=false
-# Triton's type hints do not have its launch options and scalars.
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# Triton's type hints do not have its launch options, scalars and loops.
 from __future__ import annotations
 
 import torch

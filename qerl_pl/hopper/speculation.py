@@ -160,6 +160,7 @@ def install(worker: WorkerBase) -> GroupDrafts:
             f"speculation is on, and vLLM runs {type(runner).__name__} of {type(runner).__module__}; expected its "
             "model runner V2. Set engine.speculation to off"
         )
+    assert runner.sampler is not None
     drafts = GroupDrafts(runner)
     patches.speculation_without_other_tokens(runner, EqualDrafts(runner.sampler), drafts)
     return drafts

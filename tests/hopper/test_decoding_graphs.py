@@ -25,14 +25,17 @@ needs_hopper = pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0
 
 @pytest.fixture(scope="module", params=["qwen2"])
 def engine(unpadded, tmp_path_factory, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    """Engine of a Qwen2 in NVFP4 or, where a test says so, of another family in bf16."""
-    base = unpadded
-    if request.param != "qwen2":
+    """Engine of a Qwen2 in NVFP4, with or without speculation, or, where a test says so, of another family in bf16."""
+    base, speculation = unpadded, "off"
+    if request.param == "speculation":
+        speculation = "on"
+    elif request.param != "qwen2":
         base = tmp_path_factory.mktemp(request.param)
         save_dense(base, tiny_config(request.param, head_dim=64))
     policy = make_policy(str(base), dtype=torch.bfloat16).cuda()
     policy.load_adapter_state(random_adapter(policy, seed=1))
-    engine = VLLMEngine(kv_cache_bytes=3 * 2**20, max_num_seqs=80)  # too small for 80 sequences of 30 tokens
+    # The cache is too small for 80 sequences of 30 tokens.
+    engine = VLLMEngine(kv_cache_bytes=3 * 2**20, max_num_seqs=80, speculation=speculation)
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield engine
     engine.close()
@@ -57,6 +60,7 @@ def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> t
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 @pytest.mark.parametrize("copies", [1, 2, 7, 20, 40])
 def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
     """Completions end at different steps, and the KV cache becomes full, so numbers of sequences and their order change
@@ -102,6 +106,7 @@ def test_steps_are_run_by_graphs(engine, monkeypatch):
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3}], ids=str)
 def test_equal_bits_with_each_way_to_sample(engine, settings):
     """One after another, so a graph of another way of sampling must not be used."""
@@ -112,6 +117,7 @@ def test_equal_bits_with_each_way_to_sample(engine, settings):
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 def test_graphs_use_the_adapter_and_the_noise_of_the_call(engine):
     sampling, policy = Sampling(num_completions=4, max_tokens=12), engine._policy
     first = engine.generate(PROMPTS, sampling, 5)
@@ -134,6 +140,7 @@ def test_graphs_use_the_adapter_and_the_noise_of_the_call(engine):
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 @pytest.mark.parametrize("level", [0, 1])
 def test_graphs_stay_valid_over_sleep(engine, level):
     sampling = Sampling(num_completions=4, max_tokens=12)

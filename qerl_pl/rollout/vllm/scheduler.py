@@ -8,7 +8,7 @@ step as the GPU.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -24,6 +24,10 @@ class RolloutScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
+        self.verified: Counter[int] = Counter()
+        """How often drafts of a sequence were verified, by the sequences of the step."""
+        self.emitted: Counter[int] = Counter()
+        """Tokens that these verifications gave."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
         """Return and forget the log-probabilities collected so far, in nats per sampled token, by the caller's request
@@ -43,9 +47,13 @@ class RolloutScheduler(AsyncScheduler):
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         values, rows = logprobs.logprobs[:, 0].tolist(), model_runner_output.req_id_to_index
         first = logprobs.cu_num_generated_tokens  # None: each request has one row
+        drafts, num = scheduler_output.scheduled_spec_decode_tokens, len(scheduler_output.num_scheduled_tokens)
         for outputs in by_client.values():
             for output in outputs.outputs:
                 if output.new_token_ids:
+                    if output.request_id in drafts:
+                        self.verified[num] += 1
+                        self.emitted[num] += len(output.new_token_ids)
                     row = rows[output.request_id]
                     start = row if first is None else first[row]
                     self._logprobs[output.request_id] += values[start : start + len(output.new_token_ids)]
