@@ -40,6 +40,11 @@ class MismatchLedger(Callback):
     (see ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks. The engine scores the rows before the
     update, and the rollout's noise is set again afterwards.
 
+    If the engine's random numbers are known, which are those of vLLM on a GPU, and neither top_p nor top_k is set,
+    ``margin/{mean_abs,p99,max}`` are how many nats the trainer's logits are from giving each token by these numbers
+    (``qerl_pl.policy.margins``): about as many as the whole difference in a correct run, and more if the engine samples
+    in another way than it reports.
+
     Args:
         num_rows: number of completions scored per measured rollout, spread evenly over it and over the ranks; at least
             one per rank.
@@ -90,6 +95,16 @@ class MismatchLedger(Callback):
         self._log(pl_module, "noise", clean - noisy)
         if pl_module.sampling.temperature == 1:
             self._log(pl_module, "decode", noisy - experience.sampler_logprobs[rows].to(noisy.device))
+        seeds = [rollout.chosen.completions[row].seed for row in rows.tolist()]
+        sampling = pl_module.sampling
+        if None not in seeds and sampling.temperature and sampling.top_p == 1 and not sampling.top_k:
+            keys = torch.tensor(seeds, dtype=torch.int64, device=self._tokens.device)
+            limit = check_limit(pl_module.settings.longest_row)
+            how = {"temperature": sampling.temperature, "micro_batch_tokens": limit}
+            margins = sampled_margins(pl_module.policy, self._tokens, self._sampled, keys, **how)
+            statistics = over_ranks(self._gap, margins)
+            values = {f"margin/{name}": float(statistics[name]) for name in ("mean_abs", "p99", "max")}
+            log_at(pl_module.trainer.loggers, values, step=index)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
@@ -127,6 +142,21 @@ def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_b
             rows = rows.to(tokens.device)
             logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0).logprobs
     return logprobs
+
+
+@torch.no_grad()
+def sampled_margins(
+    policy: Policy, tokens: Tensor, sampled: Tensor, seeds: Tensor, *, temperature: float, micro_batch_tokens: int
+) -> Tensor:
+    """Compute the margins of the N sampled tokens, [N] fp32 in nats; arguments as in ``trainer_logprobs``, and the
+    rows' seeds, [B] int64."""
+    found = []
+    lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
+    with preserved_rng():
+        for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
+            rows = rows.to(tokens.device)
+            found.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], temperature=temperature))
+    return torch.cat(found)
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ class Completion:
     """Whether it ended at an end-of-sequence token or stop string; False if it was cut off at max_tokens."""
     text: str = ""
     """Text with special tokens, but without the one that ended it; the rollout loop fills it in."""
+    seed: int | None = None
+    """Key of the noise with which it was sampled (``policy.margins``); None if the engine samples in another way."""
 
 
 @dataclass(frozen=True)

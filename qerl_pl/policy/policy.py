@@ -23,6 +23,7 @@ from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_element
 from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
+from qerl_pl.policy.margins import keyed_noise, margins
 from qerl_pl.policy.packing import use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
 from qerl_pl.policy.scoring import head_of, predicting, shares_prompts
@@ -234,15 +235,31 @@ class Policy(nn.Module):
         self, tokens: Tensor, mask: Tensor, *, temperature: float, end_tokens: Sequence[int]
     ) -> Tensor:
         """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats."""
+        ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
+        return torch.cat(
+            [alternative_logprobs(logits, targets, ends) for logits, targets in self._logits(tokens, mask, temperature)]
+        )
+
+    @torch.no_grad()
+    def margins(self, tokens: Tensor, mask: Tensor, seeds: Tensor, *, temperature: float) -> Tensor:
+        """Compute ``margins.margins`` of the N masked tokens in row-major order, [N] fp32 in nats, for rows that were
+        sampled with noise keyed by their seeds, [B] int64, and by the places of their tokens."""
+        row, column = mask.nonzero(as_tuple=True)
+        found, first = [], 0
+        for logits, targets in self._logits(tokens, mask, temperature):
+            part = slice(first, first := first + len(targets))
+            noise = keyed_noise(seeds[row[part]], column[part] - 1, logits.shape[1])
+            found.append(margins(logits, noise, targets))
+        return torch.cat(found)
+
+    def _logits(self, tokens: Tensor, mask: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield fp32 logits at a temperature, [n, V], and tokens, [n], for some of the masked tokens at a time, in
+        row-major order."""
         wanted, hidden = self._predicting(tokens, mask)
         head = self.head(temperature)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
-        ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
-        logprobs = []
         for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
-            logits = soft_capped(fp32_logits(part, head.weight), head.logit_cap)
-            logprobs.append(alternative_logprobs(logits / head.temperature, targets, ends))
-        return torch.cat(logprobs)
+            yield soft_capped(fp32_logits(part, head.weight), head.logit_cap) / head.temperature, targets
 
     @property
     def shares_prompts(self) -> bool:

@@ -60,7 +60,9 @@ def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_refer
         rows = ends - 1 if drafts is None else drafts.logits_indices.long()
         ways = [runner.requests[name].sampling_params for name in names]
         ways = [way for way, count in zip(ways, counts, strict=True) for _ in range(count)]
-        logits = torch.stack([limited(row.float(), way) for row, way in zip(logits, ways, strict=True)])
+        logits = logits.float() / torch.tensor([[way.temperature or 1] for way in ways])
+        for row, way in zip(logits, ways, strict=True):
+            limit(row, way)
         noise = keyed_noise(torch.tensor([way.seed for way in ways]), runner.positions[rows], logits.shape[1])
         noise[torch.tensor([way.temperature == 0 for way in ways])] = 0
         sampled = (logits + noise).argmax(1)
@@ -78,12 +80,11 @@ def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_refer
         yield taken
 
 
-def limited(logits: torch.Tensor, way: Any) -> torch.Tensor:
-    """Divide logits [V] by the temperature, and leave the tokens that top_k and top_p keep."""
-    logits = logits / (way.temperature or 1)
+def limit(logits: torch.Tensor, way: Any) -> None:
+    """Leave the tokens that top_k and top_p keep in logits [V]."""
     if way.top_k > 0:
         logits[logits < logits.topk(way.top_k).values[-1]] = float("-inf")
-    order = logits.sort(descending=True)
-    likelier = order.values.softmax(0).cumsum(0) - order.values.softmax(0)
-    logits[order.indices[likelier >= way.top_p]] = float("-inf")
-    return logits
+    if way.top_p < 1:
+        order = logits.sort(descending=True)
+        likelier = order.values.softmax(0).cumsum(0) - order.values.softmax(0)
+        logits[order.indices[likelier >= way.top_p]] = float("-inf")

@@ -178,6 +178,7 @@ def test_a_wrong_verifier_is_found(engine, plain, accept):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_token_of_100_000_is_another(checkpoints):
     cases = {str(seed): Case(some_prompts(*range(1, 33)), Sampling(40, 96), seed) for seed in range(5)}
     due = without_speculation(checkpoints, cases)

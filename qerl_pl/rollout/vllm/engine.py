@@ -207,11 +207,16 @@ class VLLMEngine:
         if sampling.stop:  # vLLM was started without a tokenizer, and needs one to find stop strings
             self._running().llm_engine.output_processor.tokenizer = tokenizer_of(self._policy.base)
         copies = sampling.num_completions
-        params = requests.sampling_params(sampling, request_seeds(prompts, copies, seed), self._end_tokens)
+        seeds = request_seeds(prompts, copies, seed)
+        params = requests.sampling_params(sampling, seeds, self._end_tokens)
         self._scheduler().take_logprobs()  # drop log-probabilities of an earlier call that failed
         outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
         logprobs = self._scheduler().take_logprobs()
-        completions = [requests.completion(output, logprobs[output.request_id]) for output in outputs]
+        keys = seeds if self._call(worker.samples_by_keyed_noise) else [None] * len(seeds)
+        completions = [
+            requests.completion(output, logprobs[output.request_id], key)
+            for output, key in zip(outputs, keys, strict=True)
+        ]
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:

@@ -78,14 +78,15 @@ def results(
         raise
 
 
-def completion(output: RequestOutput, logprobs: Sequence[float]) -> Completion:
-    """Build a completion from the result of a sampling request and the log-probabilities of its tokens in nats."""
+def completion(output: RequestOutput, logprobs: Sequence[float], seed: int | None = None) -> Completion:
+    """Build a completion from the result of a sampling request, the log-probabilities of its tokens in nats and, if the
+    noise is keyed by it, its seed."""
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
     if isinstance(sampled.stop_reason, str):  # vLLM may have sampled one more token after the stop string
         logprobs = logprobs[: len(tokens)]
     assert len(tokens) == len(logprobs), (len(tokens), len(logprobs))
-    return Completion(tokens, tuple(logprobs), sampled.finish_reason == "stop")
+    return Completion(tokens, tuple(logprobs), sampled.finish_reason == "stop", seed=seed)
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:

@@ -118,6 +118,11 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     return dict(counts)
 
 
+def samples_by_keyed_noise(worker: WorkerBase) -> bool:
+    """Return whether tokens are sampled as ``policy.margins`` says: by vLLM's model runner V2."""
+    return type(worker.model_runner).__module__ == "vllm.v1.worker.gpu.model_runner"
+
+
 def check_base(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
     """Compare vLLM's packed linears with the trainer's by ``base_weights.check_rows``; returns the number compared."""
     from qerl_pl.rollout.vllm.base_weights import check_rows
