@@ -28,6 +28,13 @@ MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_at
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "mistral": {"sliding_window": WINDOW},
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
     "granite": {

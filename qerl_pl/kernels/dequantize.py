@@ -22,12 +22,14 @@ WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise an NVFP4 weight in row order, contiguous codes [N, K/2] and block scales [N, K/16] uint8 and a tensor
-    scale, fp64 or fp32, to [N, K]; equals ``nvfp4.dequantize_reference``, rounded once to ``dtype``."""
+    scale [], or one [E] for each of E weights of N / E rows, fp64 or fp32, to [N, K]; equals
+    ``nvfp4.dequantize_reference``, rounded once to ``dtype``."""
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
-    grid, arguments = (triton.cdiv(words.numel(), WORDS),), (words, block_scale, global_scale, out, words.numel())
+    grid, words_a_scale = (triton.cdiv(words.numel(), WORDS),), words.numel() // global_scale.numel()
+    arguments = words, block_scale, global_scale, out, words.numel(), words_a_scale
     with torch.cuda.device_of(codes):
-        launch(_nvfp4_kernel, grid, arguments, {"WORDS": WORDS}, num_warps=WARPS)
+        launch(_nvfp4_kernel, grid, arguments, {"STACKED": global_scale.ndim, "WORDS": WORDS}, num_warps=WARPS)
     return out
 
 
@@ -51,7 +53,9 @@ def _output_and_words(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 @triton.jit
-def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.constexpr):
+def _nvfp4_kernel(
+    words, block_scale, global_scale, out, num_words, words_a_scale, STACKED: tl.constexpr, WORDS: tl.constexpr
+):
     start = tl.program_id(0).to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
     inside = word < num_words - start
@@ -61,7 +65,11 @@ def _nvfp4_kernel(words, block_scale, global_scale, out, num_words, WORDS: tl.co
     # times 2^-120, subnormals included. The product of this value and the tensor scale is computed in fp64 and rounded
     # to fp32 once, as in ``nvfp4.effective_scale``.
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
-    scale = (scaled_down * (tl.load(global_scale).to(tl.float64) * 2.0**120)).to(tl.float32)
+    if STACKED:
+        factor = tl.load(global_scale + (start + word) // words_a_scale, mask=inside, other=0)
+    else:
+        factor = tl.load(global_scale)
+    scale = (scaled_down * (factor.to(tl.float64) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
     # An E2M1 code's sign, exponent and mantissa, moved to bits 31 and 24 to 22 of an fp32, give the code's value times
     # 2^-126.

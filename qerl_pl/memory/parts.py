@@ -52,6 +52,13 @@ def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
+def experts_kept(shape: ModelShape, itemsize: int) -> int:
+    """Return the bytes per token that a mixture of experts keeps: the outputs of two linears of k experts, two int64
+    and a weight of each, and, in fp32, all experts' probabilities twice."""
+    sizes = shape.experts
+    return sizes.chosen * (2 * itemsize * sizes.inner + 20) + 8 * sizes.num
+
+
 def block_kept(
     shape: ModelShape,
     tokens: int,
@@ -80,12 +87,14 @@ def block_kept(
     sizes = shape.recurrent
     mixer = max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + 3 * sizes.value_width)
     inputs = itemsize * (2 * shape.hidden + shape.inner)
+    chosen_only = max(0, experts_kept(shape, itemsize) - itemsize * (3 if fused else 4) * shape.inner)
     if dropout:
         inputs = (itemsize + 1) * sum(columns for name, _, columns in shape.linears if name in targets)
     width = mixer + (2 if fused else 3) * shape.inner
     width += rank * sum(name in targets for name, _, _ in shape.linears) + fused * norm_inputs
     fp32 = shape.num_heads + (norm_rows if fused else norm_inputs) + 2 * sizes.value_width
-    return tokens * (inputs + itemsize * width + 4 * fp32) + itemsize * rank * adapted(shape, targets)
+    linears = itemsize * rank * adapted(shape, targets)
+    return tokens * (inputs + itemsize * width + 4 * fp32 + chosen_only) + linears
 
 
 def block_kept_selectively(
@@ -111,7 +120,8 @@ def block_kept_selectively(
     shared = ("v_proj", shape.last_linear, *in_place)
     if not dropout:
         width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
-    return tokens * (itemsize * width + 4 * shape.num_heads)
+    width += shape.hidden * (shape.experts.num > 0)  # the output of a mixture
+    return tokens * (itemsize * width + 4 * shape.num_heads + experts_kept(shape, itemsize))
 
 
 def blocks_kept(
@@ -149,11 +159,14 @@ def block_backward(
     linear: the gradient of its input, and its dequantised weight. In backward of SwiGLU's product silu(gate) * up: the
     gradients of the two factors, which overwrite the factors if SwiGLU is fused. The product's gradient does not count
     at this moment, because it takes the memory of the product, which is no longer needed. In a recurrent layer there
-    is a third moment, backward of the recurrence of one group of rows.
+    is a third moment, backward of the recurrence of one group of rows. In a mixture of experts, each of the k rows of a
+    token has four tensors of the inner size, and two gradients of its input.
     """
     scanned = min(tokens, max(GROUP_TOKENS, longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
     linear = itemsize * (tokens * shape.inner + shape.largest_packed)
+    row = shape.experts.chosen * (2 * shape.hidden + 4 * shape.experts.inner)
+    linear = max(linear, itemsize * (tokens * row + shape.largest_packed))
     return itemsize * tokens * shape.hidden + max(linear, 0 if fused else itemsize * tokens * 2 * shape.inner, scan)
 
 
@@ -173,7 +186,8 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the peak bytes of a pass without gradients: the larger of an MLP with a dequantised weight, and the hidden
     states with a chunk of logits."""
-    mlp = itemsize * (tokens * (3 * shape.inner + 2 * shape.hidden) + shape.largest_packed)
+    rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
+    mlp = itemsize * (tokens * (max(3 * shape.inner, rows) + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     return max(mlp, vocabulary)
 
@@ -228,7 +242,8 @@ def engine_pass(
     """Return the peak bytes of vLLM's largest forward pass: the larger of an MLP with LoRA's fp32 buffers (and, if it
     ``dequantises``, a copy of its fused gate and up projections), and the logits, in two fp32 copies while it samples.
     """
-    mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
+    rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
+    mlp = batched_tokens * (itemsize * (max(3 * shape.inner, rows) + 3 * shape.hidden) + 3 * 4 * slot_rank)
     mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
     logits = shape.vocabulary * 4 * max(2 * num_seqs, SCORED_TOGETHER)
     return max(mlp, itemsize * batched_tokens * shape.hidden + logits)

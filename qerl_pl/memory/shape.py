@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from qerl_pl import native
 from qerl_pl.base.folder import BaseFormat, base_folder
@@ -22,11 +23,12 @@ from qerl_pl.model.known_models import known_config, known_format
 from qerl_pl.model.layers import head_dims, layer_configs, num_recurrent_layers
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.quant.declared import declared_layout
+from qerl_pl.quant.experts import OF_EXPERT, Mixture
 from qerl_pl.quant.families import check_family, longest_with_short_factors
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.loading import meta_model
+from qerl_pl.quant.loading import empty_model, meta_model
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.selection import fused_groups, is_ignored
@@ -49,6 +51,17 @@ class Recurrent(NamedTuple):
     """Values of a sequence's state in one layer, in fp32."""
 
 
+class ExpertSizes(NamedTuple):
+    """Sizes of a block's mixture of experts; 0 without any."""
+
+    num: int = 0
+    """E, experts of a block."""
+    chosen: int = 0
+    """k, experts that compute a token."""
+    inner: int = 0
+    """Inner size of an expert."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Dimensions of a decoder, and bytes that the weights of the base take on a GPU. Letters: L blocks, H hidden size,
@@ -57,6 +70,9 @@ class ModelShape:
     num_layers: int
     hidden: int
     inner: int
+    """I, of the dense MLPs; 0 if all blocks have experts instead."""
+    experts: ExpertSizes
+    """Mixtures of experts in place of MLPs."""
     vocabulary: int
     num_heads: int
     query_width: int
@@ -88,7 +104,7 @@ class ModelShape:
     other_bytes: int
     """Bytes of norms, biases and convolutions."""
     largest_packed: int
-    """Number of weights of the largest packed linear; 0 for a dense base."""
+    """Number of weights of the largest packed linear, or of one linear of all experts; 0 for a dense base."""
     recurrent: Recurrent
     """Layers without attention."""
     positions: int | None
@@ -110,9 +126,7 @@ class ModelShape:
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
     """Compute the shape of a model from its configuration, with linears (except the head) in a format, or dense, and
     everything that is not packed of a dtype."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return _shape(model, fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
+    return _shape(empty_model(config, dtype), fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 
 def checkpoint_shape(
@@ -179,8 +193,9 @@ def _shape(
     config, head = model.config, model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     linears = {name: module for name, module in linears.items() if module is not head}
+    frozen = cache(partial(FrozenLinear, fmt=fmt, device="meta"))  # thousands of experts have one size
     packed = {
-        name: FrozenLinear(module.in_features, module.out_features, fmt, device="meta")
+        name: frozen(module.in_features, module.out_features)
         for name, module in linears.items()
         if fmt is not None and is_packed(name)
     }
@@ -191,10 +206,15 @@ def _shape(
     heads = config.num_attention_heads
     widths, per_layer = head_dims(config), layer_configs(config)
     family = FAMILIES[config.model_type]
+    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    experts = ExpertSizes(*(max(size) for size in zip(*(mixture.sizes for mixture in mixtures), strict=True)))
+    outside = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
+    stacked = experts.num * experts.inner * config.hidden_size if len(outside) < len(packed) else 0
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        inner=config.intermediate_size,
+        inner=config.intermediate_size if len(mixtures) < config.num_hidden_layers else 0,
+        experts=experts,
         vocabulary=config.vocab_size,
         num_heads=heads,
         query_width=heads * max(widths),
@@ -208,10 +228,10 @@ def _shape(
         linear_bytes=linear_bytes,
         engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
-        fitting_bytes=_fitting_bytes(packed) if fmt is NVFP4 else 0,
+        fitting_bytes=_fitting_bytes(outside) if fmt is NVFP4 else 0,
         embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
         other_bytes=sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim != 2),
-        largest_packed=max((linears[name].weight.numel() for name in packed), default=0),
+        largest_packed=max((stacked, *(linears[name].weight.numel() for name in packed))),
         recurrent=_recurrent(config),
         positions=getattr(config, "max_position_embeddings", None),
         short_positions=short_positions,

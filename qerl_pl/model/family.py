@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of a block's linears in most families."""
@@ -14,7 +14,21 @@ MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 INSTEAD = {"in_proj_qkv": MERGED["qkv_proj"], "in_proj_z": MERGED["qkv_proj"], "out_proj": ("o_proj",)}
 """Maps a linear of gated delta nets, which some layers have in place of attention, to linears of attention. The linear
 gets a LoRA adapter if LoRA's targets name all of these linears of attention."""
+MLP = ("gate_proj", "up_proj", "down_proj")
 Elementwise = Literal["norms", "mlp", "attention"]
+
+
+class Experts(NamedTuple):
+    """Names in config.json of what describes a mixture of experts."""
+
+    number: str = "num_experts"
+    """E, experts of a block."""
+    chosen: str = "num_experts_per_tok"
+    """k, experts that compute a token."""
+    inner: str = "moe_intermediate_size"
+    """Inner size of an expert."""
+    normalised: str = "norm_topk_prob"
+    """Whether the weights of the chosen experts are divided by their sum."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Family:
     """Whether blocks without v_proj use k_proj's output, LoRA's part included, as values, with a norm of their own."""
     dense: tuple[str, ...] = ()
     """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter, because they are small and the model takes
-    an exponential of their output, which amplifies quantisation errors."""
+    an exponential of their output, which amplifies quantisation errors, or chooses experts by it."""
     fp32: tuple[str, ...] = ()
     """Parameters outside linears and norms that trainer and vLLM both hold in fp32, whatever the compute dtype is."""
     refused: tuple[tuple[str, str], ...] = ()
@@ -58,6 +72,8 @@ class Family:
     description is for the error message, is not supported."""
     one_window: bool = False
     """Whether vLLM computes this family only if all blocks have a sliding window, or none."""
+    experts: Experts | None = None
+    """Names in config.json for a mixture of experts, whose MLPs, dense ones included, get no adapters; None: dense."""
 
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear, given by its full name, is one of ``dense``."""
@@ -65,8 +81,11 @@ class Family:
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
         """Translate LoRA targets to the linears of this family. Naming all parts of a merged linear, such as q_proj,
-        k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some is refused."""
+        k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some is refused. All linears of an MLP
+        together stand for those that may have an adapter, which is none in a mixture of experts."""
         targets = list(names)
+        if self.experts is not None and set(MLP) <= set(names):
+            targets = [name for name in names if name not in MLP]
         targets += [name for name, parts in INSTEAD.items() if name in self.projections and set(parts) <= set(names)]
         for merged, parts in MERGED.items():
             named = [part for part in parts if part in targets]
@@ -150,6 +169,14 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": replace(_GEMMA, refused=(("attn_logit_softcapping", "a soft cap of attention scores"),)),
     "gemma4_text": _GEMMA4,
     "qwen3_5_text": replace(_QWEN35, refused=(_BIASES,)),  # Qwen3.5 and Qwen3.6, not their mixtures of experts
+    "qwen3_moe": replace(
+        _QWEN,
+        projections=PROJECTIONS[:4],
+        elementwise=frozenset({"norms", "attention"}),
+        dense=("gate",),
+        refused=(_CHUNKS, _BIASES),
+        experts=Experts(),
+    ),
 }
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -34,9 +34,21 @@ NOT_USED = "its vision part is not used"
 _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 
+class _Place(NamedTuple):
+    """File that holds a tensor, its name there, and, of stacked experts, the expert with its rows."""
+
+    file: str
+    stored: str
+    expert: tuple[int, slice] | None = None
+
+
 class Checkpoint:
     """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``. Raise
-    ValueError if the folder has no model, or a file is missing, truncated or not safetensors."""
+    ValueError if the folder has no model, or a file is missing, truncated or not safetensors.
+
+    Stacked experts (``mlp.experts.gate_up_proj``, [E, 2I, H]) count as matrices with names such as
+    ``mlp.experts.3.up_proj.weight``.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -48,15 +60,16 @@ class Checkpoint:
             raise ValueError(f"{self.path} has no {CONFIG}, so it is not a model in Hugging Face layout; {hint}")
         self._files = {name: _open(self.path / name) for name in self._file_names()}
         text_only = has_vision(read_json(self.path / CONFIG))
-        self._stored: dict[str, tuple[str, str]] = {}  # name to the file and the name there
+        self._stored: dict[str, _Place] = {}
         for file_name, file in self._files.items():
             for stored in file.keys():  # noqa: SIM118
                 if not (name := text_name(stored) if text_only else stored):
                     continue
-                if name in self._stored:
-                    both = " and ".join(f"{file} ({held})" for file, held in (self._stored[name], (file_name, stored)))
-                    raise ValueError(f"{self.path} has the tensor {name} twice, in {both}; remove one of them")
-                self._stored[name] = file_name, stored
+                for part, place in _expert_places(name, _Place(file_name, stored), file.get_slice(stored).get_shape()):
+                    if part in self._stored:
+                        both = " and ".join(f"{file} ({held})" for file, held, _ in (self._stored[part], place))
+                        raise ValueError(f"{self.path} has the tensor {part} twice, in {both}; remove one of them")
+                    self._stored[part] = place
 
     def _file_names(self) -> list[str]:
         if (self.path / INDEX).is_file():
@@ -84,7 +97,8 @@ class Checkpoint:
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor without reading its data."""
-        return self._slice(name).get_shape()
+        expert, whole = self._stored[name].expert, self._slice(name).get_shape()
+        return whole if expert is None else [expert[1].stop - expert[1].start, whole[2]]
 
     def dtype(self, name: str) -> str:
         """Return safetensors' name of a tensor's dtype, e.g. BF16, F8_E4M3 or U8, without reading its data."""
@@ -92,12 +106,26 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU; it may be a view of the memory-mapped file, valid as long as this object."""
-        file, stored = self._stored[name]
-        return self._files[file].get_tensor(stored)
+        file, stored, expert = self._stored[name]
+        return self._files[file].get_tensor(stored) if expert is None else self._slice(name)[expert]
 
     def _slice(self, name: str) -> Any:  # safetensors does not name the class
-        file, stored = self._stored[name]
+        file, stored, _ = self._stored[name]
         return self._files[file].get_slice(stored)
+
+
+def _expert_places(name: str, place: _Place, shape: list[int]) -> Iterator[tuple[str, _Place]]:
+    """Yield name and place of a stored tensor, or those of each expert's matrices in a stacked one."""
+    module, _, leaf = name.rpartition(".")
+    if not module.endswith(".mlp.experts") or leaf not in ("gate_up_proj", "down_proj") or len(shape) != 3:
+        yield name, place
+        return
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    rows = shape[1] // len(parts)
+    for expert in range(shape[0]):
+        for number, part in enumerate(parts):
+            of_part = slice(number * rows, (number + 1) * rows)
+            yield f"{module}.{expert}.{part}.weight", place._replace(expert=(expert, of_part))
 
 
 def model_config(path: Path) -> Mapping:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import PretrainedConfig
+
+_BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
+
+
+def block_of(name: str) -> str | None:
+    """Return the decoder block of a tensor or module, e.g. "model.layers.3"; None for names outside the blocks."""
+    block = _BLOCK_OF.match(name)
+    return block and block[1]
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:

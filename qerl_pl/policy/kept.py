@@ -79,6 +79,11 @@ def active() -> Kept | None:
     return _ACTIVE.kept
 
 
+def kept_whole(compute: Callable[[], Tensor]) -> Tensor:
+    """Compute a result by ``Kept.whole``, or plainly without selective checkpointing."""
+    return compute() if (kept := active()) is None else kept.whole(compute)
+
+
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return context managers for a block's run in forward and its run in backward (torch's ``context_fn``)."""
     kept = Kept()

@@ -32,7 +32,8 @@ class LoraSettings:
             differ from the ones of the policy that sampled, and training takes more memory.
         targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or the ones of
             ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear, qkv_proj, which the three names
-            together mean; gate_proj and up_proj together mean gate_up_proj.
+            together mean; gate_proj and up_proj together mean gate_up_proj. Of a mixture of experts only attention is
+            adapted: gate_proj, up_proj and down_proj together add nothing there.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
         start: folder of an adapter that PEFT wrote, with which the run starts (after supervised fine-tuning, say); it

@@ -27,6 +27,7 @@ from qerl_pl.policy.margins import keyed_noise, margins
 from qerl_pl.policy.packing import use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
 from qerl_pl.policy.scoring import head_of, predicting, shares_prompts
+from qerl_pl.quant.experts import packed_experts
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -182,11 +183,13 @@ class Policy(nn.Module):
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
-        """Return the base's packed linears by their names without PEFT; empty for a dense base."""
+        """Return the base's packed linears, also those of experts, by the names in its checkpoint; empty for a dense
+        base."""
         modules = self.causal_lm.named_modules()
-        return {
+        linears = {
             name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
         }
+        return linears | dict(packed_experts(self.causal_lm))
 
     @property
     def packed_format(self) -> Format | None:

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from qerl_pl.model.family import FAMILIES
-from qerl_pl.policy.kept import keeping
+from qerl_pl.policy.kept import keeping, kept_whole
 from qerl_pl.policy.lora import LoraLinear
+from qerl_pl.quant.experts import FrozenExperts
 
 Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
 """Values of ``model.gradient_checkpointing`` in the YAML file; true means blocks, false none, a number that many
@@ -105,3 +106,5 @@ def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
         for name, module in block.named_modules():
             if isinstance(module, LoraLinear):
                 module.keeps_result = not name.endswith(last_linear)
+            elif isinstance(module, FrozenExperts):
+                module.around = kept_whole

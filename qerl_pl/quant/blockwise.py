@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qerl_pl.model.files import Checkpoint
+from qerl_pl.quant.experts import OF_EXPERT
 from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
+PRIOR_ROWS = 256
+"""Rows of calibration data, of all experts, that count as rows of each."""
 
 
 class BlockStream:
@@ -50,14 +54,17 @@ class BlockStream:
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
         """Measure the mean of x x^T over the inputs x of some linears of the block ``name``, given the block's weights
-        by full name: [K, K] on the device, computed in ``dtype``, fp32 or fp64, by the linear's full name."""
+        by full name: [K, K] on the device, computed in ``dtype``, fp32 or fp64, by the linear's full name. Those of an
+        expert are averaged over its own tokens and those of all experts, see ``_shrink``."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
+        counts: Counter[str] = Counter()
 
         def add_to(linear: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 x = inputs[0].flatten(0, -2).to(dtype)  # [T, K]
                 sums[linear] = torch.addmm(sums[linear], x.T, x) if linear in sums else x.T @ x
+                counts[linear] += len(x)
 
             return hook
 
@@ -67,7 +74,8 @@ class BlockStream:
         for hook in hooks:
             hook.remove()
         self._remove(name)
-        return {linear: total / self.hidden[..., 0].numel() for linear, total in sums.items()}
+        _shrink(sums, counts)
+        return {linear: sums[linear].div_(counts[linear]) for linear in linears}
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Replace the stored hidden states by the output of block ``name``, computed with the given weights."""
@@ -99,6 +107,20 @@ class BlockStream:
             if hook is not None:
                 hook.remove()
         return out
+
+
+def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
+    """Add to the sum of each expert's linear the mean of all experts' rows, ``PRIOR_ROWS`` times, because an expert may
+    have computed few rows of the calibration data."""
+    parts: dict[tuple[str, ...], list[str]] = {}
+    for linear in sums:
+        if match := OF_EXPERT.fullmatch(linear):
+            parts.setdefault(match.groups(), []).append(linear)
+    for names in parts.values():
+        mean = sum(sums[name] for name in names) / sum(counts[name] for name in names)
+        for name in names:
+            sums[name].add_(mean, alpha=PRIOR_ROWS)
+            counts[name] += PRIOR_ROWS
 
 
 def _with_first(hidden: Tensor, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

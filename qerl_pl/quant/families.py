@@ -15,13 +15,13 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING
 
-from qerl_pl.model.family import FAMILIES, family_of
+from qerl_pl.model.family import FAMILIES, Experts, family_of
 from qerl_pl.model.files import CONFIG, model_config, read_json
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-WORDS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias")
+WORDS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "norm_topk_prob")
 """Names of values that are true or false; any other value, such as the text "false", would be taken as true."""
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "logits_scaling", "attention_multiplier", "residual_multiplier",
@@ -65,12 +65,14 @@ def check_family(path: str | Path) -> Mapping:
         raise ValueError(f"{path} has no {CONFIG}; expected a Hugging Face checkpoint folder")
     config = model_config(file.parent)
     name = config.get("model_type")
-    if has_experts(config):
+    names = FAMILIES[str(name)].experts if name in FAMILIES else None
+    if has_experts(config) and names is None:
         raise ValueError(
-            f"{path} is a mixture of experts ({name!r}), which is not supported; expected a dense model of "
-            f"{', '.join(FAMILIES)}"
+            f"{path} is a mixture of experts ({name!r}), which is not supported; expected one of {', '.join(FAMILIES)}"
         )
     family = family_of(name, path=path)
+    if names is not None:
+        _check_experts(file, config, names)
     for key, words in family.refused:
         if config.get(key):
             raise ValueError(f"{path}: {key} is {config[key]!r}; {name} models with {words} are not supported")
@@ -149,6 +151,16 @@ def _check_values(file: Path, config: Mapping) -> None:
     generation = file.with_name("generation_config.json")
     if generation.is_file():
         _check_ends(generation, read_json(generation), config["vocab_size"])
+
+
+def _check_experts(file: Path, config: Mapping, names: Experts) -> None:
+    other = CONFIG_MAPPING[config["model_type"]].attribute_map  # names under which transformers writes some of them
+    sizes = {name: config.get(name, config.get(other.get(name))) for name in (names.number, names.chosen, names.inner)}
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
+    if sizes[names.chosen] > sizes[names.number]:
+        raise ValueError(f"{file}: {names.chosen} is {sizes[names.chosen]} and there are {sizes[names.number]} experts")
 
 
 def _check_number(file: Path, name: str, value: object) -> None:

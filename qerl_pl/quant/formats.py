@@ -28,7 +28,8 @@ class PackedWeight:
     block_scale: Tensor
     """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor
-    """[] fp64 or fp32, tensor scale: factor of all weights of the tensor; 1 in formats without a tensor scale."""
+    """[] fp64 or fp32, tensor scale: factor of all weights of the tensor; 1 in formats without a tensor scale. To be
+    dequantised, E weights of one shape may follow each other in one, with tensor scales [E]."""
 
 
 def no_tensor_scale(amax: Tensor) -> Tensor:

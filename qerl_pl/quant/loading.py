@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from qerl_pl.model.family import family_of
+from qerl_pl.model.family import FAMILIES, family_of
 from qerl_pl.model.files import CONFIG, Checkpoint, has_vision, model_config, read_json
+from qerl_pl.model.layers import block_of
 from qerl_pl.quant.declared import read_layout
+from qerl_pl.quant.experts import check_alike, separate_experts, stack_experts
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.layouts import Layout, Part, check_table
 from qerl_pl.quant.linear import FrozenLinear
@@ -45,9 +55,13 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
     if layout is not None:
         for name in checkpoint.names():
             check_table(layout, checkpoint, name)
-    for name, (module, part) in places.items():
-        kept = torch.float32 if part.buffer in family.fp32 else dtype
-        _fill(model.get_submodule(module), part, checkpoint.read(name), name=name, dtype=kept, device=device)
+    for block, names in groupby(places, key=block_of):
+        for name in names:
+            module, part = places[name]
+            kept = torch.float32 if part.buffer in family.fp32 else dtype
+            _fill(model.get_submodule(module), part, checkpoint.read(name), name=name, dtype=kept, device=device)
+        if family.experts is not None and block is not None:
+            stack_experts(model.get_submodule(block))
     _tie(model, checkpoint.path)
     fill_computed_buffers(model, device)
     if (checkpoint.path / "generation_config.json").is_file():
@@ -57,7 +71,7 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
 
 def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Create the causal language model that config.json describes on the meta device, without data, and with dense
-    linears even if the checkpoint is quantised."""
+    linears, also of each expert, even if the checkpoint is quantised."""
     if has_vision(read_json(path / CONFIG)):
         text = model_config(path)
         config = CONFIG_MAPPING[text["model_type"]].from_dict(dict(text))
@@ -67,8 +81,17 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not 0 <= pad < config.vocab_size:
         config.pad_token_id = None  # a token of the tokenizer alone, which an embedding refuses; no row is padded by it
+    return empty_model(config, dtype or config.dtype)
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype | str | None) -> PreTrainedModel:
+    """Create a causal language model as ``meta_model`` does, from its configuration."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    names = FAMILIES[config.model_type].experts if config.model_type in FAMILIES else None
+    if names is not None:
+        separate_experts(model, config, names, model.dtype)
+    return model
 
 
 def _swap_packed_linears(
@@ -81,6 +104,8 @@ def _swap_packed_linears(
         if not isinstance(linear, nn.Linear):
             kind = type(linear).__name__
             raise ValueError(f"{checkpoint.path} holds {name} packed; expected a linear, the model has a {kind}")
+        if name.endswith(".mlp.gate"):
+            raise ValueError(f"{checkpoint.path} holds the router {name} packed; expected 16 bits, as engines read it")
         bias, dtype = linear.bias is not None, model.dtype
         packed = FrozenLinear(
             linear.in_features, linear.out_features, layout.fmt, bias=bias, dtype=dtype, device="meta"
@@ -88,6 +113,7 @@ def _swap_packed_linears(
         if not stores_tensor_scale:
             packed.global_scale_bits = torch.ones((), dtype=torch.float64, device=device).view(torch.int64)
         model.set_submodule(name, packed)
+    check_alike({name for name, module in model.named_modules() if isinstance(module, FrozenLinear)}, model)
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[str, Part]]:

@@ -55,9 +55,13 @@ def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``."""
+    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``; of stacked weights
+    with a tensor scale each, [E], E must divide the number of block scales."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
-    return (table.double() * global_scale.double()).float()[block_scale.int()]
+    factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
+    if global_scale.ndim == 0:
+        return factors[block_scale.int()]
+    return factors.gather(1, block_scale.view(len(factors), -1).long()).view(block_scale.shape)
 
 
 def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:

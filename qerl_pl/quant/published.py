@@ -15,9 +15,10 @@ from pathlib import Path
 
 from qerl_pl.common.files import in_bytes
 from qerl_pl.model.files import CONFIG, NOT_USED, Checkpoint, has_vision, read_json
+from qerl_pl.model.layers import block_of
 from qerl_pl.quant.declared import declared_formats, is_weight_only, quantises_cache, quantization_config
 from qerl_pl.quant.nvfp4 import BLOCK
-from qerl_pl.quant.selection import block_of, fused_with
+from qerl_pl.quant.selection import fused_with
 
 COMPRESSED = {"weight_packed", "weight_scale", "weight_global_scale"}
 MODELOPT = {"weight", "weight_scale", "weight_scale_2"}

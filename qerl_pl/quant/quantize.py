@@ -84,6 +84,8 @@ def quantize_checkpoint(
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes), {*shapes, *dense}), output_files(checkpoint)
     _check_calibrated(method, residual, calibration, outside=files[0].groups(groups))
+    if method == "awq" and FAMILIES[skeleton.config.model_type].experts is not None:
+        raise ValueError("method awq would change what the router of a mixture of experts reads; use gptq or mse")
     settings = {
         "format": format,
         "method": method,

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.files import Checkpoint
+from qerl_pl.model.layers import block_of
+from qerl_pl.quant.experts import check_alike
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
 """Maps a linear's name to the group of linears that engines fuse with it, the same in all families."""
-_BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,6 @@ def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
         OutputFile(f"model-{number:05}-of-{len(parts):05}.safetensors", block or None, parts[block])
         for number, block in enumerate(ordered, start=1)
     ]
-
-
-def block_of(name: str) -> str | None:
-    """Return the decoder block of a tensor or module, e.g. "model.layers.3"; None for names outside the blocks."""
-    block = _BLOCK_OF.match(name)
-    return block and block[1]
 
 
 class BlockWeight(NamedTuple):
@@ -123,6 +118,7 @@ def split_linears(
         shapes[name] = (module.out_features, module.in_features)
     if not shapes:
         raise ValueError(f"ignore {list(ignore)} leaves no linear to pack")
+    check_alike(shapes.keys(), model)
     return shapes, [name for name in linears if name not in shapes]
 
 

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_pl.common.files import allow_reading, read_lines
 from qerl_pl.model.files import CONFIG, INDEX, read_json
 from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.experts import StackedLinear
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base, tied_weights
 from qerl_pl.quant.output import carry
@@ -162,10 +163,15 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}.weight", weight
         if isinstance(module.bias, Tensor):
             yield f"{name}.bias", module.bias
+    stacks = {name: module for name, module in policy.causal_lm.named_modules() if isinstance(module, StackedLinear)}
+    for name, module in stacks.items():
+        experts, _, part = name.rpartition(".")
+        for expert, weight in enumerate(module.dense(torch.float32)):
+            yield f"{experts}.{expert}.{part}.weight", weight
     yield from norms.items()
     peft = (".lora_", ".base_layer.", ".original_module.", ".modules_to_save.")
     for name, tensor in policy.causal_lm.state_dict().items():
-        of_linear = name.rpartition(".")[0] in linears
+        of_linear = name.rpartition(".")[0] in linears.keys() | stacks.keys()
         if name not in norms and not of_linear and not any(part in f".{name}" for part in peft):
             yield name, tensor
 

@@ -16,6 +16,7 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.shared_prompts import attends_to_everything, share_prompts
+from qerl_pl.quant.experts import PARTS, FrozenExperts, packed_experts
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.quantize import quantize_checkpoint
@@ -58,16 +59,31 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     return found
 
 
+def dense_state(model: nn.Module) -> dict[str, Tensor]:
+    """The dequantised weights, and all else, by the names that transformers has in memory."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLinear):
+            state[f"{name}.weight"] = module.dense(torch.float32)
+        elif isinstance(module, FrozenExperts):
+            gate, up, down = (
+                part.dense(torch.float32) for part in (module.gate_proj, module.up_proj, module.down_proj)
+            )
+            state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{name}.")}
+            state[f"{name}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+            state[f"{name}.down_proj"] = down
+    return state
+
+
 def test_a_packed_model_computes_what_the_dequantised_one_does(base):
     packed = load_base(base, dtype=torch.float32, device="cpu")
     linears = {name: module for name, module in packed.named_modules() if isinstance(module, FrozenLinear)}
-    assert {name.rpartition(".")[2] for name in linears} == set(FAMILIES[packed.config.model_type].projections)
-    dense = AutoModelForCausalLM.from_config(packed.config, dtype=torch.float32).eval()
-    state = {name: tensor for name, tensor in packed.state_dict().items() if name in dense.state_dict()}
-    state |= {f"{name}.weight": module.dense(torch.float32) for name, module in linears.items()}
-    dense.load_state_dict(state)
-    names = {name for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     family = FAMILIES[packed.config.model_type]
+    names = {name.rpartition(".")[2] for name in (*linears, *dict(packed_experts(packed)))}
+    assert names == {*family.projections, *(PARTS if family.experts else ())}
+    dense = AutoModelForCausalLM.from_config(packed.config, dtype=torch.float32).eval()
+    dense.load_state_dict(dense_state(packed))
+    names = {name for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     assert linears.keys() == {name for name in names - {"lm_head"} if name.rpartition(".")[2] not in family.dense}
     [row, *_] = rows()
     with torch.no_grad():
@@ -78,7 +94,7 @@ def test_a_packed_model_computes_what_the_dequantised_one_does(base):
 def test_a_base_is_loaded_as_transformers_loads_it(base):
     dense = base.parent / "dense"
     expected = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).state_dict()
-    found = load_base(dense, dtype=torch.float32, device="cpu").state_dict()
+    found = dense_state(load_base(dense, dtype=torch.float32, device="cpu"))
     assert found.keys() == expected.keys()
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
 
@@ -133,7 +149,8 @@ def test_a_shared_prompt_is_what_it_is_in_each_row_alone(policy):
 def test_every_projection_of_every_block_is_adapted(policy):
     adapted = {name.split(".")[-3] for name in policy.adapter_state()}
     assert adapted == set(policy.family.projections)
-    assert len(policy.adapter_state()) == 2 * len(policy.packed_linears())
+    names = [name.rpartition(".")[2] for name in policy.packed_linears()]
+    assert len(policy.adapter_state()) == 2 * sum(name in policy.family.projections for name in names)
 
 
 def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(policy):
@@ -152,7 +169,8 @@ def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(p
 
 def test_the_memory_of_a_family_is_planned_from_its_files(base, policy):
     shape = checkpoint_shape(base, torch.float32)
-    assert {name for name, _, _ in shape.linears} == {*policy.family.projections, *policy.family.dense}
+    frozen = PARTS if policy.family.experts else ()
+    assert {name for name, _, _ in shape.linears} == {*policy.family.projections, *policy.family.dense, *frozen}
     norms = [name for name, _ in policy.causal_lm.model.layers[0].named_children() if name.endswith("norm")]
     assert shape.block_norms == len(norms)
     held = sum(tensor.nbytes for tensor in load_base(base, dtype=torch.float32, device="cpu").state_dict().values())

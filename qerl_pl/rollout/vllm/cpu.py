@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config.lora import LoRAConfig
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
 from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
+from qerl_pl.rollout.vllm.cpu_experts import NVFP4Experts
 
 
 class NVFP4Config(CompressedTensorsConfig):
     """Configuration class of compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit activations."""
 
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Return the object that stores and computes a layer; for experts in NVFP4, ``NVFP4Experts``."""
+        if isinstance(layer, RoutedExperts):
+            self._add_fused_moe_to_target_scheme_map()
+            if _is_w4a16(self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")):
+                return NVFP4Experts(layer.moe_config)
+        return super().get_quant_method(layer, prefix)
+
     def get_scheme(self, layer: nn.Module, layer_name: str | None = None) -> CompressedTensorsScheme | None:
         """Return the object that stores and computes a linear (vLLM's scheme); None if the linear is not quantised."""
-        scheme = self.get_scheme_dict(layer, layer_name) or {}
-        if scheme.get("format") == "nvfp4-pack-quantized" and scheme["input_activations"] is None:
+        if _is_w4a16(self.get_scheme_dict(layer, layer_name)):
             return NVFP4Scheme()
         return super().get_scheme(layer, layer_name)
+
+
+def _is_w4a16(scheme: Mapping | None) -> bool:
+    return scheme is not None and scheme.get("format") == "nvfp4-pack-quantized" and scheme["input_activations"] is None
 
 
 class NVFP4Scheme(CompressedTensorsScheme):

@@ -35,6 +35,7 @@ def apply_all() -> None:
         text_models_without_torchvision()
     if current_platform.is_cpu():
         delta_nets_in_fp32()
+        experts_in_torch()
 
 
 def adapters_in_fixed_order() -> None:
@@ -65,6 +66,20 @@ def delta_nets_in_fp32() -> None:
 
     ops: Any = import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
     replace_once(ops, "cpu_gdn_attention_core", with_fp32, takes=("mixed_qkv", "b", "a", "core_attn_out", "layer_name"))
+
+
+def experts_in_torch() -> None:
+    """Compute mixtures of experts by torch on a CPU.
+
+    Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
+    attention has some.
+    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from qerl_pl.rollout.vllm.cpu_experts import in_torch
+
+    methods: Any = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+    replace_once(methods, "select_unquantized_moe_backend", in_torch, takes=("moe_config",))
 
 
 def text_models_without_torchvision() -> None:
@@ -163,6 +178,7 @@ def kept_process_group() -> Iterator[None]:
 PATCHES: tuple[Callable[..., Any], ...] = (
     adapters_in_fixed_order,
     delta_nets_in_fp32,
+    experts_in_torch,
     text_models_without_torchvision,
     memory_of_ended_engines,
     sleep_beside_other_processes,

@@ -29,7 +29,7 @@ from qerl_pl.rollout.vllm import patches
 DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's warnings are about servers; at INFO it also logs the chosen kernels
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_MOE_SKIP_PADDING": "0",  # the supported models have no experts; this saves two launches per decoding step
+    "VLLM_MOE_SKIP_PADDING": "0",  # experts compute padding too; this saves two launches per decoding step
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer's sampler does not support a seed for each request
 }
 # Endings of the names of tensor scales in checkpoints of compressed-tensors and of ModelOpt.

@@ -1,0 +1,268 @@
+"""Mixture of experts: a router that chooses k of E small MLPs for each token, with frozen weights.
+
+A checkpoint stores each expert's linears apart, so before its weights are read, a model has ``SeparateExperts``, whose
+linears the quantiser and the loader treat like all others. A loaded model has ``FrozenExperts``, which multiplies the
+tokens of all experts in one grouped product. Letters: T tokens, S = k T rows, H hidden size, I inner size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from qerl_pl.model.family import Experts
+from qerl_pl.quant.formats import Format, PackedWeight
+from qerl_pl.quant.linear import FrozenLinear
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+"""Names of the linears of an expert, y = down(silu(gate(x)) up(x))."""
+OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
+"""Full name of an expert's linear; its groups are the experts' module and the part."""
+
+
+class Routes(NamedTuple):
+    """Order of the S rows in which those of an expert follow each other."""
+
+    order: Tensor
+    """[S] int64, index of each sorted row in ids [T, k], flattened: token order // k."""
+    inverse: Tensor
+    """[T, k] int64, place of each choice among the sorted rows."""
+    ends: Tensor
+    """[E] int32, index after the last row of each expert."""
+
+
+def choose(logits: Tensor, chosen: int, *, normalised: bool, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token: those of the largest probabilities, of equal ones that with the lower index.
+
+    Args:
+        logits: [T, E] fp32, the router's output.
+        chosen: k, experts per token.
+        normalised: divide the weights of a token by their sum.
+        ids: [T, k] int64, experts to use instead; rows with a number below 0 choose themselves. None: all do.
+
+    Returns:
+        Weights [T, k] fp32, differentiable, and the ids [T, k] int64.
+    """
+    probabilities = logits.softmax(-1)
+    own = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    ids = own if ids is None else torch.where(ids < 0, own, ids)
+    weights = probabilities.gather(1, ids)
+    return weights / weights.sum(-1, keepdim=True) if normalised else weights, ids
+
+
+def sort_rows(ids: Tensor, num_experts: int) -> Routes:
+    """Sort the rows of ids [T, k] by expert, those of one expert by token."""
+    experts, order = ids.flatten().sort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
+    return Routes(order, inverse.view(ids.shape), ends)
+
+
+class _Unset(nn.Linear):
+    """Linear without initial values, which would take longer than all else that is done with 18 000 linears."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Expert(nn.Module):
+    """One expert on the meta device, until its weights are read, or while a block is calibrated."""
+
+    def __init__(self, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        linear = partial(_Unset, bias=False, dtype=dtype, device="meta")
+        self.gate_proj, self.up_proj = linear(hidden, inner), linear(hidden, inner)
+        self.down_proj = linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the expert for its rows [n, H]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class SeparateExperts(nn.ModuleList):
+    """Experts as modules of their own, ``experts.3.up_proj``, which compute one after the other."""
+
+    def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        """Compute the weighted sum of experts, [T, H], as ``FrozenExperts`` does."""
+        rows = x[routes.order // weights.shape[1]].tensor_split(routes.ends[:-1].tolist())
+        return summed(torch.cat([expert(part) for expert, part in zip(self, rows, strict=True)]), routes, weights)
+
+
+class StackedLinear(nn.Module):
+    """Frozen weights [E, N, K] of one part of all experts, dense (``weight``), or packed as in ``FrozenLinear``: codes
+    [E, N, K/2], block scales [E, N, K/block], and bits of the tensor scales, [E]."""
+
+    codes: Tensor
+    block_scale: Tensor
+    global_scale_bits: Tensor
+    weight: Tensor
+
+    def __init__(self, linears: Sequence[nn.Linear | FrozenLinear]) -> None:
+        super().__init__()
+        first = linears[0]
+        self.out_features, self.in_features = first.out_features, first.in_features
+        self.fmt: Format | None = first.fmt if isinstance(first, FrozenLinear) else None
+        for name, tensor in (*first.named_parameters(), *first.named_buffers()):
+            stack = torch.stack([getattr(linear, name) for linear in linears])
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, nn.Parameter(stack, requires_grad=False))
+            else:
+                self.register_buffer(name, stack)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights, [E, N, K] of ``dtype``."""
+        if self.fmt is None:
+            return self.weight.to(dtype)
+        factors = self.global_scale_bits.view(torch.float64)
+        packed = PackedWeight(self.codes.flatten(0, 1), self.block_scale.flatten(0, 1), factors)
+        return self.fmt.dequantize(packed, dtype).unflatten(0, (len(factors), -1))
+
+    @cached_property
+    def linears(self) -> list[FrozenLinear]:
+        """The packed linear of each expert, as views of the stacks; empty if the weights are dense."""
+        return [] if self.fmt is None else list(map(self._linear, range(len(self.codes))))
+
+    def _linear(self, expert: int) -> FrozenLinear:
+        assert self.fmt is not None
+        linear = FrozenLinear(self.in_features, self.out_features, self.fmt, device="meta")
+        for name in ("codes", "block_scale", "global_scale_bits"):
+            setattr(linear, name, getattr(self, name)[expert])
+        return linear
+
+
+class FrozenExperts(nn.Module):
+    """Stacked experts, made of ``SeparateExperts``, which keep for backward the outputs of gate_proj and up_proj."""
+
+    def __init__(self, experts: SeparateExperts) -> None:
+        super().__init__()
+        stack = [StackedLinear([expert.get_submodule(part) for expert in experts]) for part in PARTS]  # pyright: ignore[reportArgumentType]
+        self.gate_proj, self.up_proj, self.down_proj = stack
+        self.around: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()
+        """Function that calls its argument, which computes the experts, and returns the result; gradient checkpointing
+        replaces it."""
+
+    def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        """Compute the experts' outputs times weights [T, k] fp32, summed for each token of x [T, H]: [T, H] in the
+        dtype of x. Products with weights are rounded to this dtype, and added in fp32."""
+        return self.around(lambda: _GroupedExperts.apply(x, weights, self, *routes))
+
+
+class Mixture(nn.Module):
+    """MLP of a block with experts. The router's weight ``gate`` is dense; its products are fp32."""
+
+    experts: SeparateExperts | FrozenExperts
+
+    def __init__(self, config: Any, names: Experts, dtype: torch.dtype) -> None:
+        super().__init__()
+        number, self.inner = getattr(config, names.number), getattr(config, names.inner)
+        self.chosen, self.normalised = getattr(config, names.chosen), getattr(config, names.normalised)
+        self.gate = nn.Linear(config.hidden_size, number, bias=False, dtype=dtype, device="meta")
+        self.experts = SeparateExperts(Expert(config.hidden_size, self.inner, dtype) for _ in range(number))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of experts, experts per token, and inner size of an expert."""
+        return self.gate.out_features, self.chosen, self.inner
+
+    @property
+    def num_active(self) -> int:
+        """Number of weights of the experts that compute a token."""
+        return self.chosen * self.inner * self.gate.in_features * len(PARTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the mixture for x [..., H]; returns the same shape and dtype."""
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = F.linear(tokens.float(), self.gate.weight.float())
+        weights, ids = choose(logits, self.chosen, normalised=self.normalised)
+        return self.experts(tokens, weights, sort_rows(ids, logits.shape[1])).view(x.shape)
+
+
+def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch.dtype) -> None:
+    """Replace the mixtures of a model on the meta device by ``Mixture``, with experts apart."""
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "experts") and hasattr(module, "gate"):
+            model.set_submodule(name, Mixture(config, names, dtype))
+
+
+def check_alike(packed: Collection[str], model: nn.Module) -> None:
+    """Refuse a mixture of which only some linears are packed, given by name: engines have one kernel for all."""
+    for name, module in model.named_modules():
+        if isinstance(module, SeparateExperts):
+            inside = [f"{name}.{expert}.{part}" for expert in range(len(module)) for part in PARTS]
+            dense = [linear for linear in inside if linear not in packed]
+            if 0 < len(dense) < len(inside):
+                some = next(linear for linear in inside if linear in packed)
+                raise ValueError(f"{some} is packed and {dense[0]} is not; engines compute all experts in one format")
+
+
+def stack_experts(block: nn.Module) -> None:
+    """Stack the experts of a decoder block, or model, whose weights have been read."""
+    for module in block.modules():
+        if isinstance(module, Mixture) and isinstance(module.experts, SeparateExperts):
+            module.experts = FrozenExperts(module.experts)
+
+
+def packed_experts(model: nn.Module) -> Iterator[tuple[str, FrozenLinear]]:
+    """Yield the packed linears of stacked experts by the names that they have in a checkpoint."""
+    for name, module in model.named_modules():
+        if isinstance(module, StackedLinear):
+            parent, _, part = name.rpartition(".")
+            yield from ((f"{parent}.{expert}.{part}", linear) for expert, linear in enumerate(module.linears))
+
+
+class _GroupedExperts(torch.autograd.Function):
+    """Autograd node of all experts of a block, which dequantises their weights again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, experts: Any, order: Tensor, inverse: Tensor, ends: Tensor
+    ) -> Tensor:
+        rows = x[order // weights.shape[1]]  # [S, H]
+        gate, up = (grouped(rows, part.dense(x.dtype).mT, ends) for part in (experts.gate_proj, experts.up_proj))
+        del rows
+        out = grouped(F.silu(gate).mul_(up), experts.down_proj.dense(x.dtype).mT, ends)
+        ctx.experts = experts
+        ctx.save_for_backward(weights, gate, up, order, inverse, ends)
+        return summed(out, Routes(order, inverse, ends), weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), experts = grads, ctx.experts
+        weights, gate, up, *routes = ctx.saved_tensors
+        routes = Routes(*routes)
+        order, inverse, ends = routes
+        d_product = grouped(
+            dy[order // weights.shape[1]], experts.down_proj.dense(dy.dtype), ends
+        )  # [S, I], unweighted
+        activation = F.silu(gate)
+        d_weights = (d_product.float() * (activation * up)).sum(1)[inverse]
+        d_product = (d_product * weights.flatten()[order].unsqueeze(1)).to(dy.dtype)
+        d_gate = torch.ops.aten.silu_backward(d_product * up, gate)
+        d_rows = grouped(d_gate, experts.gate_proj.dense(dy.dtype), ends)
+        d_rows += grouped(d_product * activation, experts.up_proj.dense(dy.dtype), ends)
+        return summed(d_rows, routes, None), d_weights, None, None, None, None
+
+
+def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows [S, K] of each expert by its matrix, [E, K, N], in the rows' dtype: [S, N]."""
+    if not rows.is_cuda or rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, matrices, offs=ends)
+    parts = zip(rows.tensor_split(ends[:-1].tolist()), matrices, strict=True)  # waits for the GPU
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
+    """Add the k sorted rows [S, N] of each token, times their weights [T, k], in fp32: [T, N] in the rows' dtype."""
+    total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)
+    for number, places in enumerate(routes.inverse.unbind(1)):
+        part = rows[places]
+        total += part if weights is None else (part * weights[:, number, None]).to(rows.dtype)
+    return total.to(rows.dtype)

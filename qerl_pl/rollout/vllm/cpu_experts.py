@@ -1,0 +1,81 @@
+"""Mixtures of experts on vLLM's CPU platform, by the trainer's functions, with bf16, fp32 or dequantised NVFP4
+weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as with_nvfp4,
+)
+
+from qerl_pl.quant.experts import grouped, sort_rows, summed
+from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize
+
+PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
+"""Endings of the names of packed experts' parameters."""
+
+
+class TorchExperts(CPUUnquantizedExperts):
+    """Kernel of vLLM for experts that keeps weights in the order of rows, so that they can be compared."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave the weights as they are."""
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *_: object,
+        **_more: object,
+    ) -> None:
+        """Compute T tokens [T, H] with gate and up [E, 2I, H], down [E, H, I] and the choices [T, k]."""
+        routes = sort_rows(topk_ids.long(), len(w1))
+        rows = hidden_states[routes.order // topk_ids.shape[1]]
+        gate, up = (grouped(rows, part.mT, routes.ends) for part in w1.chunk(2, dim=1))
+        output.copy_(summed(grouped(F.silu(gate) * up, w2.mT, routes.ends), routes, topk_weights))
+
+
+class NVFP4Experts(UnquantizedFusedMoEMethod):
+    """Method of vLLM that reads experts in NVFP4 and dequantises each with its own tensor scale."""
+
+    group_size = 16
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """Create the parameters of packed experts under their names in the checkpoint."""
+        with_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod.create_weights(self, layer, *sizes, **attributes)  # pyright: ignore[reportArgumentType]
+        self.dtype = layer.params_dtype
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed parameters by dense ones."""
+        for name in ("w13", "w2"):
+            codes, scales, divisors = (getattr(layer, f"{name}_{kind}").data for kind in PACKED)
+            for kind in (*PACKED, "input_global_scale"):
+                delattr(layer, f"{name}_{kind}")
+            rows, blocks = codes.flatten(0, 1), scales.flatten(0, 1).view(torch.uint8)
+            # one tensor scale for each expert, or one each for gate and up, whose rows follow each other
+            dense = dequantize(NVFP4Weight(rows, blocks, 1 / divisors.double().flatten()), self.dtype)
+            layer.register_parameter(
+                f"{name}_weight", nn.Parameter(dense.view(*codes.shape[:2], -1), requires_grad=False)
+            )
+        super().process_weights_after_loading(layer)
+
+
+def in_torch(select: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], tuple[Any, Any]]:
+    """Replace vLLM's function that chooses the kernel of experts in 16 bits and fp32."""
+
+    def select_in_torch(moe_config: Any) -> tuple[Any, Any]:
+        return UnquantizedMoeBackend.CPU, TorchExperts
+
+    return select_in_torch

@@ -1,0 +1,283 @@
+"""Mixtures of experts against loops: routes, products, gradients, loading and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.model.family import Experts
+from qerl_pl.quant import quantize
+from qerl_pl.quant.calibration import Calibration
+from qerl_pl.quant.experts import (
+    PARTS,
+    FrozenExperts,
+    Mixture,
+    SeparateExperts,
+    StackedLinear,
+    choose,
+    grouped,
+    packed_experts,
+    sort_rows,
+    stack_experts,
+)
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.formats import quantize as to_nearest
+from qerl_pl.quant.linear import FrozenLinear
+from qerl_pl.quant.loading import load_base
+from qerl_pl.quant.mxfp4 import MXFP4
+from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.quant.quantize import quantize_checkpoint
+from tests.families import tiny_config
+from tests.packed import frozen_linear
+from tests.quant.test_quantize import interrupted_at
+from tests.reference.experts import mixture
+from tests.rollout.conftest import save_dense
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def random_mixture(
+    number: int = 5, chosen: int = 2, *, normalised: bool = True, fmt: Format | None = NVFP4, inner: int = 96
+) -> Mixture:
+    """One with stacked weights, that of the last expert far larger than the others, so that tensor scales differ."""
+    generator = torch.Generator().manual_seed(0)
+    config = SimpleNamespace(hidden_size=64, num_experts=number, num_experts_per_tok=chosen, norm_topk_prob=normalised)
+    config.moe_intermediate_size = inner
+    made = Mixture(config, Experts(), torch.float32)
+    made.gate.weight = nn.Parameter(torch.randn(number, 64, generator=generator) / 4, requires_grad=False)
+    assert isinstance(made.experts, SeparateExperts)
+    for index, expert in enumerate(made.experts):
+        for part in PARTS:
+            linear: Any = expert.get_submodule(part)
+            weight = torch.randn(linear.weight.shape, generator=generator) / 8 * (1 + index)
+            if fmt is None:
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+            else:
+                expert.set_submodule(part, frozen_linear(to_nearest(weight, fmt), fmt=fmt))
+    stack_experts(made)
+    return made
+
+
+def stacks(made: Mixture) -> list[StackedLinear]:
+    assert isinstance(made.experts, FrozenExperts)
+    return [made.experts.gate_proj, made.experts.up_proj, made.experts.down_proj]
+
+
+def expert_weights(made: Mixture) -> list[tuple[Tensor, Tensor, Tensor]]:
+    gate, up, down = (part.dense(torch.float32) for part in stacks(made))
+    return list(zip(gate, up, down, strict=True))
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4, None])
+@pytest.mark.parametrize(("number", "chosen", "tokens"), [(5, 2, 33), (3, 3, 7), (8, 1, 5), (1, 1, 1)])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tokens, normalised, fmt):
+    made = random_mixture(number, chosen, normalised=normalised, fmt=fmt)
+    x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    same = x.detach()[0].double().requires_grad_()
+    expected = mixture(same, made.gate.weight, expert_weights(made), chosen, normalised=normalised)
+    weights = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(2))
+    (made(x)[0] * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert x.grad is not None
+    assert same.grad is not None
+    assert (made(x)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (x.grad[0] - same.grad).abs().max() <= 1e-5 * same.grad.abs().max()
+    assert all(not parameter.requires_grad for parameter in made.parameters())
+
+
+def test_equal_probabilities_choose_the_lower_index():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0, 3.0]])
+    weights, ids = choose(logits, 2, normalised=True)
+    assert ids.tolist() == [[1, 2], [0, 1]]
+    assert weights.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_given_experts_are_used_with_the_weights_that_the_router_gives_them():
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    given = torch.tensor([[5, 0], [-1, -1], [2, 3]])
+    weights, ids = choose(logits, 2, normalised=False, ids=given)
+    own = choose(logits, 2, normalised=False)[1]
+    assert ids.tolist() == [[5, 0], own[1].tolist(), [2, 3]]
+    assert torch.equal(weights, logits.softmax(-1).gather(1, ids))
+
+
+def test_rows_are_sorted_by_expert_then_token_and_found_again():
+    ids = torch.tensor([[3, 0], [0, 3], [4, 3]])
+    routes = sort_rows(ids, 6)
+    assert ids.flatten()[routes.order].tolist() == [0, 0, 3, 3, 3, 4]
+    assert (routes.order // 2).tolist() == [0, 1, 0, 1, 2, 2]
+    assert routes.ends.tolist() == [2, 2, 2, 5, 6, 6]
+    assert torch.equal(routes.order[routes.inverse], torch.arange(6).view(3, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grouped_product_is_that_of_each_experts_rows_also_without_any(dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows, matrices = torch.randn(9, 32, generator=generator), torch.randn(4, 32, 16, generator=generator)
+    ends = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    found = grouped(rows.to(dtype), matrices.to(dtype), ends)
+    expected = torch.cat([rows[:4].to(dtype) @ matrices[1].to(dtype), rows[4:].to(dtype) @ matrices[3].to(dtype)])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4])
+def test_stacks_are_dequantised_as_each_expert_is_alone(fmt):
+    made = random_mixture(fmt=fmt)
+    linears = dict(packed_experts(made))
+    assert len(linears) == 15
+    for part, stack in zip(PARTS, stacks(made), strict=True):
+        for expert, weight in enumerate(stack.dense(torch.bfloat16)):
+            linear = linears[f"experts.{expert}.{part}"]
+            assert torch.equal(weight, linear.dense(torch.bfloat16))
+            assert linear.codes.data_ptr() == stack.codes[expert].data_ptr()  # no copy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a mixture, ``dense`` and ``nvfp4``."""
+    folder = tmp_path_factory.mktemp("experts")
+    save_dense(folder / "dense", tiny_config("qwen3_moe"))
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    return folder
+
+
+def changed(source: Path, target: Path, tensors: dict[str, Tensor]) -> Path:
+    """Copy of a checkpoint with other tensors."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_loaded_nvfp4_mixture_computes_the_bits_of_its_dequantised_experts(folder, tmp_path):
+    packed = load_base(folder / "nvfp4", dtype=torch.float32, device="cpu")
+    tensors = tensors_of(folder / "dense")
+    linears = {name: linear for name, linear in packed.named_modules() if isinstance(linear, FrozenLinear)}
+    for name, linear in (linears | dict(packed_experts(packed))).items():
+        tensors[f"{name}.weight"] = linear.dense(torch.float32)
+    dense = load_base(changed(folder / "dense", tmp_path / "same", tensors), dtype=torch.float32, device="cpu")
+    tokens = torch.randint(8, 64, (1, 40), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(packed(input_ids=tokens).logits, dense(input_ids=tokens).logits)
+
+
+def test_stacked_tensors_are_read_as_those_of_each_expert(folder, tmp_path):
+    tensors = tensors_of(folder / "dense")
+    taken = {part: [tensors.pop(f"{EXPERTS}.{expert}.{part}.weight") for expert in range(8)] for part in PARTS}
+    gate, up, down = map(torch.stack, taken.values())
+    whole = {f"{EXPERTS}.gate_up_proj": torch.cat([gate, up], dim=1), f"{EXPERTS}.down_proj": down}
+    stacked = changed(folder / "dense", tmp_path / "stacked", tensors | whole)
+    expected = load_base(folder / "dense", dtype=torch.float32, device="cpu").state_dict()
+    found = load_base(stacked, dtype=torch.float32, device="cpu").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    quantize_checkpoint(stacked, tmp_path / "nvfp4")
+    assert tensors_of(tmp_path / "nvfp4").keys() == tensors_of(folder / "nvfp4").keys()
+
+
+@pytest.mark.parametrize("method", ["mse", "gptq"])
+def test_a_mixture_is_quantised_with_calibration_better_than_without_and_goes_on_after_a_kill(
+    folder, tmp_path, method, monkeypatch
+):
+    tokens = torch.randint(8, 64, (4, 64), generator=torch.Generator().manual_seed(0))
+    calibration = Calibration(tokens, "random")
+    nearest = quantize_checkpoint(folder / "dense", tmp_path / "rtn", calibration=calibration)
+    whole = quantize_checkpoint(folder / "dense", tmp_path / "whole", method=method, calibration=calibration)
+    errors = [
+        sum(layer.output_error or 0 for layer in layers if ".experts." in layer.name) for layers in (whole, nearest)
+    ]
+    assert errors[0] < errors[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "pack_file", interrupted_at("model-00003-of-00003.safetensors"))
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(folder / "dense", tmp_path / "part", method=method, calibration=calibration)
+    quantize_checkpoint(folder / "dense", tmp_path / "part", method=method, calibration=calibration)
+    found, expected = tensors_of(tmp_path / "part"), tensors_of(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["dense", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_counts_the_bytes_of_a_mixture(folder, kind, dtype):
+    shape = checkpoint_shape(folder / kind, dtype)
+    held = load_base(folder / kind, dtype=dtype, device="cpu").state_dict().values()
+    assert shape.base_bytes == sum(tensor.nbytes for tensor in held)
+    assert shape.experts == (8, 2, 64)
+    assert shape.fitting_bytes == 0 or kind == "nvfp4"
+
+
+def with_config(folder: Path, target: Path, **values: object) -> Path:
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | values))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_local_experts": 0}, "num_experts is 0; expected a whole number above 0"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9 and there are 8 experts"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None; expected"),
+        ({"model_type": "olmoe"}, r"is a mixture of experts \('olmoe'\), which is not supported"),
+    ],
+)
+def test_impossible_sizes_are_refused(folder, tmp_path, values, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(with_config(folder / "dense", tmp_path / "bad", **values), tmp_path / "out")
+
+
+def test_a_missing_or_misshapen_expert_is_refused(folder, tmp_path):
+    tensors = tensors_of(folder / "dense")
+    name = f"{EXPERTS}.7.up_proj.weight"
+    lacking = changed(folder / "dense", tmp_path / "lacking", {key: t for key, t in tensors.items() if key != name})
+    with pytest.raises(ValueError, match=rf"half a checkpoint: {name} missing"):
+        quantize_checkpoint(lacking, tmp_path / "out")
+    with pytest.raises(ValueError, match=rf"missing {name}; unexpected nothing"):
+        load_base(lacking, dtype=torch.float32, device="cpu")
+    short = changed(folder / "dense", tmp_path / "short", tensors | {name: tensors[name][:32]})
+    with pytest.raises(ValueError, match=rf"{name} is F32 \[32, 128\]; the model .* expects .* \[64, 128\]"):
+        quantize_checkpoint(short, tmp_path / "out")
+    with pytest.raises(ValueError, match=rf"{name} is torch.float32 \[32, 128\]; the model expects"):
+        load_base(short, dtype=torch.float32, device="cpu")
+
+
+def test_a_packed_router_and_a_partly_packed_mixture_are_refused(folder, tmp_path):
+    packed, dense = tensors_of(folder / "nvfp4"), tensors_of(folder / "dense")
+    router = "model.layers.0.mlp.gate"
+    weight = to_nearest(dense[f"{router}.weight"], NVFP4)
+    as_router = {
+        f"{router}.weight_packed": weight.codes,
+        f"{router}.weight_scale": weight.block_scale.view(torch.float8_e4m3fn),
+        f"{router}.weight_global_scale": (1 / weight.global_scale).float().view(1),
+    }
+    rest = {name: tensor for name, tensor in packed.items() if name != f"{router}.weight"}
+    with pytest.raises(ValueError, match=f"holds the router {router} packed; expected 16 bits"):
+        load_base(changed(folder / "nvfp4", tmp_path / "router", rest | as_router), dtype=torch.float32, device="cpu")
+    name = f"{EXPERTS}.3.down_proj"
+    rest = {key: tensor for key, tensor in packed.items() if not key.startswith(f"{name}.")}
+    mixed = changed(folder / "nvfp4", tmp_path / "mixed", rest | {f"{name}.weight": dense[f"{name}.weight"]})
+    message = rf"{EXPERTS}.0.gate_proj is packed and {name} is not; engines compute all experts in one format"
+    with pytest.raises(ValueError, match=message):
+        load_base(mixed, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match=r"is packed and .* is not; engines compute all experts in one format"):
+        quantize_checkpoint(folder / "dense", tmp_path / "out", ignore=["lm_head", r"re:.*experts\.3\.down_proj"])
+
+
+def test_awq_is_refused_for_a_mixture(folder, tmp_path):
+    calibration = Calibration(torch.zeros(1, 8, dtype=torch.int64), "zeros")
+    with pytest.raises(ValueError, match="awq would change what the router of a mixture of experts reads"):
+        quantize_checkpoint(folder / "dense", tmp_path / "out", method="awq", calibration=calibration)

@@ -1,0 +1,34 @@
+"""Mixture of experts by loops over tokens and experts, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def mixture(
+    x: Tensor,
+    router: Tensor,
+    experts: Sequence[tuple[Tensor, Tensor, Tensor]],
+    chosen: int,
+    *,
+    normalised: bool,
+    ids: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """For x [T, H], the router's weight [E, H], and each expert's gate, up [I, H] and down [H, I]."""
+    out = []
+    for number, token in enumerate(x.double()):
+        scores = torch.stack([(row.double() * token).sum() for row in router])
+        shares = scores.exp() / scores.exp().sum()
+        best = sorted(range(len(experts)), key=lambda expert: (-shares[expert].item(), expert))[:chosen]
+        best = list(ids[number]) if ids is not None and min(ids[number]) >= 0 else best
+        whole = sum(shares[expert] for expert in best) if normalised else 1.0
+        total = torch.zeros_like(token)
+        for expert in best:
+            gate, up, down = (weight.double() for weight in experts[expert])
+            total = total + shares[expert] / whole * (down @ (F.silu(gate @ token) * (up @ token)))
+        out.append(total)
+    return torch.stack(out)
