@@ -25,9 +25,9 @@ class RolloutScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
         self.verified: Counter[int] = Counter()
-        """How often drafts of a sequence were verified, by the sequences of the step."""
+        """Number of verifications of a sequence's drafts, by the number of sequences in the decoding step."""
         self.emitted: Counter[int] = Counter()
-        """Tokens that these verifications gave."""
+        """Number of tokens that these verifications produced, by the number of sequences in the decoding step."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
         """Return and forget the log-probabilities collected so far, in nats per sampled token, by the caller's request
