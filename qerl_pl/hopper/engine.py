@@ -8,6 +8,7 @@ from typing import Any
 
 from qerl_pl.hopper import driver, patches
 from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.experts import OF_EXPERT
 from qerl_pl.quant.selection import fused_groups
 
 PATCHES = patches.PATCHES
@@ -26,11 +27,11 @@ def install() -> None:
 
 @contextmanager
 def loading(policy: Policy) -> Iterator[None]:
-    """Make the NVFP4 linears that vLLM loads within this context use ``NativeLinear`` and the memory of the trainer's
-    weights, also after the context."""
+    """Make the NVFP4 linears, except experts, that vLLM loads within this context use ``NativeLinear`` and the memory
+    of the trainer's weights, also after the context."""
     from qerl_pl.hopper import native_linear, one_copy
 
-    linears = policy.packed_linears()
+    linears = {name: linear for name, linear in policy.packed_linears().items() if not OF_EXPERT.fullmatch(name)}
     groups = fused_groups(list(linears), present=linears.keys()).values()
     for outputs, inputs in {
         (sum(linears[name].out_features for name in group), linears[group[0]].in_features) for group in groups

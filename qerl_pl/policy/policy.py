@@ -27,7 +27,7 @@ from qerl_pl.policy.margins import keyed_noise, margins
 from qerl_pl.policy.packing import use_packed_attention
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
 from qerl_pl.policy.scoring import head_of, predicting, shares_prompts
-from qerl_pl.quant.experts import packed_experts
+from qerl_pl.quant.experts import Mixture, packed_experts
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -181,6 +181,11 @@ class Policy(nn.Module):
         """Return the input embedding [V, H] and, unless tied to it, the head, sharing their memory."""
         names = "model.embed_tokens.weight", "lm_head.weight"
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
+
+    def router_weights(self) -> dict[str, Tensor]:
+        """Return the weights [E, H] of all routers by name; empty without mixtures of experts."""
+        modules = self.causal_lm.named_modules()
+        return {f"{name}.gate.weight": module.gate.weight for name, module in modules if isinstance(module, Mixture)}
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
         """Return the base's packed linears, also those of experts, by the names in its checkpoint; empty for a dense

@@ -171,11 +171,6 @@ class Mixture(nn.Module):
         """Number of experts, experts per token, and inner size of an expert."""
         return self.gate.out_features, self.chosen, self.inner
 
-    @property
-    def num_active(self) -> int:
-        """Number of weights of the experts that compute a token."""
-        return self.chosen * self.inner * self.gate.in_features * len(PARTS)
-
     def forward(self, x: Tensor) -> Tensor:
         """Compute the mixture for x [..., H]; returns the same shape and dtype."""
         tokens = x.reshape(-1, x.shape[-1])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, product
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
 from qerl_pl import native
@@ -16,6 +19,9 @@ from qerl_pl.common.files import in_bytes
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
+
+EXPERT_PARTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
+"""Parts of an expert in the trainer, by the prefix of vLLM's parameters that have them."""
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
@@ -44,6 +50,26 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
             yield Fused(name, layer, names, [linears[member] for member in names])
 
 
+def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
+    """Find the experts of vLLM's model, as ``fused_linears`` does: the layer of each is an object with those parameters
+    of the expert that vLLM holds at present, by the names that they have in a linear."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, RoutedExperts):
+            continue
+        parent = name.removesuffix(".routed_experts")
+        parameters = dict(layer.named_parameters(recurse=False))
+        for (matrix, parts), expert in product(EXPERT_PARTS.items(), range(layer.moe_config.num_experts)):
+            names = [f"{parent}.{expert}.{part}" for part in parts]
+            if all(member in linears for member in names):
+                held = {
+                    key.removeprefix(f"{matrix}_"): parameter[expert]
+                    for key, parameter in parameters.items()
+                    if key.startswith(f"{matrix}_")
+                }
+                view = SimpleNamespace(**held)
+                yield Fused(f"{parent}.{expert}.{'+'.join(parts)}", view, names, [linears[member] for member in names])
+
+
 def check_same_base(
     model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
 ) -> int:
@@ -55,7 +81,7 @@ def check_same_base(
         ValueError: a weight differs.
     """
     compared = 0
-    for name, layer, _, parts in fused_linears(model, linears):
+    for name, layer, _, parts in chain(fused_linears(model, linears), fused_experts(model, linears)):
         codes = packed_codes(layer)
         if parts[0].fmt is not NVFP4 or codes is None:
             continue
@@ -95,16 +121,19 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
         )
 
 
-def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
+def check_rows(
+    worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
+) -> int:
     """Compare every packed linear of vLLM with the trainer's: the first row of each part if both have copies, a digest
-    of the whole weight if they share one copy (its attribute ``adopted``). Linears whose packed weights vLLM has
-    rearranged are not compared. Returns the number of vLLM's linears compared.
+    of the whole weight if they share one copy (its attribute ``adopted``). Of experts, and of the routers' weights,
+    which are given by name, all rows are compared. Linears whose packed weights vLLM has rearranged are not compared.
+    Returns the number of vLLM's linears compared.
 
     Raises:
         CheckFailed: a linear differs from the trainer's, or has changed since it was loaded.
     """
-    same = {}
-    for name, layer, _, parts in fused_linears(worker.get_model(), linears):
+    model, same = worker.get_model(), {}
+    for name, layer, _, parts in fused_linears(model, linears):
         weight = getattr(layer, "weight", None)
         if adopted := getattr(layer, "adopted", None):
             same[name] = adopted.holds(layer, parts)
@@ -112,6 +141,14 @@ def check_rows(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
             rows = weight.detach().split([part.out_features for part in parts])
             equal = [(_first_row(part, row) == row[0]).all() for part, row in zip(parts, rows, strict=True)]
             same[name] = torch.stack(equal).all()
+    for name, layer, _, parts in fused_experts(model, linears):
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.is_floating_point():
+            rows = weight.split([part.out_features for part in parts])
+            equal = [(part.dense(row.dtype).to(row.device) == row).all() for part, row in zip(parts, rows, strict=True)]
+            same[name] = torch.stack(equal).all()
+    for name, weight in (routers or {}).items():
+        same[name] = (model.get_parameter(name) == weight.to(model.get_parameter(name))).all()
     if same and not all(results := torch.stack([*same.values()]).tolist()):
         wrong = [name for name, is_same in zip(same, results, strict=True) if not is_same]
         listed = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")

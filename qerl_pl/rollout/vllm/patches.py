@@ -69,15 +69,19 @@ def delta_nets_in_fp32() -> None:
 
 
 def experts_in_torch() -> None:
-    """Compute mixtures of experts by torch on a CPU.
+    """Compute mixtures of experts by torch on a CPU, and routers in fp32 as the trainer does.
 
     Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
-    attention has some.
-    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform.
+    attention has some; and no weight of a router that could be compared with the trainer's.
+    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform; it packs weights of
+    linears on a CPU, except of layers with the attribute that is set here.
     Versions: vLLM 0.32. Upstream: none known.
     """
-    from qerl_pl.rollout.vllm.cpu_experts import in_torch
+    from qerl_pl.rollout.vllm.cpu_experts import in_fp32, in_torch
 
+    router: Any = import_module("vllm.model_executor.layers.fused_moe.router.gate_linear").GateLinear
+    router._cpu_skip_gemm_dispatch = True
+    replace_once(router, "forward", in_fp32, takes=("self", "x"))
     methods: Any = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
     replace_once(methods, "select_unquantized_moe_backend", in_torch, takes=("moe_config",))
 

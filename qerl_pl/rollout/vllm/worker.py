@@ -105,7 +105,8 @@ def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     """Count the linears of vLLM's model by the kernel class that computes them, those of ``NativeLinear`` that do not
-    fit it apart."""
+    fit it apart, and its mixtures of experts."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
     counts: Counter[str] = Counter()
@@ -115,6 +116,8 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
             scheme = getattr(module, "scheme", module.quant_method)
             name = type(getattr(scheme, "kernel", scheme)).__name__
             counts[f"{name}, dequantised" if name == "NativeLinear" and not hasattr(module, "native") else name] += 1
+        elif isinstance(module, RoutedExperts):
+            counts[getattr(module.quant_method, "experts_cls", type(module.quant_method)).__name__] += 1
     return dict(counts)
 
 
@@ -123,11 +126,14 @@ def samples_by_keyed_noise(worker: WorkerBase) -> bool:
     return type(worker.model_runner).__module__ == "vllm.v1.worker.gpu.model_runner"
 
 
-def check_base(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> int:
-    """Compare vLLM's packed linears with the trainer's by ``base_weights.check_rows``; returns the number compared."""
+def check_base(
+    worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
+) -> int:
+    """Compare vLLM's packed linears and routers with the trainer's by ``base_weights.check_rows``; returns the number
+    compared."""
     from qerl_pl.rollout.vllm.base_weights import check_rows
 
-    return check_rows(worker, linears)
+    return check_rows(worker, linears, routers)
 
 
 def _manager(worker: WorkerBase) -> WorkerLoRAManager:
