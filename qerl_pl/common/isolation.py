@@ -30,9 +30,10 @@ def preserved_rng() -> Iterator[None]:
 
 @contextmanager
 def preserved_torch_settings() -> Iterator[None]:
-    """Restore torch's thread count, matrix-product precision and default dtype."""
-    import torch
-
+    """Restore torch's thread count, matrix-product precision and default dtype, if torch is imported."""
+    if (torch := loaded("torch")) is None:
+        yield
+        return
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     try:

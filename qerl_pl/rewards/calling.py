@@ -142,7 +142,7 @@ def _sampled(
 
 def _called(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     # By keywords, as TRL does, since a decorator's wrapper may have its parameters in another order than the function
-    # whose signature it shows.
+    # whose signature it shows. A wrapper that takes no keywords gets them in that function's order.
     bound = _bound(name, reward, values)
     first, named = [], {}
     for parameter in bound.signature.parameters.values():
@@ -152,6 +152,10 @@ def _called(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) ->
             named |= bound.arguments[parameter.name]
         elif parameter.name in bound.arguments:
             named[parameter.name] = bound.arguments[parameter.name]
+    try:
+        inspect.signature(reward, follow_wrapped=False).bind(*first, **named)
+    except TypeError:
+        return reward(*bound.args, **bound.kwargs)
     return reward(*first, **named)
 
 

@@ -1,10 +1,12 @@
-"""Call a reward with a time limit and errors that name it, and restore the global random streams afterwards."""
+"""Call a reward with a time limit and errors that name it, and restore the process's global settings afterwards."""
 
 from __future__ import annotations
 
 import numbers
+import os
 import random
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.common.checks import LARGEST
-from qerl_pl.common.isolation import loaded, preserved_rng
+from qerl_pl.common.isolation import loaded, preserved_rng, preserved_torch_settings
 from qerl_pl.common.program import Stopped
 
 _RING = signal.SIGVTALRM  # the signal is not SIGALRM, because rewards may use that for time limits of their own
@@ -32,11 +34,12 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
     The time limit is enforced by a thread that sends a signal to the main thread. It ends Python code that sleeps,
     waits or computes, but not a call into C that never returns. In any other thread than the main thread there is no
-    limit.
+    limit. ``os._exit`` raises an error in this process; in child processes it works as usual.
 
-    The global random streams are seeded for the call and restored afterwards, so a reward's draws depend only on the
-    rollout and not on the code that ran before. Of NumPy and torch this holds if they are imported before the call;
-    `score` runs without them.
+    The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
+    precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded for the
+    call, so a reward's draws depend only on the rollout and not on the code that ran before. Of NumPy and torch this
+    holds if they are imported before the call; `score` runs without them.
 
     Args:
         name, num_rows: name of the reward and rows of the batch, for messages.
@@ -46,7 +49,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
     Raises:
         RewardError: the reward raised an exception, asked the process to exit, or took too long.
     """
-    with preserved_rng(), _clock(time_limit) as restart:
+    with _settings_kept(), preserved_rng(), _exit_refused(), _clock(time_limit) as restart:
         random.seed(seed)
         if (numpy := loaded("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
@@ -134,6 +137,43 @@ def _clock(limit: float | None) -> Iterator[Callable[[int], object]]:
         over.set()
         thread.join()
         signal.signal(_RING, before)
+
+
+@contextmanager
+def _exit_refused() -> Iterator[None]:
+    leave, owner = os._exit, os.getpid()
+
+    def refuse(status: int) -> None:
+        if os.getpid() != owner:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    folder, depth, torch = os.getcwd(), sys.getrecursionlimit(), loaded("torch")
+    gradients = torch is not None and torch.is_grad_enabled()
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
+    timer = signal.getitimer(signal.ITIMER_REAL)
+    try:
+        with preserved_torch_settings():
+            yield
+    finally:
+        os.chdir(folder)
+        if torch is not None:
+            torch.set_grad_enabled(gradients)
+        sys.setrecursionlimit(depth)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def _short(value: Any) -> str:

@@ -47,8 +47,7 @@ class Verifier:
         self.num_workers = num_workers or min(4, len(os.sched_getaffinity(0)))
         self.time_limit = time_limit
         self._lock = threading.Lock()
-        self._workers: list[_Worker] = []
-        weakref.finalize(self, _stop_all, self._workers)  # also at the interpreter's exit
+        self._begin()
 
     def __reduce__(self) -> tuple[type[Verifier], tuple[int, float]]:
         return Verifier, (self.num_workers, self.time_limit)
@@ -64,6 +63,8 @@ class Verifier:
         judged once, because the completions of a group often have the same answer.
         """
         with self._lock:
+            if os.getpid() != self._owner:
+                self._begin()  # in a forked process, start own workers; the known ones are the parent's
             try:
                 distinct = list(dict.fromkeys(rows))
                 verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))
@@ -71,8 +72,10 @@ class Verifier:
                 progress(len(rows) - len(distinct))
                 return [verdicts[row] for row in rows]
             finally:
-                if any(worker.row is not None for worker in self._workers):  # interrupted: nobody reads their answers
-                    _stop_all(self._workers)
+                if any(
+                    worker.row is not None for worker in self._workers
+                ):  # interrupted: nobody will read their answers
+                    _stop_all(self._workers, self._owner)
 
     def pids(self) -> list[int]:
         """List the process ids of the workers that run now."""
@@ -81,7 +84,12 @@ class Verifier:
     def close(self) -> None:
         """End the workers. The next row starts new ones."""
         with self._lock:
-            _stop_all(self._workers)
+            _stop_all(self._workers, self._owner)
+
+    def _begin(self) -> None:
+        self._owner = os.getpid()
+        self._workers: list[_Worker] = []
+        weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
     def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
         # If the known answer can be parsed by itself, the model's answer is the cause of the failure.
@@ -200,7 +208,8 @@ def _due(workers: list[_Worker]) -> list[_Worker]:
     return [worker for worker in workers if worker.stdout.fileno() in readable or worker.deadline <= now]
 
 
-def _stop_all(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.stop()
-    workers.clear()
+def _stop_all(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() == owner:
+        for worker in workers:
+            worker.stop()
+        workers.clear()

@@ -83,12 +83,20 @@ def test_a_decorator_with_another_order_gets_arguments_by_name():
     async def variadic(*args, **kwargs):
         return plain(*args, **kwargs)
 
+    def swapped(completions, prompts):
+        return [float(len(completion.text)) for completion in completions]
+
+    @functools.wraps(swapped)
+    def places(*args):
+        return swapped(*args)
+
     def only_places(unknown=None, completions=None, /, solution=None, **kwargs):
         assert unknown is None
         return plain(completions, solution, None)
 
     for reward in (plain, named, keywords, variadic, only_places, functools.partial(plain, scale=2)):
         assert scores(reward) == [3.0] * 3
+    assert scores(places) == [float(len(text)) for text in TEXTS]
 
 
 def test_annotated_completions_are_objects_with_further_settings_and_columns():

@@ -1,13 +1,16 @@
-"""What a reward does wrong is named and over in time; the random streams of the process are left alone."""
+"""What a reward does wrong is named and over in time; what it changes in the process is undone."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +42,13 @@ def raises(prompts, completions):
     [
         (raises, r"failed on a batch of 3 rows: KeyError: 'no such key' \(test_guard.py, line \d+, in raises\)"),
         (lambda prompts, completions: sys.exit(0), r"asked the program to exit on a batch of 3 rows: SystemExit: 0"),
+        (lambda prompts, completions: os._exit(7), r"asked the program to exit .* os._exit\(7\)"),
     ],
 )
 def test_an_exception_or_an_exit_names_the_reward(reward, message):
     with pytest.raises(RewardError, match=f"reward 'mine' {message}"):
         scored(reward)
+    assert os._exit.__module__ in ("posix", "nt"), "put back"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -138,9 +143,61 @@ def test_a_reward_that_takes_too_long_is_stopped(reward):
     assert time.monotonic() - begin < 5
 
 
+def _double(value: int, results: Any) -> None:
+    results.put(2 * value)
+
+
+def with_processes_and_an_alarm(prompts, completions):
+    """A child that ends by os._exit, as multiprocessing's do, and a limit by SIGALRM, as math-verify has."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_double, args=(21, results))
+    child.start()
+    found = results.get()
+    child.join()
+    assert child.exitcode == 0
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(1)
+    return [float(found)] * len(prompts)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_rewards_may_have_processes_and_alarms_of_their_own():
+    before, (timer, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    assert scored(with_processes_and_an_alarm, time_limit=20) == [42.0] * 3
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(timer, abs=0.5), "the alarm went with it"
+
+
 @pytest.mark.slow
 def test_the_verifiers_processes_work_within_the_guard():
     assert scored(MathAnswer(num_workers=1), time_limit=100) == [1.0] * 3
+
+
+def rearranges_the_process(prompts, completions):
+    os.chdir("/")
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    sys.setrecursionlimit(5000)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    prompts.clear()
+    completions.clear()
+    return [1.0] * 3
+
+
+def test_what_a_reward_changes_in_the_process_is_undone():
+    def state() -> tuple[Any, ...]:
+        streams = torch.random.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+        settings = torch.is_grad_enabled(), torch.get_default_dtype(), sys.getrecursionlimit()
+        return Path.cwd(), *settings, signal.getsignal(signal.SIGTERM), *streams
+
+    before = state()
+    assert scored(rearranges_the_process) == [1.0] * 3
+    assert state() == before
+    assert len(PROMPTS) == len(COMPLETIONS) == 3
 
 
 def test_what_a_reward_draws_is_a_function_of_the_seed():
@@ -150,8 +207,5 @@ def test_what_a_reward_draws_is_a_function_of_the_seed():
     first = scored(draws, seed=1)
     random.random()
     torch.rand(1)
-    before = torch.random.get_rng_state(), random.getstate()
     assert scored(draws, seed=1) == first
     assert scored(draws, seed=2) != first
-    torch.testing.assert_close(torch.random.get_rng_state(), before[0])
-    assert random.getstate() == before[1], "and none of the program's own streams has moved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -143,6 +144,21 @@ def test_it_works_off_the_main_thread(verifier):
     thread.start()
     thread.join()
     assert [verdict.score for verdict in found] == [*scores, 0.0]
+
+
+@pytest.mark.slow
+def test_a_fork_starts_workers_of_its_own(verifier):
+    rows, scores = easy(6)
+    verifier.judge(rows)
+    before = verifier.pids()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put([verdict.score for verdict in verifier.judge(rows)]))
+    child.start()
+    assert queue.get() == scores
+    child.join()
+    assert verifier.pids() == before
+    assert [verdict.score for verdict in verifier.judge(rows)] == scores
 
 
 def test_interrupting_a_batch_leaves_no_answer_for_the_next(verifier):
