@@ -85,7 +85,7 @@ class DecodingGraphs:
         self.sample_plainly = runner.sample
         self.update_state_plainly = runner.postprocess_sampled
         self.steps: dict[tuple[int, int, BatchExecutionDescriptor], Step] = {}
-        """Captured steps by number of sequences, number of tokens, and the batch that vLLM's graph of the blocks is for."""
+        """Captured steps by number of sequences, number of tokens, and the batch of vLLM's graph of the blocks."""
         self.stream = capture_stream(runner.device)
         # The tokens of a step must outlive the graph of the next step's inputs, so the two kinds share no memory.
         self.input_memory, self.sampling_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
