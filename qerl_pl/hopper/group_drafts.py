@@ -93,7 +93,7 @@ def _match_kernel(
     other = tl.load(candidates + row * columns + column).to(tl.int64)
     length = tl.load(lengths + row)
     last = tl.load(lengths + other, mask=other >= 0, other=0) - 2  # a token follows it
-    tl.store(best + place, tl.full((), 0, tl.int64))
+    found = tl.full((), 0, tl.int64)
     if block * BLOCK <= last:
         position = block * BLOCK + tl.arange(0, BLOCK)
         matches = position <= last
@@ -102,9 +102,10 @@ def _match_kernel(
             due = tl.load(tokens + row * stride + length - 1 - back, mask=length > back, other=-1)
             inside = matches & (position >= back)
             matches = inside & (tl.load(tokens + other * stride + position - back, mask=inside, other=-2) == due)
-            match += matches
+            match += matches.to(tl.int64)
         rank = ((match << POSITION | position) << COLUMN) + (1 << COLUMN) - 1 - column
-        tl.store(best + place, _max(tl.where(match > 0, rank, 0)))
+        found = _max(tl.where(match > 0, rank, 0))
+    tl.store(best + place, found)
 
 
 @triton.jit

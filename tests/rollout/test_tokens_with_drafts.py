@@ -190,3 +190,10 @@ def test_no_token_of_100_000_is_another(checkpoints):
     engine.close()
     print(f"{compared} tokens compared, {verified} tokens in {steps} verifications")
     assert compared >= 100_000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can speculate")
+def test_speculation_is_refused_where_it_cannot_be(checkpoints):
+    engine = VLLMEngine(speculation="on")
+    with pytest.raises(ValueError, match=r"engine\.speculation is on, which needs a CUDA GPU; set it to off"):
+        engine.start(make_policy(checkpoints["dense"]), max_model_len=MAX_MODEL_LEN)
