@@ -90,6 +90,17 @@ def test_rows_of_a_larger_matrix_are_taken_where_they_are(kernels, rows, cols, p
     assert same_bits(found, nvfp4.dequantize_reference(weight)[part])
 
 
+@pytest.mark.parametrize(("number", "rows", "cols"), [(3, 5, 48), (4, 2, 4096), (1, 3, 16)], ids=str)
+def test_stacked_weights_have_a_tensor_scale_each(kernels, number, rows, cols):
+    whole = draw(number * rows, cols)
+    scales = torch.tensor([1e-3 * 3**index for index in range(number)], dtype=torch.float64, device=DEVICE)
+    parts = zip(whole.codes.split(rows), whole.block_scale.split(rows), scales, strict=True)
+    expected = torch.cat([nvfp4.dequantize_reference(PackedWeight(*part)) for part in parts])
+    assert same_bits(kernels.dequantize_nvfp4(whole.codes, whole.block_scale, scales, torch.float32), expected)
+    stacked = PackedWeight(whole.codes, whole.block_scale, scales)
+    assert same_bits(nvfp4.dequantize(stacked, torch.float32), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", [nvfp4.NVFP4, mxfp4.MXFP4, nf4.NF4], ids=lambda fmt: fmt.name)
 def test_formats_on_the_gpu_equal_their_definition(fmt):

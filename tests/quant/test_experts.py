@@ -95,6 +95,22 @@ def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tok
     assert all(not parameter.requires_grad for parameter in made.parameters())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_values_and_gradients_on_a_gpu_are_those_of_loops(dtype, tolerance):
+    made = random_mixture().cuda()
+    x = torch.randn(1, 33, 64, generator=torch.Generator().manual_seed(1)).to("cuda", dtype).requires_grad_()
+    same = x.detach()[0].double().requires_grad_()
+    expected = mixture(same, made.gate.weight, expert_weights(made), 2, normalised=True)
+    weights = torch.randn(33, 64, generator=torch.Generator().manual_seed(2)).cuda()
+    (made(x)[0] * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert x.grad is not None
+    assert same.grad is not None
+    assert (made(x)[0] - expected).norm() <= tolerance * expected.norm()
+    assert (x.grad[0] - same.grad).norm() <= tolerance * same.grad.norm()
+
+
 def test_equal_probabilities_choose_the_lower_index():
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0, 3.0]])
     weights, ids = choose(logits, 2, normalised=True)
