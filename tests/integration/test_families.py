@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant.declared import read_layout
@@ -170,7 +171,9 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", NAMES)
 def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
-    base = make_base(family)
+    # Noise on the norms moves tokens to other experts. In a random model these compute something unrelated, which
+    # callbacks.RolloutEvidence finds, unless weights, and with them the outputs of all experts, are small.
+    base = make_base(family, **({"initializer_range": 0.05} if FAMILIES[family].experts else {}))
     used = assert_whole_run(run, family, base, tmp_path, gap=1e-4)
     resumed = tmp_path / "resumed"
     run(
@@ -180,6 +183,8 @@ def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
     run("fit", resumed, *arguments(base), "--ckpt_path", "last")
     assert_same_run(tmp_path / "run", resumed)
     support.seen(family, "resume")
+    if FAMILIES[family].experts:  # on a CPU, stock vLLM has no kernels for experts beside adapters
+        return
     assert_exports_are_served(used, tmp_path / "run", tmp_path)
     support.seen(family, "stock vLLM and PEFT")
 
