@@ -32,21 +32,26 @@ def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
     """Return the rows of a ``datasets.Dataset``; a class label is its name, as the hub shows it."""
     for table in dataset.with_format("arrow").iter(ROWS):
         for row in table_rows(table):
-            yield {name: _with_label(value, dataset.features[name]) for name, value in row.items()}
+            yield {name: _with_labels(value, dataset.features[name]) for name, value in row.items()}
 
 
-def _with_label(value: Any, feature: Any) -> Any:
-    """Replace the number of a class label by its name; -1 means no label."""
-    if not hasattr(feature, "int2str"):
-        return value
-    return feature.names[value] if isinstance(value, int) and value >= 0 else None
+def _with_labels(value: Any, feature: Any) -> Any:
+    """Replace the numbers of class labels in a value by their names, at any depth; -1 means no label."""
+    if hasattr(feature, "int2str"):
+        return feature.names[value] if isinstance(value, int) and value >= 0 else None
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _with_labels(field, feature[name]) for name, field in value.items()}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and inner is not None:
+        return [_with_labels(entry, inner) for entry in value]
+    return value
 
 
 def table_rows(table: pyarrow.Table) -> Iterator[dict[str, object]]:
     """Return the rows of a table as Python objects.
 
-    A 16- or 32-bit float, also in a list, becomes the float with the digits that it has in its own precision: 0.1 and
-    not 0.10000000149011612. A column with times that Python cannot represent becomes text.
+    A 16- or 32-bit float becomes the float with the digits that it has in its own precision: 0.1 and not
+    0.10000000149011612. A column with times that Python cannot represent becomes text.
     """
     for row in zip(*map(_values, table.columns), strict=True):
         yield dict(zip(table.column_names, row, strict=True))
@@ -57,12 +62,33 @@ def _values(column: pyarrow.ChunkedArray) -> list[Any]:
         values = column.to_pylist()
     except (ValueError, OverflowError):  # nanoseconds, or a year after 9999
         values = column.cast(pyarrow.string()).to_pylist()
-    return [_as_printed(value, column.type) for value in values]
+    return [_as_printed(value, column.type) for value in values] if _has_short_float(column.type) else values
+
+
+def _inner(kind: pyarrow.DataType) -> list[pyarrow.DataType]:
+    """Return the types that a type is composed of."""
+    if types.is_dictionary(kind):
+        return [kind.value_type]
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return [kind.storage_type]
+    return [kind.field(index).type for index in range(kind.num_fields)]
+
+
+def _has_short_float(kind: pyarrow.DataType) -> bool:
+    return types.is_float16(kind) or types.is_float32(kind) or any(map(_has_short_float, _inner(kind)))
 
 
 def _as_printed(value: Any, kind: pyarrow.DataType) -> Any:
-    if isinstance(value, list) and types.is_list(kind):
-        return [_as_printed(entry, kind.value_type) for entry in value]
-    if value is not None and (types.is_float16(kind) or types.is_float32(kind)):
+    if value is None:
+        return None
+    if types.is_float16(kind) or types.is_float32(kind):
         return float(str(kind.to_pandas_dtype()(value)))
-    return value
+    inner = _inner(kind)
+    if types.is_struct(kind):
+        return {name: _as_printed(field, part) for (name, field), part in zip(value.items(), inner, strict=True)}
+    if types.is_map(kind):
+        pair = inner[0]
+        return [(_as_printed(k, pair.field(0).type), _as_printed(v, pair.field(1).type)) for k, v in value]
+    if isinstance(value, list):
+        return [_as_printed(entry, inner[0]) for entry in value]
+    return _as_printed(value, inner[0]) if inner else value

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from datamodules.sources import PromptSource
 from qerl_pl.common.types import Problem
@@ -35,6 +37,7 @@ class Decontaminated:
         num_words: length of the run of words: 13 as in GPT-3 (arXiv 2005.14165, appendix C). A smaller number finds
             more overlaps, and more chance ones. An evaluation question with fewer words matches a training question
             that has the same words and no others.
+        report_path: JSON Lines file that lists what was removed and why; None writes none.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Decontaminated:
         source: PromptSource,
         against: list[PromptSource],
         num_words: int = SHARED_WORDS,
+        report_path: str | None = None,
     ) -> None:
         if num_words < 1:
             raise ValueError(f"num_words is {num_words}; expected at least 1")
@@ -50,6 +54,7 @@ class Decontaminated:
         self.source = source
         self.against = against
         self.num_words = num_words
+        self.report_path = report_path
 
     def train(self) -> list[Problem]:
         problems = self.source.train()
@@ -59,6 +64,8 @@ class Decontaminated:
             f"decontamination: removed {len(overlaps)} of {len(problems)} training problems that share "
             f"{self.num_words} words in a row with one of {len(evaluation)} evaluation problems"
         )
+        if self.report_path is not None:
+            _write(self.report_path, overlaps)
         removed = {overlap.train_index for overlap in overlaps}
         return [problem for index, problem in enumerate(problems) if index not in removed]
 
@@ -79,6 +86,13 @@ def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, nu
         if run is not None:
             overlaps.append(Overlap(index, problem.question, owners[run], " ".join(run)))
     return overlaps
+
+
+@rank_zero_only
+def _write(path: str, overlaps: Sequence[Overlap]) -> None:
+    with open(os.path.expanduser(path), "w", encoding="utf-8") as report:
+        for overlap in overlaps:
+            report.write(json.dumps(overlap._asdict(), ensure_ascii=False) + "\n")
 
 
 def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:

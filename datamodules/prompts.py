@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -23,8 +24,13 @@ from qerl_pl.model.tokenizer import (
     check_chat_template,
     read_tokenizer,
     reads_clock,
+    template_of,
     tokens_without_embedding,
 )
+
+PROBLEMS = "the training problems (a data file, or the main branch of a data set on the hub)"
+IN_ANY_ORDER = "the training problems in any order"
+IN_OTHER_ORDER = "only the order of the training problems (does data.source read a set, or files in no fixed order?)"
 
 
 class PromptDataModule(LightningDataModule):
@@ -125,7 +131,8 @@ class PromptDataModule(LightningDataModule):
         self._train: list[Prompt] = []
         self._validation: list[Prompt] = []
         self._held_out: list[Prompt] = []
-        self._saved_date: str | None = None
+        self._inputs: dict[str, str] = {}
+        self._saved: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
         """Read and tokenise the problems that a stage (such as "fit") needs. A second call does nothing."""
@@ -150,6 +157,8 @@ class PromptDataModule(LightningDataModule):
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:
             train = check_problems(self.source.train(), name)
+            settings = [self.system_prompt, self.question_template, self.template_arguments]
+            self._inputs = _digests(tokenizer, settings, train)
             train, self.num_shared = without_shared(train, validation)
             if self.num_shared and not train:
                 raise ValueError(f"all {self.num_shared} training problems are also in validation")
@@ -169,24 +178,29 @@ class PromptDataModule(LightningDataModule):
         return TrainLoader(self._train, self.batch_size, seed=self.seed, hint=self._hint(), **self._rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the date that the chat template writes, if it does."""
-        return {} if self.date is None else {"date": self.date}
+        """Return digests of what prompts are made of, and the date that the chat template writes, if any."""
+        return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the date of a checkpoint, for the message that the prompts differ."""
-        self._saved_date = state_dict.get("date")
+        """Remember the inputs and the date of a checkpoint, for the message that the prompts differ."""
+        self._saved = dict(state_dict)
 
     def _hint(self) -> str:
         """Return why the prompts may differ from the checkpoint's."""
-        if self.date is not None and self._saved_date != self.date:
+        before = self._saved.get("inputs") or {}
+        differ = [name for name, digest in self._inputs.items() if before.get(name, digest) != digest]
+        if PROBLEMS in differ and IN_ANY_ORDER not in differ:
+            differ[differ.index(PROBLEMS)] = IN_OTHER_ORDER
+        changed = "".join(f"{name} changed; " for name in differ if name != IN_ANY_ORDER)
+        date = self._saved.get("date")
+        if changed or self.date is None or date == self.date:
+            return changed
+        if date is None:
             return (
-                f"the chat template writes the date, {self.date}, and the checkpoint's is {self._saved_date}: set "
+                f"the chat template writes the date, here {self.date}, and the checkpoint does not say its own: set "
                 "data.date to the day of the run's first start; "
             )
-        return (
-            "the problems or their order, the tokenizer, its chat template, or data.system_prompt, question_template "
-            "or template_arguments changed; "
-        )
+        return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
         """Return further training prompts for a rollout, none of them in any rank's batch; the same on every rank.
@@ -280,6 +294,26 @@ class PromptDataModule(LightningDataModule):
                 f"e.g. {example}"
             )
         return [problem for index, problem in enumerate(problems) if index not in marked]
+
+
+def _digests(
+    tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any], problems: Sequence[Problem]
+) -> dict[str, str]:
+    """Return digests of what prompts are made of, by the words with which a message names it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    parts = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
+    return {
+        "the chat template": _digest(template_of(tokenizer)),
+        "the tokenizer": _digest(tokens),
+        "data.system_prompt, question_template or template_arguments": _digest(repr(settings)),
+        PROBLEMS: _digest(" ".join(parts)),
+        IN_ANY_ORDER: _digest(" ".join(sorted(parts))),
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:

@@ -1,5 +1,5 @@
 """Find the configuration files that a command line names (``-c gsm8k -c qwen2.5-7b -c mine.yaml``), and refuse what
-YAML itself accepts: duplicate keys and empty sections. No package but PyYAML is imported."""
+YAML itself accepts: duplicate keys, empty sections, cyclic aliases. No package but PyYAML is imported."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
 KEYS = ("run_dir", *SECTIONS, "seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
 DATA = (".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files that hold problems and not settings."""
+MOST_VALUES = 100_000
 KINDS_OF_KEYS = ("str", "int", "merge")
 """Tags of YAML for keys: a word, or a number as the name of an arm, or ``<<``."""
 
@@ -116,8 +117,9 @@ def check_yaml(path: Path) -> None:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file as nodes. ValueError names file and line of duplicate keys, of which YAML takes the
-    last, and of keys that are no words; ``expected`` says what the file should hold."""
+    """Read a YAML file as nodes. ValueError names file and line of duplicate keys (YAML takes the last), cyclic
+    aliases, and aliases of aliases that stand for more than ``MOST_VALUES`` values; ``expected`` says what the file
+    should hold."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -125,11 +127,13 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
         raise ValueError(f"{path}, line {_line(error)}: this is not YAML: {error.problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a YAML text file: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deeply for a configuration") from error
     if root is None:
         raise ValueError(f"{path} is empty; expected {expected}")
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path}: expected {expected}")
-    _check_keys(path, root)
+    _check_node(path, root, (), {})
     try:
         yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:  # an unknown tag, or a merge (<<) of something else than mappings
@@ -139,10 +143,15 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
     return root
 
 
-def _check_keys(path: Path, node: yaml.Node) -> None:
+def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
+    """Check a node and return its number of values; ``sizes`` has those of the nodes that were checked before."""
+    if id(node) in above:
+        raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
+    if id(node) in sizes:
+        return sizes[id(node)]
+    above, size = (*above, id(node)), 1
     if isinstance(node, yaml.SequenceNode):
-        for entry in node.value:
-            _check_keys(path, entry)
+        size += sum(_check_node(path, entry, above, sizes) for entry in node.value)
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -157,7 +166,11 @@ def _check_keys(path: Path, node: yaml.Node) -> None:
                 first = lines[key.value]
                 raise ValueError(f"{_place(path, key)}: {key.value!r} is given a second time (first in line {first})")
             lines[key.value] = key.start_mark.line + 1
-            _check_keys(path, value)
+            size += _check_node(path, value, above, sizes)
+    if size > MOST_VALUES:
+        raise ValueError(f"{_place(path, node)}: aliases (*) stand for {size} values; expected at most {MOST_VALUES}")
+    sizes[id(node)] = size
+    return size
 
 
 def _place(path: Path, node: yaml.Node) -> str:

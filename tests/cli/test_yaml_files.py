@@ -12,6 +12,7 @@ import pytest
 from qerl_pl.cli.yaml_files import FOLDER, check_yaml, check_yaml_files, config_path, with_paths
 
 ROOT = Path(__file__).parents[2]
+BOMB = "data: &a0 [1, 2, 3]\n" + "".join(f"x{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parents[2]
         ("x: {}\n", "line 1: 'x' is no setting; expected one of run_dir, model"),
         ("model:\n", "line 1: model has no value"),
         ("data: {}\nrun_dir: null\n", "line 2: run_dir has no value"),
+        ("model: &a\n  lora: *a\n", "line 1: an alias"),
+        ("model: &a [1, *a]\n", "line 1: an alias"),
         ("model: {\n", "line 2: this is not YAML"),
         ("model: [1\ndata: 3\n", "this is not YAML"),
         ("\tmodel: 3\n", "this is not YAML"),
@@ -33,7 +36,9 @@ ROOT = Path(__file__).parents[2]
         ("model: {null: 1}\n", "the key .null. as a null"),
         ("", "is empty; expected settings as"),
         ("# nothing\n", "is empty; expected settings as"),
+        (BOMB, "aliases .*. stand for [0-9]+ values; expected at most"),
         ("model: {a: \x00}\n", "not a YAML text file"),
+        ("model: " + "[" * 3000, "nested too deep|not YAML"),
     ],
 )
 def test_it_is_refused_with_file_and_line(tmp_path, text, said):

@@ -130,22 +130,26 @@ def test_case_punctuation_and_space_hide_no_overlap():
     assert overlap.words == "how many apples are left"
 
 
-def test_a_decontaminated_source_lacks_the_overlaps_and_says_how_many(tmp_path, caplog):
+def test_a_decontaminated_source_lacks_the_overlaps_and_reports_them(tmp_path, caplog):
     train = write(
         tmp_path / "t.jsonl",
         {"question": "a train leaves the station at noon", "answer": 1},
         {"question": "two trains meet", "answer": 2},
     )
     held_out = write(tmp_path / "b.jsonl", {"problem": "When a train leaves the station at noon, ...", "answer": 1})
+    report = tmp_path / "report.jsonl"
     found = source(
         "datamodules.decontaminate.Decontaminated",
         source={"class_path": "datamodules.table.Table", "init_args": {"train_path": train, "validation_share": 1e-9}},
         against=[{"class_path": "datamodules.benchmarks.Benchmark", "init_args": {"name": "aime25", "path": held_out}}],
         num_words=5,
+        report_path=str(report),
     )
     with caplog.at_level("INFO"):
         assert [problem[:2] for problem in found.train()] == [("two trains meet", "2")]
     assert "removed 1 of 2 training problems" in caplog.text
+    (line,) = report.read_text().splitlines()
+    assert json.loads(line)["words"] == "a train leaves the station"
 
 
 def test_decontamination_needs_words_and_something_to_compare_with():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -462,20 +463,33 @@ def test_training_problems_that_resemble_a_held_out_one_are_in_neither_part():
         assert all(problem in kept or problem in held for problem in others)
 
 
+def retouched(tokenizer: Path) -> str:
+    file = tokenizer / "chat_template.jinja"
+    file.write_text(file.read_text().replace("<|im_start|>", "<|im_start|> "))
+    return str(tokenizer)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("change", "message"),
     [
-        {"source": Fixed(problems(4)[::-1], HELD)},
-        {"source": Fixed(problems(3), HELD)},
-        {"system_prompt": "Be brief."},
+        (lambda path, four: {"source": Fixed(four[::-1], HELD)}, "only the order of the training problems"),
+        (lambda path, four: {"source": Fixed([*four[:-1], Problem("x", "1")], HELD)}, r"the training problems \(a"),
+        (lambda path, four: {"source": Fixed(four[:-1], HELD)}, r"num_prompts 4.*the training problems \(a data file"),
+        (lambda path, four: {"system_prompt": "Be brief."}, r"data\.system_prompt, question_template or"),
+        (lambda path, four: {"tokenizer": retouched(path)}, "the chat template"),
     ],
 )
-def test_a_resumed_run_with_other_prompts_is_refused(tokenizer_path, settings):
-    def loader(**settings) -> Any:
+def test_a_resumed_run_with_other_prompts_is_told_what_changed(tokenizer_path, tmp_path, change, message):
+    def data(**settings) -> PromptDataModule:
         settings = {"source": Fixed(problems(4), HELD), "tokenizer": tokenizer_path, "batch_size": 2, **settings}
         data = PromptDataModule(**settings)
         data.setup("fit")
-        return data.train_dataloader()
+        return data
 
-    with pytest.raises(ValueError, match=r"cannot resume: .*the problems or their order.*changed; set it back, or"):
-        loader(**settings).load_state_dict(loader().state_dict())
+    first = data()
+    again = data(**change(shutil.copytree(tokenizer_path, tmp_path / "copy"), problems(4)))
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=f"cannot resume: .*{message}.*changed; set it back, or start in another"):
+        again.train_dataloader().load_state_dict(first.train_dataloader().state_dict())
+    same = data(tokenizer=str(shutil.copytree(tokenizer_path, tmp_path / "same")))
+    assert same.state_dict() == first.state_dict()

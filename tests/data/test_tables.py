@@ -70,6 +70,29 @@ def test_a_float_of_32_bits_keeps_the_digits_of_its_own_precision(value):
     assert float(str(numpy.float32(value))) == row["x"]
 
 
+def test_short_floats_inside_other_types_keep_their_digits():
+    short = pyarrow.float32()
+    half = pyarrow.array(numpy.array([0.1, 65504], numpy.float16))
+    columns = {
+        "half": half,
+        "category": pyarrow.array([0.1, None], short).dictionary_encode(),
+        "struct": pyarrow.array(
+            [{"a": 0.1, "b": [0.2]}, None], pyarrow.struct({"a": short, "b": pyarrow.list_(short)})
+        ),
+        "map": pyarrow.array([[("k", 0.1)], None], pyarrow.map_(pyarrow.string(), short)),
+        "fixed": pyarrow.array([[0.1, 0.2], None], pyarrow.list_(short, 2)),
+    }
+    first, second = table_rows(pyarrow.table(columns))
+    assert first == {
+        "half": 0.1,
+        "category": 0.1,
+        "struct": {"a": 0.1, "b": [0.2]},
+        "map": [("k", 0.1)],
+        "fixed": [0.1, 0.2],
+    }
+    assert second == {"half": 65500.0, "category": None, "struct": None, "map": None, "fixed": None}
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -129,6 +152,13 @@ def test_a_data_set_gives_what_its_files_give(tmp_path):
     labels = datasets.Features({"kind": datasets.ClassLabel(names=["no", "yes"])})
     rows = dataset_rows(datasets.Dataset.from_dict({"kind": [1, 0, None]}, features=labels))
     assert [row["kind"] for row in rows] == ["yes", "no", None]
+
+    kind = datasets.ClassLabel(names=["no", "yes"])
+    nested = datasets.Features({"row": {"kinds": datasets.List(kind)}, "pair": datasets.List({"kind": kind})})
+    values = {"row": [{"kinds": [1, 0]}, {"kinds": None}], "pair": [[{"kind": 1}], [None]]}
+    rows = list(dataset_rows(datasets.Dataset.from_dict(values, features=nested)))
+    assert [row["row"] for row in rows] == [{"kinds": ["yes", "no"]}, {"kinds": None}]
+    assert rows[0]["pair"] == [{"kind": "yes"}]
 
 
 def test_a_folder_with_a_script_and_no_data_is_refused_in_one_line(tmp_path):

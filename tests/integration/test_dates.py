@@ -15,6 +15,7 @@ import yaml
 from transformers.utils import chat_template_utils
 
 from datamodules.arithmetic import Arithmetic
+from datamodules.loader import TrainLoader
 from datamodules.prompts import PromptDataModule
 from qerl_pl.common import clock
 from qerl_pl.common.clock import template_clock
@@ -124,16 +125,19 @@ def test_the_clock_of_templates_does_not_depend_on_locale_and_time_zone(monkeypa
     assert template_clock("2026-03-07T15:04:05")(rarer) == expected
 
 
-def test_other_prompts_on_another_day_are_explained(dated, day):
+def test_other_prompts_on_another_day_are_explained_where_the_checkpoint_has_no_date(dated, day):
     data = PromptDataModule(Arithmetic(num_train=4, num_validation=2), str(dated), batch_size=4)
     data.setup("fit")
     before = data.train_dataloader().state_dict()
     day(28)
     again = PromptDataModule(Arithmetic(num_train=4, num_validation=2), str(dated), batch_size=4)
     again.setup("fit")
-    again.load_state_dict(data.state_dict())
-    with pytest.raises(ValueError, match=r"writes the date, 2026-11-28, .* 2026-11-27: set data\.date to the day"):
-        again.train_dataloader().load_state_dict(before)
+    for saved, said in (({}, "set data.date to the day of the run's first start"), (data.state_dict(), "2026-11-27")):
+        again.load_state_dict(saved)
+        loader = again.train_dataloader()
+        assert isinstance(loader, TrainLoader)
+        with pytest.raises(ValueError, match=f"writes the date.*{said}"):
+            loader.load_state_dict(before)
     day(27)
     same = PromptDataModule(Arithmetic(num_train=4, num_validation=2), str(dated), batch_size=4)
     same.setup("fit")
