@@ -20,19 +20,20 @@ class AdaptiveQuantizationNoise(Callback):
 
     The noise is added to both norms of every block of the engine's model, drawn anew for each rollout. It depends only
     on the run's seed and the rollout index, so the callback has no state and a resumed run repeats the noise. The
-    schedule spans the rollouts of the run: max_steps over optimizer steps per rollout. Validation samples without
-    noise.
+    schedule spans the rollouts of the run, of which there are max_steps divided by the optimizer steps per rollout.
+    Validation samples without noise.
 
     Args:
-        sigma_start: standard deviation in the second stage, the first one with noise, however large the norm weights.
+        sigma_start: standard deviation in the second stage, the first one with noise; not scaled by the size of the
+            norm weights.
         sigma_end: standard deviation in the last stage.
         num_stages: number of equally long stages, including the first one, which has no noise; at least 3.
         decay: shape of the path from sigma_start to sigma_end over the stages.
-        per_rank: true draws different noise on every rank, so that a step sees more of it; false the same on all, so
-            that a step does not depend on the number of ranks.
+        per_rank: true draws different noise on every rank, so that a step averages over more draws; false draws the
+            same noise on all ranks, so that a step does not depend on their number.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
             the compute dtype, as other implementations do, only to compare with these: rounding to bf16 removes most of
-            a noise whose sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that remains).
+            the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that remains).
 
     Raises:
         ValueError: a setting is out of range, or the settings contradict each other.

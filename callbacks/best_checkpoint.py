@@ -16,9 +16,9 @@ BEST = "best"
 class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best validation score so far, also across interruptions of the run.
 
-    A checkpoint is written before the validation of its step, and Lightning forgets the score when the run's folder has
-    moved, so a resumed run reads the best score from ``best.ckpt`` itself. The score of a later step than the one that
-    training resumes from is ignored, because the steps in between are repeated.
+    A resumed run reads the best score from ``best.ckpt``: ``last.ckpt`` is written before the validation of its step
+    and may lack it, and Lightning forgets it when the run's folder has moved. If ``best.ckpt`` is of a later step than
+    the one that training resumes from, its score is ignored, because the steps in between are repeated.
 
     Args:
         monitor: the logged value to compare.
@@ -33,7 +33,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     def __init__(self, monitor: str = "val/reward", mode: Literal["min", "max"] = "max") -> None:
         super().__init__(monitor=monitor, mode=mode, save_top_k=1, filename=BEST, enable_version_counter=False)
-        # Lightning starts at step 0 and saves once per step, so it would not save the validation before the first step
+        # Lightning saves once per step and counts step 0 as saved; -1 lets it save after the validation at step 0
         self._last_global_step_saved = -1
 
     @override

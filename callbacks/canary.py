@@ -28,7 +28,7 @@ from qerl_pl.rollout.comparison import NUM_PROMPTS, PROBE, WITH_ADAPTER, WITHOUT
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.probe import find_strength
 
-# Mean difference in nats per token that is right whatever the trainer's rounding errors are.
+# Mean difference in nats per token up to which an engine passes, however small the trainer's rounding errors are.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 SEED = 0
 NO_WINDOW = (
@@ -38,7 +38,8 @@ NO_WINDOW = (
 
 
 class Due(NamedTuple):
-    """Comparisons of log-probabilities that a check makes."""
+    """Which comparisons of log-probabilities a check makes: of samples under a probe adapter, of scores of given
+    text."""
 
     samples: bool
     scores: bool
@@ -50,34 +51,39 @@ class SyncCanary(Callback):
     The checks run after training rollouts, before the update, and before batches of an evaluation:
 
     1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
-       and its norms with the current noise. This is exact in every dtype, however small the last update was. With vLLM,
-       one row of each NVFP4 linear of the base is compared with the trainer's too; where engine and trainer share one
-       copy of the base, its digest is compared with the digest at the start of the run.
-    2. Samples under a probe adapter, less often. An engine may hold the right tensors and compute with others: with
-       cached prefixes of an older policy, or without any adapter. While the adapter's matrix B is near 0,
-       log-probabilities cannot tell such policies apart. So a few tokens are sampled, a random adapter is loaded, and
-       tokens sampled after the same prompts must have the log-probabilities of the trainer's model with that adapter.
-    3. Scores, still less often. Text of the run's own prompts and completions is scored by engine and trainer, with and
-       without the adapter. (This does not test the cache, because vLLM computes scored tokens without it.)
+       and its norms plus the current noise. The comparison is exact in every dtype, so it finds even the smallest
+       missing update. With vLLM, one row of each NVFP4 linear layer of the base is compared with the trainer's, too;
+       where engine and trainer share one copy of the base, its digest is compared with the digest at the start of the
+       run.
+    2. Samples under a probe adapter, less often. An engine may hold the right tensors and not use them: it may use
+       cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0,
+       log-probabilities cannot tell such policies apart. So a few tokens are sampled, a strong random adapter (the
+       probe adapter) is loaded, and tokens that are then sampled after the same prompts must have the log-probabilities
+       that the trainer's model has with the probe adapter.
+    3. Scores, still less often. Engine and trainer compute the log-probabilities of text from the run's prompts and
+       completions, with and without the adapter. (This does not test the prefix cache, which vLLM does not use for
+       scoring.)
 
-    How far a right engine may be from the trainer in 2 and 3 depends on the model and its dtype, so the trainer
-    measures it: it computes the same log-probabilities with other rounding errors, and an engine is wrong if it differs
-    by more than ``comparison.MARGIN`` times as much. The strength of the probe adapter is found once, by the trainer
-    alone: strong enough to change far more than rounding errors, too weak to make the model chaotic; if there is none,
-    a warning says so, and 2 is left out. The text begins with the completion of which the policy was least certain,
-    because an adapter changes nearly certain log-probabilities too little.
+    How far a correct engine may be from the trainer in 2 and 3 depends on the model and its dtype, so the trainer
+    measures it: it computes the same log-probabilities with other rounding errors, and an engine fails if it differs
+    from the trainer by more than ``tolerance`` and by more than ``comparison.MARGIN`` times as much as these two
+    computations differ. The strength of the probe adapter is found once, by the trainer alone: the adapter must change
+    log-probabilities far more than rounding errors do, without making the model chaotic. If no strength does so, a
+    warning says it, and 2 is left out. The text begins with the completion of which the policy was least certain,
+    because an adapter hardly changes log-probabilities near 0.
 
-    Afterwards the engine is in the same state as before.
+    After the checks, the engine holds the run's adapter and noise again.
 
     Args:
         sample_every: rollouts, or batches of an evaluation, from one check of samples to the next; the first four, and
             the first rollout after a start, always have one.
         score_every: rollouts from one check of scores to the next; the first rollout after a start and the first batch
             of an evaluation always have one.
-        num_tokens: number of tokens of text, cut to the engine's longest sequence. It should exceed a block of the
-            engine's cache (by default 16 tokens on a GPU, 128 on a CPU): shorter prefixes are never cached.
-        tolerance: mean difference of log-probabilities in nats that never stops the run; null: 1e-4 if engine and
-            trainer compute in float32, 0.02 if one of them computes in bfloat16.
+        num_tokens: number of tokens of the text, limited by the engine's longest sequence. It should exceed the block
+            size of the engine's KV cache (by default 16 tokens on a GPU, 128 on a CPU), because shorter prefixes are
+            never cached.
+        tolerance: mean difference of log-probabilities, in nats per token, up to which the run is never stopped; null:
+            1e-4 if engine and trainer compute in float32, 0.02 if one of them computes in bfloat16.
 
     Raises:
         ValueError: a value is out of range.
@@ -100,7 +106,7 @@ class SyncCanary(Callback):
             if value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}")
         if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"tolerance is {tolerance}; expected more than 0 nats, or null for the dtype's own")
+            raise ValueError(f"tolerance is {tolerance}; expected more than 0 nats, or null for the dtype's default")
         self.sample_every, self.score_every, self.num_tokens = sample_every, score_every, num_tokens
         self.tolerance = tolerance
         self._is_first = True
@@ -111,7 +117,7 @@ class SyncCanary(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"strength": self._strength}  # a resumed run uses the same
+        return {"strength": self._strength}  # a resumed run uses the same strength
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,7 +147,7 @@ class SyncCanary(Callback):
         due = Due(samples=is_due(index, self.sample_every), scores=index % self.score_every == 0)
         made = Due(samples=due.samples or first, scores=due.scores or first)
         rows: list[tuple[int, ...]] = []
-        if any(made):  # the same text for any number of ranks
+        if any(made):  # gathered, so that the text is the same for any number of ranks
             pairs = zip(batch.prompts, batch.completions, strict=True)
             local = [(prompt.tokens + completion.tokens, _surprisal(completion)) for prompt, completion in pairs]
             gathered = ranks.gather_groups(local, batch.group_size)
@@ -150,8 +156,8 @@ class SyncCanary(Callback):
         gaps, self._strength = self._check(pl_module, noise, rows, made, seed=seed, strength=before, among_ranks=True)
         self._is_first = False
         pl_module.log("canary/tensors_checked", float(len(self._held_before)))
-        # What was compared only because the process is new is not logged, so that a resumed run logs the same values as
-        # an uninterrupted one.
+        # Comparisons made only because the process has just started are not logged, so that a resumed run logs the same
+        # values as an uninterrupted one.
         if values := logged(gaps, due) | ({"canary/probe_strength": self._strength or 0.0} if due.samples else {}):
             log_at(pl_module.trainer.loggers, values, step=index)
 
@@ -166,11 +172,13 @@ class SyncCanary(Callback):
         strength: float | None,
         among_ranks: bool = False,
     ) -> tuple[dict[str, Gap], float | None]:
-        """Run the checks that are due; returns the differences by check, and the strength of the probe adapter.
+        """Run the checks that are due; returns the differences by check, and the strength of the probe adapter. Raises
+        CheckFailed if the engine is wrong.
 
         ``noise`` is what the engine's norms should have, and ``rows`` are tokens of prompts or of prompts with
-        completions, from which the scored text is taken. A ``strength`` of 0 means that there is none; None finds it
-        now, if samples are due, on all ranks together where they are all here (``among_ranks``).
+        completions, from which the scored text is taken. A ``strength`` of 0 means that no strength is usable; None
+        finds it now if samples are due. ``among_ranks`` says that all ranks make this call, which then agree on the
+        lowest strength.
         """
         loop, policy = pl_module.loop, pl_module.policy
         held = loop.engine.fingerprint()
@@ -198,8 +206,8 @@ class SyncCanary(Callback):
             gaps = compare(tokens=tokens, seed=seed)
             wrong = comparison.wrong_ones(gaps, tolerance)
             if wrong:
-                # Rounding errors have heavy tails, so one large difference is no proof: another text and another probe
-                # adapter have to show the fault too.
+                # Rounding errors have heavy tails, so one large difference is no proof: the run stops only if another
+                # text and another probe adapter show the same fault.
                 loop.sync(policy.adapter_state(), noise)
                 others = comparison.own_text([*rows[len(rows) // 2 :], *rows], len(tokens))
                 again = compare(tokens=others, seed=derive_seed(seed, "canary/again"))
@@ -208,25 +216,25 @@ class SyncCanary(Callback):
             loop.sync(policy.adapter_state(), noise)
         if wrong:
             differences = "; ".join(
-                f"{what}, by {gaps[what].nats:.2g} nats per token, {gaps[what].excess:.1f} times what rounding errors "
-                "change the trainer's own by"
+                f"{what}, by {gaps[what].nats:.2g} nats per token, {gaps[what].excess:.1f} times as much as rounding "
+                "errors change those of the trainer"
                 for what in wrong
             )
             raise CheckFailed(
                 "the rollout engine does not compute with the current policy, although it holds the trainer's adapter "
-                f"and norms. These of its log-probabilities are too far from the trainer's: {differences}"
+                f"and norms. Its log-probabilities differ too much from those of the trainer: {differences}"
             )
         return gaps, strength
 
 
 def _surprisal(completion: Completion) -> float:
-    """Mean of -log p over a completion's tokens in nats; 0 if it is not finite, or there is no token."""
+    """Return the mean of -log p over a completion's tokens in nats; 0 if it is not finite, or if there is no token."""
     mean = -sum(completion.logprobs) / max(1, len(completion.logprobs))
     return mean if math.isfinite(mean) else 0.0
 
 
 def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
-    """Return the scalars to log of the comparisons that are due."""
+    """Return the scalars to log, by name, of those comparisons that are due."""
     values = {}
     if due.scores:
         scores = max((gaps[what] for what in (WITH_ADAPTER, WITHOUT_ADAPTER)), key=lambda gap: gap.excess)
@@ -239,14 +247,15 @@ def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
-    """Find the compute dtype with which the policy has the engine's checksums ``held``; None if there is none."""
+    """Find the compute dtype in which the policy's adapter and noisy norms have the checksums ``held`` by the engine;
+    None if they have them in no dtype."""
     dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
     return next((dtype for dtype in dtypes if held == expected(policy, noise, dtype)), None)
 
 
 def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *, before: Mapping[str, int]) -> str:
-    """Describe how checksums ``held`` by an engine differ from those of the policy with this noise; ``before`` are
-    those of the last check that passed, empty if none has."""
+    """Describe how the checksums ``held`` by an engine differ from those of the policy with this noise. ``before`` are
+    the engine's checksums at the last check that passed; empty if none has passed."""
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
     matrices = [name for name in wrong if ".lora_" in name]
@@ -260,7 +269,7 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
             reasons.append("it has no adapter")
         else:
             reasons.append("it has another adapter")
-    if norms and not (matrices and trained_norms(adapter)):  # trained norms differ whenever the adapter does
+    if norms and not (matrices and trained_norms(adapter)):  # a wrong adapter has wrong trained norms
         clean = expected(policy, NormNoise(), policy.dtype)
         if noise.sigma == 0:
             reasons.append("noise was left on its norms, which should be clean")
@@ -273,7 +282,8 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
 
 
 def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, int]:
-    """Compute the checksums that adapter and noisy norms should have in an engine with this compute dtype."""
+    """Compute the checksums, by tensor name, that adapter and noisy norms should have in an engine with this compute
+    dtype."""
     adapter = policy.adapter_state()
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
     noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))

@@ -21,17 +21,19 @@ from qerl_pl.update import UpdateReport
 class CompletionLogger(Callback):
     """Writes every completion to ``run_dir/completions/*.jsonl`` and a few of them to the loggers.
 
-    There is one file per rollout (``train-000012.jsonl``), validation (``validate-000040.jsonl``) or prediction run,
-    with the completions of all ranks in the order of the prompts. Each is written atomically, so a resumed run replaces
-    files and repeats no lines.
+    Each rollout (``train-000012.jsonl``), validation (``validate-000040.jsonl``), test and prediction run has a file,
+    with the completions of all ranks in the order of the prompts. A file is written as a whole, so a resumed run
+    replaces the files of repeated rollouts and duplicates no lines.
 
     Args:
-        every: completions of every this many rollouts are written; those of validation and prediction always are.
+        every: rollouts from one whose completions are written to the next; those of validation, test and prediction
+            always are.
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
-        tokens_every: every this many written files, a second one (``train-000010.safetensors``) has log-probability,
-            entropy, trainer-sampler gap and, with a teacher, its log-probability of each token, ten or twelve bytes per
-            token, for the page of ``python -m qerl_pl report --html``. 0 writes none.
+        tokens_every: for one in this many written rollouts, a second file (``train-000010.safetensors``) holds for each
+            token its log-probability, entropy, difference between the log-probabilities of trainer and sampler and,
+            with a teacher, difference between those of teacher and trainer: ten or twelve bytes per token, for the page
+            of ``python -m qerl_pl report --html``. 0 writes none.
 
     Raises:
         ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
@@ -76,7 +78,7 @@ class CompletionLogger(Callback):
     def _finish(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         rows = pl_module.evaluated
         path = _path(trainer, f"{stage}-{pl_module.rollout_index:06d}.jsonl")
-        step = max(0, pl_module.rollout_index - 1)  # as its scalars
+        step = max(0, pl_module.rollout_index - 1)  # the step under which the scalars of this evaluation are logged
         self._write(trainer, path, rows, f"completions/{stage}", step)
         if trainer.is_global_zero and (stage != "validate" or trainer.state.fn != "fit"):
             print(f"{len(rows)} completions written to {path}")
@@ -104,7 +106,8 @@ def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: U
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:
-    """Copy each completion's tokens, with their values in ``RowTokens``, to the CPU."""
+    """Copy the tokens of each completion, with their log-probabilities and the other values of ``RowTokens``, to the
+    CPU."""
     batch = update.experience.to(torch.device("cpu"))
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
     gap = logprobs - batch.sampler_logprobs

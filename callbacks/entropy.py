@@ -15,7 +15,8 @@ from qerl_pl.module import QeRLModule
 class EntropyLogger(Callback):
     """Logs the entropy of the trained policy over the sampled tokens, in nats, at the sampling temperature.
 
-    It is taken over the completions of the update; with dynamic sampling, over those of the groups that were kept.
+    The tokens are those of the completions that the update trains on, so groups that dynamic sampling dropped do not
+    count.
 
     Args:
         quantiles: quantiles over tokens, in [0, 1]; 0.9 is logged as ``policy/entropy_p90``.
@@ -43,7 +44,8 @@ class EntropyLogger(Callback):
         pl_module.log_dict({f"policy/entropy{name}": value for name, value in statistics.items()})
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Statistics of the entropies of T tokens by suffix of the logged name; none without tokens."""
+        """Compute mean and quantiles of the entropies [T] of tokens, by the suffix of the name that they are logged
+        with; an empty dict without tokens."""
         if not len(entropy):
             return {}
         ordered = entropy.sort().values

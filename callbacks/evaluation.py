@@ -18,10 +18,11 @@ from qerl_pl.module import QeRLModule
 
 
 class EvaluationReport(Callback):
-    """Prints the results of an evaluation outside of training and writes them to ``run_dir/evaluation/validate.json``.
+    """Prints the results of an evaluation outside of training and writes them to ``run_dir/evaluation/validate.json``
+    or ``test.json``.
 
-    A completion is right if the first reward gives it 1. A completion that could not be scored counts as wrong, because
-    leaving it out would make a hard problem look easy; the table has the share of such completions.
+    A completion is right if the first of the run's rewards gives it 1. A completion that could not be scored counts as
+    wrong, because leaving it out would make a hard problem look easy; the table has the share of such completions.
 
     Example:
         trainer:
@@ -59,7 +60,8 @@ class EvaluationReport(Callback):
 
 def summarize(rows: list[dict[str, Any]], *, n: int, name: str) -> dict[str, Any]:
     """Compute the values of an evaluation's table from the records of P problems with n completions each, ordered by
-    problem; the reward ``name`` says whether a completion is right (1)."""
+    problem. A completion is right if the reward ``name`` gives it 1. ValueError if there are no records, or no multiple
+    of n."""
     if not rows or len(rows) % n:
         raise ValueError(f"{len(rows)} records are no whole number of problems with {n} completions each")
     right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]

@@ -20,9 +20,10 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 class GracefulStop(Callback):
     """Ends the run after the current RL iteration, with a checkpoint, at the first Ctrl-C or SIGTERM.
 
-    A second signal ends the run at once. The exit status of the program is then 128 plus the signal's number, so that a
-    scheduler does not take the run for a finished one. The end of trainer.max_time ends a run in the same way, with
-    exit status 0. A SIGTERM before the first iteration ends the run at once, because there is nothing to save.
+    A second signal ends the run at once. After either, the exit status of the program is 128 plus the signal's number,
+    so that a scheduler does not take the run for a finished one. When trainer.max_time is over, the run also ends after
+    the current iteration with a checkpoint, but with exit status 0. A SIGTERM before the first iteration ends the run
+    at once, because there is nothing to save.
 
     Example:
         trainer:
@@ -41,7 +42,8 @@ class GracefulStop(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning appends the Timer of trainer.max_time, whose time could end between the two callbacks.
+        # Lightning appends the Timer of trainer.max_time. It must run first: its time could end after this callback has
+        # looked.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: not isinstance(callback, Timer))  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
@@ -56,7 +58,7 @@ class GracefulStop(Callback):
             trainer.should_stop = True  # LastCheckpoint saves when this is set
             every = trainer.val_check_batch or float("inf")
             due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % every == 0
-            if not due:  # Lightning validates whenever a run stops; an uninterrupted run has no validation at this step
+            if not due:  # Lightning validates whenever a run stops; an uninterrupted run would not at this step
                 trainer.limit_val_batches = 0
             if trainer.global_step < trainer.max_steps:
                 rank_zero_info(f"stopped after step {trainer.global_step}; resume with --ckpt_path last")
@@ -78,9 +80,10 @@ class GracefulStop(Callback):
 
 
 def end_if_terminated(trainer: Trainer) -> None:
-    """Raise Lightning's SIGTERMException on all ranks if one has got a SIGTERM; every rank must call this.
+    """Raise Lightning's SIGTERMException on all ranks if any rank has received a SIGTERM. Every rank must call this.
 
-    Lightning's handler, which GracefulStop replaces when training starts, only sets ``trainer.received_sigterm``.
+    Before training starts, where GracefulStop installs its own handler, Lightning's handler only sets
+    ``trainer.received_sigterm``.
     """
     if trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False):
         rank_zero_info("stopped by SIGTERM before the first step")

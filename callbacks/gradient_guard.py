@@ -20,16 +20,20 @@ from qerl_pl.rollout.loop import Rollout
 
 
 class GradientGuard(Callback):
-    """Stops the run before an optimizer step whose gradient is not finite, or far larger than the recent ones.
+    """Stops the run before an optimizer step whose gradient is not finite, or has a far larger norm than those of
+    recent steps.
 
-    Adapter, optimizer and schedule keep their state, ``last.ckpt`` is from before this step, and the prompts and
-    completions of the rollout are written to ``RUN/faults``. A loss that is not finite is caught too, by its gradient.
-    Steps without a gradient, because all completions of each prompt earned the same reward, do not count.
+    The step is not taken, so adapter, optimizer and learning rate schedule keep their state. ``last.ckpt`` is from
+    before this step, and the prompts and completions of the rollout are written to ``RUN/faults``. A loss that is not
+    finite is caught too, by its gradient. Steps without a gradient, because all completions of each prompt earned the
+    same reward, do not count.
 
     Args:
-        max_ratio: gradient norm before clipping divided by its median over recent steps, above which the run stops.
+        max_ratio: the run stops if the gradient norm before clipping exceeds its median over recent steps by this
+            factor.
         window: number of steps in that median.
-        min_steps: steps before the first comparison.
+        min_steps: number of earlier steps with a gradient that a comparison needs; before that, only non-finite
+            gradients stop the run.
 
     Raises:
         ValueError: a value is out of range.

@@ -27,14 +27,14 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps ``last.ckpt`` and the checkpoint before it, ``previous.ckpt``.
 
     A checkpoint is written at the end of a step and renamed to ``last.ckpt`` when the next step begins. By then the
-    step's scalars are on disk and its validation is over; if that has changed the state of a callback, such as
-    EarlyStopping's count, the checkpoint is written again. A killed run therefore resumes from a step whose results are
-    complete, and repeats what came after it.
+    step's scalars are on disk and its validation is over; if the validation has changed the state of a callback, such
+    as EarlyStopping's count, the checkpoint is written again. A killed run therefore resumes from a step whose results
+    are complete, and repeats the steps after it.
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
-    before that are not saved, so that training does not wait for the disk. A killed run then repeats at most the steps
-    that fit into the time of two writes, and two more; a run that fails with an error at most half as many. Only a
-    checkpoint that is written again after a validation waits for the disk.
+    while it is being written are not saved, so that training does not wait for the disk. With such checkpoints, a
+    killed run repeats at most two steps more than fit into the time of two writes; a run that fails with an error
+    repeats at most half as many. Only a checkpoint that is written again after a validation waits for the disk.
 
     Args:
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is
@@ -57,13 +57,13 @@ class LastCheckpoint(ModelCheckpoint):
             raise ValueError(f"every_n_rollouts is {every_n_rollouts}; expected at least 1")
         if background_bytes < 0:
             raise ValueError(f"background_bytes is {background_bytes}; expected 0 or more")
-        # with save_top_k=0, Lightning's ModelCheckpoint saves nothing; it resolves the folder and finds last.ckpt
+        # with save_top_k=0, Lightning's ModelCheckpoint saves nothing, and only resolves the folder and finds last.ckpt
         super().__init__(save_top_k=0)
         self.every_n_rollouts, self.background_bytes = every_n_rollouts, background_bytes
         self._pending = False
-        self._step_is_over = False  # and that step's scalars are on disk, so its checkpoint may be renamed
-        self._is_left_out = False  # whether the last step was not saved
-        self._saved_states: dict[str, Any] | None = None  # of all callbacks, when a step was last saved
+        self._step_is_over = False  # whether scalars of the saved step are on disk; then its file may be renamed
+        self._is_left_out = False  # whether the most recent step was not saved
+        self._saved_states: dict[str, Any] | None = None  # states of all callbacks at the last save
 
     @property
     @override
@@ -132,7 +132,7 @@ class LastCheckpoint(ModelCheckpoint):
             writer.wait()
         self._pending = False
         if writer and not pending.exists():
-            return  # writing failed, and whoever waited for it has already raised the error
+            return  # writing failed, and an earlier wait for it has already raised the error
         for logger in trainer.loggers:
             logger.save()
             if isinstance(logger, TensorBoardLogger):
@@ -149,7 +149,8 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Compare states of callbacks: nested dicts and lists of tensors, arrays and plain values."""
+    """Tell whether two states of callbacks are equal in types and values: nested dicts and lists of tensors, arrays and
+    plain values."""
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
@@ -166,7 +167,8 @@ def _states(trainer: Trainer) -> dict[str, Any]:
 
 
 def _link(path: Path, link: Path) -> None:
-    """Give a file a second name; copy it on file systems without hard links, such as exFAT and many network mounts."""
+    """Give the file ``path`` the second name ``link``; on file systems without hard links, such as exFAT and many
+    network mounts, copy it."""
     try:
         os.link(path, link)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Split the difference between the trainer's and the sampler's log-probabilities into parts by cause."""
+"""Split the difference between the trainer's and the sampler's log-probabilities of sampled tokens into parts by
+cause."""
 
 from __future__ import annotations
 
@@ -30,27 +31,29 @@ class MismatchLedger(Callback):
     ============ ============================================= =========================================================
     kernel       trainer - engine with clean norms             kernels, precision, another form of the weights
     noise        engine with clean norms - engine with noise   adaptive quantization noise; exactly 0 without it
-    decode       engine with noise - reported by the engine    the engine's own: token by token or all at once
+    decode       engine with noise - reported by the engine    scoring all tokens at once, sampling one by one
     staleness    trainer after its updates - before            how far the policy has moved since the rollout
     ============ ============================================= =========================================================
 
-    All terms are log-probabilities of the same tokens, in nats at temperature 1, because engines score at 1. What an
-    engine reports is at the sampling temperature, so "decode" is left out unless that is 1; if it is, the first three
-    terms add up to the whole difference. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}``
-    (see ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks. The engine scores the rows before the
-    update, and the rollout's noise is set again afterwards.
+    The second column says which log-probabilities are subtracted: of the same tokens, in nats, at temperature 1,
+    because engines score at temperature 1. "Reported by the engine" are those that it returned when it sampled. They
+    are at the sampling temperature, so "decode" is left out unless that is 1; if it is 1, the first three differences
+    add up to the whole one. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see
+    ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks. The engine scores the rows before the update,
+    without and with the rollout's noise, and has this noise again afterwards.
 
-    If the engine's random numbers are known, which are those of vLLM on a GPU, and neither top_p nor top_k is set,
-    ``margin/{mean_abs,p99,max}`` are how many nats the trainer's logits are from giving each token by these numbers
-    (``qerl_pl.policy.margins``): about as many as the whole difference in a correct run, and more if the engine samples
-    in another way than it reports.
+    If the random numbers that the engine sampled with can be computed again, as with vLLM on a GPU, and neither top_p
+    nor top_k is set, ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to change so
+    that the same random numbers give the sampled token (``qerl_pl.policy.margins``). In a correct run this is about as
+    much as the whole difference; it is more if the engine samples in another way than its log-probabilities say.
 
     Args:
         num_rows: number of completions scored per measured rollout, spread evenly over it and over the ranks; at least
             one per rank.
-        max_tokens: limit on the tokens of these, each scored up to four times, which may reduce their number.
+        max_tokens: limit on the tokens of these completions with their prompts, over all ranks; fewer completions are
+            scored if they would exceed it. Each token is scored up to four times.
         every: rollouts from one measured rollout to the next; the first one of a run is measured. A measurement takes
-            about a tenth of a step (`time/check_s`).
+            about a tenth of the time of a step (part of `time/check_s`).
 
     Raises:
         ValueError: a value is less than 1.
@@ -124,8 +127,9 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose evenly spread rows, as many as the limits on rows and tokens of all ranks together allow, at least one;
-    returns the indices. ``lengths`` [B] are the tokens of each row of this rank."""
+    """Choose evenly spread rows of this rank, as many as its share of the limits allows, but at least one; returns
+    their indices. ``num_rows`` and ``max_tokens`` are limits for all ranks together, ``lengths`` [B] the number of
+    tokens of each row of this rank."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
     return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])
@@ -133,8 +137,8 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 
 @torch.no_grad()
 def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
-    """Compute the log-probabilities of sampled tokens at temperature 1, [B, S] fp32 nats, 0 at other tokens, of
-    right-padded tokens [B, S]; ``sampled`` [B, S] bool is never True in column 0."""
+    """Compute the policy's log-probabilities at temperature 1 of those of the right-padded tokens [B, S] that were
+    sampled; returns [B, S] fp32 in nats, 0 at other tokens. ``sampled`` [B, S] bool must not be True in column 0."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
     with preserved_rng():  # dropout, if there is any, draws random numbers
@@ -148,8 +152,9 @@ def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_b
 def sampled_margins(
     policy: Policy, tokens: Tensor, sampled: Tensor, seeds: Tensor, *, temperature: float, micro_batch_tokens: int
 ) -> Tensor:
-    """Compute the margins of the N sampled tokens, [N] fp32 in nats; arguments as in ``trainer_logprobs``, and the
-    rows' seeds, [B] int64."""
+    """Compute the margins (``qerl_pl.policy.margins``) of the N sampled tokens, [N] fp32 in nats. Arguments are as in
+    ``trainer_logprobs``, with the seeds [B] int64 that the engine sampled the rows with, and the sampling
+    temperature."""
     found = []
     lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
     with preserved_rng():
@@ -160,8 +165,8 @@ def sampled_margins(
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Compute an engine's log-probabilities at temperature 1 with the adapter and noise that are loaded, [B, S] fp32
-    nats, 0 at first tokens and in padding, of right-padded tokens [B, S] with ``lengths`` [B]."""
+    """Compute the engine's log-probabilities at temperature 1, with the adapter and noise that it holds, of
+    right-padded tokens [B, S] with ``lengths`` [B]; returns [B, S] fp32 in nats, 0 at first tokens and in padding."""
     logprobs = torch.zeros(tokens.shape)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):
