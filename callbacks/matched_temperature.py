@@ -19,23 +19,24 @@ from qerl_pl.results.curves import SURPRISAL, read_curves
 
 
 class MatchedTemperature(Callback):
-    """Sets each rollout's temperature so that its entropy follows a curve, e.g. that of runs with noise.
+    """Sets the sampling temperature of each rollout so that its entropy follows a curve, e.g. that of runs with noise.
 
-    A comparison with a run whose temperature gives the same entropy shows which effects of noise are not explained by
-    its higher entropy. The curve holds values of ``rollout/surprisal``: the mean -log p of the sampled tokens under the
-    distribution that they were sampled from, noise and temperature included, an unbiased estimate of its entropy. After
-    each rollout the temperature is multiplied by exp(gain (target - surprisal) / target), where target is the curve's
-    value for the next rollout. The temperature of validations does not change.
+    Noise raises the entropy of rollouts. A run without noise whose temperature gives the same entropy shows which other
+    effects noise has. The curve holds values of ``rollout/surprisal``: the mean -log p of the sampled tokens under the
+    distribution that they were sampled from, noise and temperature included, which is an unbiased estimate of the
+    entropy of this distribution. After each rollout the temperature is multiplied by exp(gain (target - surprisal) /
+    target), where target is the curve's value for the next rollout. The temperature of validations does not change.
 
     Args:
         curve: folder of a run, whose ``rollout/surprisal`` is followed, or a JSON file with a list of nats per token,
             one per rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml
             --analyse`` writes one such file per arm, analysis/surprisal/ARM.json.
-        gain: the gain in this formula; a higher one corrects faster.
-        limits: lowest and highest temperature.
+        gain: gain in the formula above; with a higher one, the entropy comes back to the curve faster.
+        limits: lowest and highest temperature that is set; a warning tells when the formula first asks for one outside.
 
     Raises:
-        ValueError: a setting is out of its range; or, when training starts, the file holds no such list.
+        ValueError: a setting is out of its range; or, when training starts, ``curve`` is neither such a folder nor such
+            a file.
 
     Example:
         trainer:

@@ -1,4 +1,4 @@
-"""Log the GPU memory that was planned and that was used."""
+"""Log the GPU memory that the plan predicted and that the run used."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MemoryReport(Callback):
     """Logs ``memory/{rollout,train,peak}_gib`` and, from the plan, ``memory/predicted_{rollout,train,peak}_gib``.
 
     The measured value is what the driver reports as used on the device, minus what other processes used when the run
-    began. It is read when a rollout is complete, with the engine awake, and at the end of the updates. torch keeps
-    memory that a pass has used, so both readings include the passes before them. With several ranks, the rank that uses
-    most is logged. Without a GPU there is no plan, and nothing is logged.
+    began. It is read when a rollout is complete, with the engine awake, and after the updates. torch does not give
+    memory back to the driver after a forward or backward pass, so both readings include the peaks of earlier passes.
+    With several ranks, the rank that uses most is logged. Without a GPU there is no plan, and nothing is logged.
 
     Example:
         trainer:

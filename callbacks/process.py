@@ -28,7 +28,7 @@ class RunLock(Callback):
     run.
 
     Raises:
-        ValueError: when training is set up: another process holds the lock; names it and its machine.
+        ValueError: when training is set up, if another process holds the lock; the message names process and machine.
 
     Example:
         trainer:
@@ -77,8 +77,8 @@ class RunLock(Callback):
 class CloseEngine(Callback):
     """Closes the rollout engine of a run that fails, so that a notebook gets its memory back.
 
-    Lightning calls ``teardown`` only for runs that end without an error. If closing the engine fails too, this is only
-    a warning, so that the user sees the error that ended the run.
+    Lightning calls ``teardown`` only for runs that end without an error. If closing the engine fails too, a warning
+    says so, and the user still sees the error that ended the run.
 
     Example:
         trainer:

@@ -25,15 +25,15 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix
 class Progress(Callback):
     """Shows how many rollouts are done, the remaining time, reward and entropy.
 
-    On a terminal this is one line, and a second one during validation; messages of the program are printed above
-    them. In a job's log or a file it is one line per rollout, and lines while the first rollout or a validation
-    lasts. The reward is the mean over rank 0's completions. The remaining time follows from the mean time per rollout
-    since this start, including validations. Each validation leaves a line with its reward and accuracy, and a complete
-    run ends with the command that shows its curves. Lightning's own bar counts epochs and optimizer steps, so
-    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
+    On a terminal it updates one line, and a second one during validation; messages of the program are printed above
+    them. In a job's log or a file it prints one line per rollout, and further lines while the first rollout or a
+    validation lasts. The reward is the mean over rank 0's completions. The remaining time is computed from the mean
+    time per rollout, validations included, since this process started to train. Each validation leaves a line with its
+    reward and accuracy, and a complete run ends with the command that shows its curves. Lightning's own bar counts
+    epochs and optimizer steps, so configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
-        every: rollouts from one line to the next where the output is no terminal. The last rollout always has a line.
+        every: rollouts from one line to the next if the output is no terminal. The last rollout always has a line.
 
     Raises:
         ValueError: ``every`` is less than 1.
@@ -52,7 +52,7 @@ class Progress(Callback):
         self._first, self._start = 0, 0.0
         self._rollouts: tqdm[Any] | None = None
         self._batches: tqdm[Any] | Phase | None = None
-        self._waits = ExitStack()  # holds the batches, or the phase of the first rollout
+        self._waits = ExitStack()  # closes the bar of batches, or ends the messages of the first rollout
         self._messages = ExitStack()
 
     @override
@@ -141,7 +141,7 @@ class Progress(Callback):
         self._close_rollouts()
         self._messages.close()
 
-    on_exception = teardown  # Lightning leaves teardown out; the error is printed below the last state of the lines
+    on_exception = teardown  # after an error Lightning calls no teardown; the error is printed below the lines
 
     def _begin(self, trainer: Trainer, what: str, batches: list[int | float] | int | float) -> None:
         total = sum(batches) if isinstance(batches, list) else batches

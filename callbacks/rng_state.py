@@ -17,8 +17,9 @@ class RNGState(Callback):
     """Saves the global random states of Python, NumPy and torch with each checkpoint and restores them.
 
     Lightning's checkpoints hold no random state, and resuming seeds the generators again, so a resumed run would repeat
-    the random numbers of its first steps. The program itself uses derived seeds; this covers all other code. Each rank
-    has its own states; a rank for which the checkpoint holds none keeps the states that it started with.
+    the random numbers of its first steps. The program itself seeds its own generators and does not depend on these
+    states; rewards and other code may. Each rank has its own states; a rank for which the checkpoint holds none,
+    because the run had fewer ranks, keeps the states that it started with.
 
     Example:
         trainer:
@@ -43,7 +44,7 @@ class RNGState(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict["ranks"]  # set when training starts, because the set-up before draws numbers too
+        self._restored = state_dict["ranks"]  # restored when training starts: the set-up draws numbers, too
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

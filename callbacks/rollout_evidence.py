@@ -28,19 +28,19 @@ from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import Measured, measure_some
 from qerl_pl.rollout.scored import ScoredBatch
 
-MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has those of correct engines
+MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has the gaps of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
-# multiples of GAP_FLOOR: rows differ more than rollouts, and logits more than log-probabilities
+# multiples of GAP_FLOOR: means over rows vary more than means over rollouts, logits more than log-probabilities
 FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
-# multiples of max_jump: single rows vary most from rollout to rollout, and differences of logits least
+# multiples of max_jump: from rollout to rollout, gaps of single rows vary most, and gaps of logits least
 JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
-FIRST = 2.0  # multiple of the limits while the usual is an estimate from the trainer's own rounding errors
+FIRST = 2.0  # multiple of the limits while medians are mostly estimates from the trainer's rounding errors
 KINDS = (*FLOORS, "far_share")
-# names of metrics: of the rows that go through the model before the update, and of all rows, without noise
+# names of metrics: for the rows that go through the model before the update, and for all rows, without noise
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
-MAX_FAR_SHARE = 1 / 256  # of tokens; a correct engine has less than 1e-4
+MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4
 ADVICE = (
     "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, raise "
     "RolloutEvidence.max_gap or max_jump"
@@ -48,8 +48,9 @@ ADVICE = (
 
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
-    """Compute the gaps of ``KINDS`` over the tokens of all ranks, from log-probabilities [N] fp64 in nats of this
-    rank's tokens, those of another implementation, and the number of each token's row. Every rank must call this."""
+    """Compute the gaps of ``KINDS`` between two implementations over the tokens of all ranks. ``trainer`` and ``other``
+    [N] fp64 are their log-probabilities in nats of this rank's tokens, ``rows`` [N] int64 the row of each token. Every
+    rank must call this."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
@@ -68,57 +69,62 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
-    In every rollout that is due, before the update, rows up to ``max_tokens``, chosen by the seed, go through the
-    trainer's model once, with the noise of the rollout. The run stops
+    In rollouts chosen by ``every``, before the update, randomly chosen rows of up to ``max_tokens`` tokens go through
+    the trainer's model once, with the noise of the rollout. The run stops
 
-    - if ``evidence/gap``, mean |trainer - sampler| in nats, exceeds ``max_gap`` or ``max_jump`` times the recent median
-      (above ``warn_jump`` times it warns): tokens or log-probabilities were altered or come from another policy. A less
-      certain policy, or noise, may increase the gap, too, but also the trainer's own rounding errors, so these are
-      measured first, and what they explain is no jump;
-    - if ``evidence/high_gap``, which a thirty-second of the rows reach, exceeds its median by 1.5 times ``max_jump``,
-      so that a few wrong rows do not vanish among many;
-    - if ``evidence/logit_gap``, the gap as a difference of logits, which depends little on how certain the policy is,
-      exceeds its median by 0.8 times ``max_jump``;
+    - if ``evidence/gap``, the mean of |log p of the trainer - log p of the sampler| over tokens, in nats, exceeds
+      ``max_gap`` or ``max_jump`` times its median over recent rollouts (a warning comes above ``warn_jump`` times this
+      median): tokens or log-probabilities were altered or come from another policy. A less certain policy, or noise,
+      also increases the gap, but then the trainer's own rounding errors increase as much. These are therefore measured
+      before the run stops, and an increase that they explain does not count;
+    - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own recent
+      median, so that a few wrong rows do not vanish among many;
+    - if ``evidence/logit_gap``, the gap converted to a difference of logits, which depends little on how certain the
+      policy is, exceeds 0.8 times ``max_jump`` times its own recent median;
     - if ``evidence/far_share``, the share of tokens whose probabilities in trainer and sampler differ by more than a
       factor of 8, exceeds 1/256;
-    - if tokens of all rows, a quarter or a sixteenth were sampled in another way (``evidence/other_sampling``: another
-      temperature, top_p, top_k, end tokens more or less often, random tokens) and scored in the reported one.
+    - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
+      one whose log-probabilities the engine reports (``evidence/other_sampling``: another temperature, top_p or top_k,
+      end tokens more or less often, random tokens).
 
-    In every rollout, with all completions, it stops
+    In every rollout, all completions are tested as well. The run stops
 
-    - if completions of the same prompt, in this and earlier rollouts, are copies, as with a seed that does not change,
-      or avoid each other (``evidence/copies``);
-    - if an engine chooses among completions by length or reward: they go the ways of earlier completions of their group
-      with short, long, good or bad ends more often than their log-probabilities say (``evidence/branches``);
-    - if length or mean log-probability depends on the place in the group (``evidence/order``), as when the engine
-      chooses among completions, or samples some with another policy;
+    - if completions of the same prompt, in this and earlier rollouts, are equal more often than independent draws would
+      be, as with a seed that does not change, or less often (``evidence/copies``);
+    - if the engine chooses among completions by length or reward (``evidence/branches``): where completions of a group
+      part, the later ones take the branch of a short, long, good or bad completion more often than its
+      log-probabilities say;
+    - if the length or mean log-probability of a completion depends on its position in the group (``evidence/order``),
+      as when the engine sorts or chooses completions, or samples some with another policy;
     - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
-      the sampler's, as above. They are without noise: in rollouts with noise only the share of tokens that are far
-      apart counts, and with ``lora.dropout`` they are only logged. The checkpoint of the step before is left.
+      the sampler's by the limits above. The trainer's are without noise, so in rollouts with noise only the limit of
+      ``far_share`` applies; with ``lora.dropout`` the gaps are only logged. The checkpoint of the step before is kept.
 
-    A warning tells if length, share of finished completions, reward or share of distinct completions is not what it was
-    in the rollout before: a policy may change so fast, so the run goes on. Another tells what to do if no group had a
-    signal for several rollouts.
+    A warning tells if length or its spread, share of finished completions, reward or share of distinct completions
+    differs from the rollout before by more than chance explains; the run goes on, because a policy may change so fast.
+    Another warning tells what to do if for several rollouts no group had completions with different rewards.
 
-    Evidence is a likelihood ratio in nats that accumulates over rollouts (``qerl_pl.policy.evidence``), so a fault that
-    one rollout does not show is found after several. If a policy is nearly certain of every token, its completions are
-    nearly equal however they are sampled, and these tests can find little.
+    The tests of sampling, copies, branches and order compute log likelihood ratios in nats, which are added up over
+    rollouts (``qerl_pl.policy.evidence``), so a fault that one rollout does not show is found after several. If a
+    policy is nearly certain of every token, its completions are nearly equal however they are sampled, and the tests
+    find little.
 
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
-            ranks; each rank may exceed its share by at most one row. Equal rows go through it once.
-        false_alarm: bound on the probability that a correct rollout stops the run, for each of the four tests of
-            evidence (for any model and any numerical difference between trainer and engine), and warns, for each of the
-            four numbers (for groups enough that means are normal).
+            ranks; each rank may exceed its share by at most one row. Of equal rows, one goes through the model.
+        false_alarm: bound on the probability per rollout that a correct run is stopped by one of the four tests with
+            likelihood ratios (for any model and any numerical difference between trainer and engine), or warned of by
+            one of the numbers that are compared with the rollout before (if there are enough groups for means to be
+            normally distributed).
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
-        max_jump: multiple of the median gap of recent rollouts above which the run stops, and twice as much in
-            the first two rollouts; null: it only warns.
-        warn_jump: multiple of that median above which it warns.
+        max_jump: multiple of the median gap of recent rollouts above which the run stops; the first two rollouts may
+            have twice this multiple. null: no multiple stops it.
+        warn_jump: multiple of that median above which there is a warning.
         window: number of rollouts in that median.
-        silent_rollouts: warn after every this many consecutive rollouts without a signal.
-        remembered: number of most recent completions that new completions are compared with.
-        every: rollouts from one pass through the trainer's model to the next, after the first four of a run, which all
-            have one.
+        silent_rollouts: number of consecutive rollouts without a group whose completions earned different rewards,
+            after which there is a warning.
+        remembered: number of most recent completions with which new completions are compared to find copies.
+        every: rollouts from one pass through the trainer's model to the next; the first four of a run all have one.
 
     Raises:
         ValueError: a value is out of range.
@@ -154,14 +160,14 @@ class RolloutEvidence(Callback):
         if not 0 < false_alarm < 1:
             raise ValueError(f"false_alarm is {false_alarm}; expected a probability above 0 and below 1, e.g. 1e-6")
         if max_gap is not None and not 0 < max_gap < math.inf:
-            raise ValueError(f"max_gap is {max_gap}; expected more than 0 nats, or null for the dtype's own")
+            raise ValueError(f"max_gap is {max_gap}; expected more than 0 nats, or null for the dtype's default")
         for name, value in (("max_jump", max_jump), ("warn_jump", warn_jump)):
             if value is not None and not 1 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a factor above 1")
         self.max_tokens, self.remembered, self.every = max_tokens, remembered, every
         self.false_alarm, self.max_gap, self.max_jump, self.warn_jump = false_alarm, max_gap, max_jump, warn_jump
         self.window, self.silent_rollouts = window, silent_rollouts
-        # what later rollouts are compared with; equal on all ranks
+        # results of earlier rollouts, with which later ones are compared; equal on all ranks
         self._evidence: dict[str, Tensor] = {}
         self._gaps: dict[str, list[float]] = {}
         self._excess: dict[str, float] = {}
@@ -189,7 +195,7 @@ class RolloutEvidence(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        """Compare the log-probabilities of all rows before the update with the sampler's."""
+        """Compare the trainer's log-probabilities of all rows, from before the update, with the sampler's."""
         update, sampled = outputs["update"], outputs["update"].experience.sampled
         rows = torch.arange(len(sampled), device=sampled.device).unsqueeze(1).expand(sampled.shape)[sampled]
         trainer_logprobs = update.old_logprobs[sampled].double().cpu()
@@ -198,7 +204,8 @@ class RolloutEvidence(Callback):
         self._check_gaps(gaps, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout before the update; raises CheckFailed if its completions are no draws from the policy."""
+        """Check a rollout before the update; raises CheckFailed if its completions are no independent draws from the
+        policy."""
         index, batch = pl_module.rollout_index, rollout.sampled
         self._check_order(pl_module, batch)
         self._check_copies(pl_module, batch)
@@ -206,7 +213,7 @@ class RolloutEvidence(Callback):
         if is_due(index, self.every):
             is_first = OF_THE_CHOSEN["gap"] not in self._gaps
             measured = self._measured(pl_module, batch, index, other_rounding=is_first)
-            if is_first:  # what is usual is known before the first rollout: about the trainer's own rounding errors
+            if is_first:  # there is no history yet: expect gaps of the size of the trainer's own rounding errors
                 usual = gaps_of(measured.trainer, measured.shaken, measured.rows)
                 for names, kind in product((OF_THE_CHOSEN, OF_ALL), FLOORS):
                     self._gaps[names[kind]] = [usual[kind]] * 2
@@ -286,8 +293,8 @@ class RolloutEvidence(Callback):
         self._seen = seen[max(0, len(seen) - self.remembered) :]
 
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
-        """Add a rollout's evidence; returns words for the probability per rollout that a correct run collects as much,
-        None if it is not below ``false_alarm``."""
+        """Add a rollout's log likelihood ratios to those of the test ``name``; returns words for the probability per
+        rollout that a correct run has as large a sum, None if it is not below ``false_alarm``."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])
@@ -304,10 +311,11 @@ class RolloutEvidence(Callback):
         *,
         index: int,
     ) -> None:
-        """Check the gaps by ``KINDS``; ``names`` maps these to names of metrics."""
+        """Log the gaps and check them against their limits; ``names`` maps ``KINDS`` to names of metrics. Raises
+        CheckFailed."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and pl_module.settings.lora.dropout > 0:
-            return  # the update's log-probabilities are with dropout, and the engine's without
+            return  # the update computes log-probabilities with dropout, the engine without
         if gaps["far_share"] > MAX_FAR_SHARE:
             raise CheckFailed(
                 f"{gaps['far_share']:.2%} of the tokens of rollout {index} have a probability in the trainer that "
@@ -329,10 +337,11 @@ class RolloutEvidence(Callback):
                 raise CheckFailed(f"{differ}, more than {limit:.2g}: {ADVICE}")
             history = self._gaps.get(name, [])
             ratio, sigmas = jump(value, history, floor=floor)
-            # until then most of the history is the trainer's own rounding errors, of another size
+            # before, most of the history is estimated from the trainer's rounding errors, which are not of the same
+            # size
             known = len(history) >= min(4, self.window)
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
-                if not rounding:  # in some completions, by the trainer's own rounding errors
+                if not rounding:  # gaps that the trainer's own rounding errors cause in some completions
                     measured = self._measured(pl_module, batch, index, other_rounding=True)
                     rounding = gaps_of(measured.trainer, measured.shaken, measured.rows)
                 excess = max(value, floor) / max(rounding[kind], floor)
@@ -347,7 +356,8 @@ class RolloutEvidence(Callback):
             self._gaps[name] = [*history, value][-self.window :]
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
-        """Compare numbers of groups with those of the rollout before."""
+        """Warn if the groups' mean lengths, rewards and other numbers differ from the rollout before by more than
+        chance."""
         numbers: defaultdict[str, list[float]] = defaultdict(list)
         for part in ranks.gather_values(batch.group_numbers()):
             for name, values in part.items():

@@ -1,4 +1,5 @@
-"""Say in words at the end of training whether there was anything to learn from, and what each reward gave."""
+"""Say in words at the end of training in how many groups completions earned different rewards, and what each reward
+gave."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from qerl_pl.module import QeRLModule
 
 @dataclass
 class Scores:
-    """Number, sum and bounds of a reward's scores, and the number of completions that it did not score."""
+    """Number, sum, minimum and maximum of a reward's scores, and the number of completions that it did not score."""
 
     number: int = 0
     total: float = 0.0
@@ -43,9 +44,9 @@ class Scores:
 
 
 def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
-    """Return a sentence on the groups that had a signal. Of the ``rows`` completions of all groups, ``unscored`` could
-    not be scored by a reward with a weight, and ``cut_off`` others were left out of the loss because they ended at
-    max_tokens."""
+    """Return a sentence on how many of the ``groups`` had a signal, that is, an advantage other than 0. Of the ``rows``
+    completions of all groups, ``unscored`` could not be scored by a reward with a weight, and ``cut_off`` others were
+    left out of the loss because they ended at max_tokens."""
     if with_signal:
         return f"signal: {with_signal} of {groups} groups had one: their completions earned different rewards"
     left_out = [f"{unscored} could not be scored"] if unscored else []
@@ -63,8 +64,9 @@ def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut
 class SignalReport(Callback):
     """Prints two lines when training ends: how many groups had a signal, and the scores of each reward.
 
-    Both are of the rollouts of this start of the run, and of the groups that rank 0 sampled. The command line adds it
-    to every run.
+    A group has a signal if one of its completions has an advantage other than 0 in the loss. Both lines count the
+    rollouts since this process started, and only the groups that rank 0 sampled. The command line adds this callback to
+    every run.
 
     Example:
         trainer:

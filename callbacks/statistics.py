@@ -18,12 +18,13 @@ class RolloutStatistics(Callback):
     """Logs rewards (sum and parts), lengths, truncation, unscored rows by cause, and groups whose rewards differ.
 
     ``rollout/surprisal`` is the mean of -log p of the sampled tokens under the policy that sampled them, in nats. It
-    estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is that of the clean policy.
+    estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is the entropy without noise.
 
-    Numbers that rewards log by TRL's ``log_metric`` are logged as ``reward/NAME``, averaged over calls and ranks.
+    Numbers that a reward logs by the function ``log_metric``, which it gets as in TRL, are logged as ``reward/NAME``,
+    averaged over calls and ranks.
 
-    The statistics cover the rows of all ranks, including groups that dynamic sampling dropped. One that a rollout does
-    not define, such as the mean of a reward that scored no row, is not logged for it.
+    The statistics cover the rows of all ranks, including groups that dynamic sampling dropped. A statistic that a
+    rollout does not define, such as the mean of a reward that scored no row, is not logged for that rollout.
 
     Example:
         trainer:
@@ -75,6 +76,7 @@ class RolloutStatistics(Callback):
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, Tensor]:
-    """Compute mean and unbiased std of N finite rewards in fp64, by suffix of the logged name, where they exist."""
+    """Compute mean and unbiased standard deviation of N finite rewards in fp64, by the suffix of the name that they are
+    logged with; without rewards there is no mean, and with fewer than two no standard deviation."""
     values = rewards.double()
     return ({"": values.mean()} if len(values) else {}) | ({"_std": values.std()} if len(values) > 1 else {})

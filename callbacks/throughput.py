@@ -17,13 +17,15 @@ from qerl_pl.rollout.vllm import memory
 
 
 class Throughput(Callback):
-    """Logs seconds per phase, tokens per second, and the peak memory of the GPU (or of the process without one).
+    """Logs seconds per part of a step, tokens per second, and the peak memory of the GPU (without a GPU, the memory of
+    the process).
 
-    ``time/step_s`` is measured from the end of the previous step, without validation; ``time/between_s`` is the part of
-    it that no phase covers: data, logs, copying a checkpoint. The first step counts only its phases.
+    ``time/step_s`` is measured from the end of the previous step, without validation. ``time/between_s`` is what the
+    timed parts (rollout, update and others) leave of it: data, logs, copying a checkpoint. The first step counts only
+    its timed parts.
 
     Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks. The memory of a
-    GPU is what torch has allocated there in this process, without what a sleeping engine has given back.
+    GPU is what torch has allocated there in this process, minus what a sleeping engine has given back.
 
     Example:
         trainer:
@@ -40,7 +42,8 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._last_end = None
         if pl_module.device.type == "cuda":
-            # other callbacks have added theirs in on_fit_start, so the memory of their checks is counted
+            # other callbacks have added their observers in on_fit_start, so this one runs last and counts their memory,
+            # too
             pl_module.loop.observers.append(self._after_rollout)
 
     def _after_rollout(self, rollout: Rollout) -> None:

@@ -1,4 +1,4 @@
-"""Validate before the first step and after the last one, so that curves have the policy before and after training."""
+"""Validate before the first step and after the last one, so that curves show the policy before and after training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from callbacks.graceful_stop import end_if_terminated
 
 
 class ValidateFirst(Callback):
-    """Validates when a fresh run starts, and after the last step also where trainer.val_check_interval has none there.
+    """Validates when a fresh run starts, and after the last step even if no validation is due there by
+    trainer.val_check_interval.
 
-    A SIGTERM before it, or while the rollout engine starts, ends the run without it.
+    A SIGTERM before the first validation, or while the rollout engine starts for it, ends the run without a validation.
 
     Example:
         trainer:

@@ -8,7 +8,7 @@ from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
 
 
 class Arithmetic:
-    """Problems such as "7+5-3+8=?"; training and validation share no problem, whatever the seeds.
+    """A source of problems such as "7+5-3+8=?". Training and validation share no problem, also if their seeds differ.
 
     Args:
         seed: seed of the draw.

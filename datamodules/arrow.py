@@ -1,4 +1,5 @@
-"""Rows of Arrow tables (Parquet files and data sets of the hub), with numbers as their author sees them."""
+"""Read rows of Arrow tables (Parquet files and data sets of the hub); a float of low precision keeps the digits it is
+printed with."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ ROWS = 1024  # rows that are converted at a time
 
 
 def parquet_rows(path: str) -> Iterator[dict[str, object]]:
-    """Read the rows of a Parquet file; ValueError if it is none, is damaged, has no rows, or has a column twice."""
+    """Read the rows of a Parquet file; ValueError if the file is no Parquet, is damaged, has no rows, or has two
+    columns of one name."""
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows == 0:
@@ -29,7 +31,8 @@ def parquet_rows(path: str) -> Iterator[dict[str, object]]:
 
 
 def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
-    """Return the rows of a ``datasets.Dataset``; a class label is its name, as the hub shows it."""
+    """Return the rows of a ``datasets.Dataset``; a class label is given as its name, which the hub shows, and not its
+    number."""
     for table in dataset.with_format("arrow").iter(ROWS):
         for row in table_rows(table):
             yield {name: _with_labels(value, dataset.features[name]) for name, value in row.items()}

@@ -20,7 +20,8 @@ class Benchmark:
 
     Args:
         name: name of the benchmark.
-        path: a .jsonl or .parquet file or a hub name, with the columns of the published data set, which None reads.
+        path: a .jsonl or .parquet file or a hub name, with the columns of the published data set; None reads the
+            published data set from the hub.
         bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.
     """
 
@@ -37,7 +38,7 @@ class Benchmark:
 
     def train(self) -> list[Problem]:
         """Raise ValueError: a benchmark has no training problems."""
-        raise ValueError(f"{self.name} is a benchmark: nothing trains on it; pair it with a training source")
+        raise ValueError(f"{self.name} is a benchmark: it has no training problems; pair it with a training source")
 
     def validation(self) -> list[Problem]:
         path, split, question = _HUB[self.name]

@@ -1,4 +1,4 @@
-"""Keep training problems apart from those of an evaluation, which share no question and no run of words with them."""
+"""Remove training problems that share a question, or a run of consecutive words, with a problem of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SHARED_WORDS = 13  # as in GPT-3 (arXiv 2005.14165, appendix C)
 
 
 class Overlap(NamedTuple):
-    """A pair of a training question and an evaluation question that share a run of words, and that run."""
+    """A training question and an evaluation question that share a run of consecutive words."""
 
     train_index: int
     train_question: str
     evaluation_question: str
     words: str
-    """The first run of words that they share."""
+    """The first run of words in the training question that the evaluation question has, too."""
 
 
 class Decontaminated:
-    """A source of problems from which training problems that share a run of words with an evaluation problem are
-    removed.
+    """A source of problems without those training problems that share a run of consecutive words with an evaluation
+    problem.
 
     Args:
         source: source of the training problems; its validation problems are kept.
@@ -74,9 +74,9 @@ class Decontaminated:
 
 
 def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, num_words: int) -> list[Overlap]:
-    """Find the training problems that share a run of words with an evaluation problem, and one such run for each. Case,
-    punctuation and white space are ignored."""
-    owners: dict[tuple[str, ...], str] = {}  # evaluation question by run of words (all words of a short question)
+    """Find the training problems that share a run of ``num_words`` words with an evaluation problem; each is returned
+    with the first such run. Case, punctuation and white space are ignored."""
+    owners: dict[tuple[str, ...], str] = {}  # evaluation question that has a run of words; a short question is one run
     for problem in evaluation:
         for run in runs_of_words(problem.question, num_words):
             owners.setdefault(run, problem.question)
@@ -107,18 +107,19 @@ def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
 
 
 def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
-    """Remove training problems whose question is also a validation question, ignoring white space; returns the others
-    and the number that was removed."""
+    """Remove training problems whose question is also a validation question up to white space; returns the other
+    training problems, and how many were removed."""
     seen = {" ".join(problem.question.split()) for problem in validation}
     kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
     return kept, len(train) - len(kept)
 
 
 def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
-    """Split training problems into those that stay in training and those that are held out, each in their order.
+    """Split training problems into a list that stays in training and a list of ``num`` that are held out, both in the
+    given order.
 
     The ``num`` distinct questions with the smallest hashes are held out, so the choice does not depend on the order.
-    Problems that share ``SHARED_WORDS`` consecutive words with a held-out one are in neither part. ValueError if no
+    Problems that share ``SHARED_WORDS`` consecutive words with a held-out problem are in neither list. ValueError if no
     training problem would be left.
     """
     if num == 0:

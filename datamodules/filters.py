@@ -1,4 +1,5 @@
-"""Restrict rows to values and ranges of numbers in their columns; a null is outside of every restriction."""
+"""Restrict the rows of a table to given values, or ranges of numbers, in some columns; a row with null there is left
+out."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ Value = bool | int | float | str
 
 
 class Filters:
-    """Restrictions of rows, which count the rows that they leave out.
+    """Restricts rows to given values, or ranges of numbers, in some columns, and counts the rows that are left out.
 
     Args:
-        only: values to which rows are restricted, by column. Numbers are compared as numbers, also where one of the two
-            is text, and true and false with the texts true and false.
-        between: lowest and highest number to which rows are restricted, by column.
+        only: maps a column to the values that a row may have there. Numbers are compared as numbers, even if one of
+            them is stored as text; true and false equal the texts "true" and "false", in lower or title case.
+        between: maps a column to the lowest and the highest number that a row may have there.
 
     Raises:
-        ValueError: a list of values is empty, or a range has no numbers in it.
+        ValueError: a list of values is empty or has null, or the low end of a range is above its high end.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class Filters:
                 raise ValueError(f"between has [{low}, {high}] for {column!r}; expected the lower number first")
         self.only = {column: {_comparable(value) for value in values} for column, values in (only or {}).items()}
         self.between = dict(between or {})
-        # Error of the first row without a restricted column; None if another row has it.
+        # By restricted column: error of the first row without this column; None as soon as a row has the column.
         self._missing: dict[str, NoColumnError | None] = {}
         self._num_null: Counter[str] = Counter()
         self._num_rows = self._num_kept = 0
 
     def keeps(self, row: Row) -> bool:
-        """Tell whether a row passes all restrictions, where a missing column counts as null; ValueError if a value is
-        neither text, number nor bool, or no number where a range is given."""
+        """Tell whether a row passes all restrictions. A missing column counts as null. ValueError if a restricted
+        column holds something else than text, number or bool, or, if it is restricted to a range, no number."""
         passes = []
         for column in dict.fromkeys((*self.only, *self.between)):
             value = self._value(row, column)
@@ -67,7 +68,8 @@ class Filters:
         return all(passes)
 
     def report(self, path: str | Sequence[str]) -> None:
-        """Log how many rows were left out, and how many had null; NoColumnError if no row has a restricted column."""
+        """Log how many rows were kept, and how many had null in a restricted column; NoColumnError if there is a
+        restricted column that no row has."""
         for error in filter(None, self._missing.values()):
             raise error
         if self._num_kept < self._num_rows:
@@ -85,7 +87,8 @@ class Filters:
 
 
 def _comparable(value: Value) -> Decimal | str:
-    """Return the same for values that are to be equal: of a number as text and as a number, a Decimal."""
+    """Convert a value such that values which count as equal become equal: a number, also one stored as text, becomes a
+    Decimal, and True becomes "true"."""
     text = str(value)
     if text in ("True", "False"):
         return text.lower()

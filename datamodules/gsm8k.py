@@ -7,7 +7,7 @@ from qerl_pl.common.types import Problem
 
 
 class GSM8K:
-    """GSM8K: 7473 training problems; its 1319 test problems are the validation problems.
+    """The source GSM8K, with 7473 training problems; its 1319 test problems are the validation problems.
 
     Args:
         train_path: hub name, or a .jsonl or .parquet file with the columns question and answer.
@@ -15,7 +15,7 @@ class GSM8K:
         bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.
 
     Raises:
-        ValueError: while reading, if a solution has no final answer; names file and line.
+        ValueError: while reading, if a solution has no final answer; the message names file and line.
     """
 
     def __init__(

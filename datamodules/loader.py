@@ -1,4 +1,5 @@
-"""Loaders of prompt batches: iterables with a length, so that Lightning neither prefetches batches nor adds a sampler.
+"""Loaders of prompt batches. They are iterables with a length, so that Lightning neither prefetches batches nor adds a
+sampler.
 
 torchdata's StatefulDataLoader would need a batch sampler with the same code. It also starts worker processes, which
 lists of tokens do not need, and draws from the global random state at every start.
@@ -20,8 +21,8 @@ from qerl_pl.common.types import Prompt
 
 def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterator[Prompt]:
     """Set the field ``copy`` of each prompt: the number of earlier prompts with the same tokens, including those in
-    ``before``. The random numbers with which a completion is sampled depend on its prompt and ``copy``, and not on the
-    rank."""
+    ``before``. The seed of a completion is derived from its prompt's tokens and ``copy``, so it does not depend on the
+    rank, and equal prompts get different completions."""
     seen = Counter(prompt.tokens for prompt in before)
     for prompt in prompts:
         yield prompt._replace(copy=seen[prompt.tokens])
@@ -29,20 +30,22 @@ def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterat
 
 
 def drawn_order(num: int, seed: int) -> list[int]:
-    """Draw a permutation of ``num`` indices without the global random stream."""
+    """Draw a random permutation of ``num`` indices, from a generator of its own and not torch's global one."""
     return torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 class TrainLoader:
     """Yields batches for ever, one epoch per iteration, in an order that depends only on seed and epoch.
 
-    Its state is its position, which Lightning saves in checkpoints. Iteration continues from that position to the end
-    of the epoch. The position does not depend on the number of ranks, so a run may be resumed on another number.
-    Prompts that do not fill a batch at the end of an epoch are skipped in that epoch.
+    Its state is its position (epoch and batch), which Lightning saves in checkpoints. After a resume, iteration
+    continues from that position to the end of the epoch. The position does not depend on the number of ranks, so a run
+    may be resumed on another number of ranks. Prompts that do not fill a batch at the end of an epoch are skipped in
+    that epoch.
 
-    ``prompts`` and ``batch_size`` are those of all ranks, of which ``rank`` serves its share; ``hint`` is a sentence
-    for the message that the prompts differ from a checkpoint's. ValueError if ranks cannot fill or share a batch
-    equally.
+    ``prompts`` are all training prompts, and ``batch_size`` counts the prompts of all ranks together; this loader
+    serves the share of ``rank``. ``hint`` is the part of the error message that says why prompts may differ from those
+    of a checkpoint. ValueError if there are fewer prompts than a batch needs, or a batch cannot be divided equally
+    among the ranks.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         """Yield the batches of prompts that remain in the current epoch, or those of the next epoch if none remain."""
-        # done here, because Lightning takes len(self) batches and never exhausts the iterator
+        # the epoch is advanced here and not after the loop, because Lightning takes len(self) batches and stops there
         if self.next_batch == len(self):
             self.epoch, self.next_batch = self.epoch + 1, 0
         order = drawn_order(len(self.prompts), derive_seed(self.seed, "data", self.epoch))
@@ -88,16 +91,17 @@ class TrainLoader:
             yield batch[self.rank :: self.num_ranks]
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position in the data (epoch and next batch), and the digest of the data, batch size and seed."""
+        """Return the position in the data (epoch and next batch), with number and digest of the prompts, batch size and
+        seed, by which another run is recognised."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue from a saved position; ValueError if it is one in other data, with another batch size or seed."""
+        """Continue from a saved position; ValueError if it was saved with other prompts, batch size or seed."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 hint = self.hint if name in ("num_prompts", "prompt_digest") else ""
                 raise ValueError(
-                    f"cannot resume: the checkpoint's data had {name} {state.get(name)}, this run's has {value}; "
+                    f"cannot resume: the checkpoint's data had {name} {state.get(name)}, this run's data has {value}; "
                     f"{hint}set it back, or start in another --run_dir"
                 )
         self.epoch, self.next_batch = int(state["epoch"]), int(state["next_batch"])
@@ -108,7 +112,7 @@ class TrainLoader:
 
     @cached_property
     def _digest(self) -> str:
-        """Sixteen hex digits, computed from the prompts' tokens and known answers in order."""
+        """Return a digest, of 16 hex digits, of the tokens and known answers of all prompts in order."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             tokens, answer = array("q", prompt.tokens).tobytes(), prompt.answer.encode()
@@ -117,8 +121,8 @@ class TrainLoader:
 
 
 class EvaluationLoader:
-    """Yields the share of a rank in ``prompts`` once, in order, ``batch_size`` at a time; the last batch may be
-    smaller. ValueError if a rank would have none."""
+    """Yields a rank's share of ``prompts`` once, in order, in batches of ``batch_size`` prompts per rank; the last
+    batch may be smaller. ValueError if there are fewer prompts than ranks."""
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         if len(prompts) < num_ranks:

@@ -1,5 +1,5 @@
-"""Training sets of mathematical problems with checkable answers; each is a function that YAML can name as a data
-source.
+"""Training sets of mathematical problems with checkable answers. Each is a function that returns a source and that YAML
+can name as ``data.source``.
 
 The argument ``path`` is the name of a data set on the hub, or a .jsonl or .parquet file with the same columns;
 ``bad_rows`` is as in ``datamodules.table.Table``.
@@ -21,13 +21,14 @@ def big_math(
     validation_share: float = 0.005,
     bad_rows: OnBadRows = "refuse",
 ) -> Table:
-    """Create Big-Math (arXiv 2502.17387) by difficulty: QeRL trains 7B and 14B on levels 3-5, 32B on levels 4-5.
+    """Create a source of Big-Math (arXiv 2502.17387), restricted by difficulty. QeRL's authors trained 7B and 14B
+    models on levels 3 to 5, and 32B models on levels 4 and 5.
 
     Args:
-        levels: subset of the hub data set; not used for a file.
+        levels: subset of the hub data set, which the levels name; not used for a file.
         path: data set with the columns prompt, solution and, for solve_rate, llama8b_solve_rate.
-        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B solved the problem, because problems
-            that are always or never solved teach nothing.
+        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B solved a problem for it to be used,
+            because problems that are always or never solved teach nothing.
     """
     return Table(
         path,
@@ -46,7 +47,7 @@ def dapo_math(
     validation_share: float = 0.02,
     bad_rows: OnBadRows = "refuse",
 ) -> Table:
-    """Create DAPO-Math-17k (arXiv 2503.14476) without duplicates; the answers are integers.
+    """Create a source of DAPO-Math-17k (arXiv 2503.14476), in the version without duplicates; the answers are integers.
 
     Args:
         language: subset of the hub data set; not used for a file.
@@ -65,7 +66,7 @@ def dapo_math(
 def miromind(
     path: str = "miromind-ai/MiroMind-M1-RL-62K", validation_share: float = 0.01, bad_rows: OnBadRows = "refuse"
 ) -> Table:
-    """Create MiroMind-M1-RL-62K (arXiv 2507.14683); ``path`` has the columns problem and clean_answer."""
+    """Create a source of MiroMind-M1-RL-62K (arXiv 2507.14683); ``path`` has the columns problem and clean_answer."""
     return Table(path, validation_share=validation_share, question="problem", answer="clean_answer", bad_rows=bad_rows)
 
 
@@ -75,10 +76,11 @@ def math(
     validation_path: str = "DigitalLearningGmbH/MATH-lighteval",
     bad_rows: OnBadRows = "refuse",
 ) -> Table:
-    """Create MATH (arXiv 2103.03874), 12 500 competition problems; the answer is the box at the end of the solution.
+    """Create a source of MATH (arXiv 2103.03874), 12 500 competition problems; the answer is in the last ``\boxed{}``
+    of the solution.
 
     Args:
-        levels: difficulties of the training problems, 1 to 5; None takes all.
+        levels: difficulties, from 1 to 5, of the training problems that are used; None uses all.
         train_path: data set with the columns problem, level ("Level 5") and solution.
         validation_path: the same for the test split, of which all levels are used.
     """

@@ -18,23 +18,25 @@ from qerl_pl.model.tokenizer import render
 from qerl_pl.rewards.thoughts import is_mark
 
 ROLES = ("system", "developer", "user", "assistant")
-# Braces in a template, unless they are the argument of LaTeX, as in \frac{1}{2}, x^{2} and \boxed{}.
+# Braces in a template, except those of an argument in LaTeX, as in \frac{1}{2}, x^{2} and \boxed{}.
 _BRACES = re.compile(r"(?<![\w{}^_\\])(?:(?P<question>\{\{question\}\})|(?P<place>\{\d*\})|(?P<name>\{[A-Za-z_]\w*\}))")
 _LIST = re.compile(r"\s*(?:\[\s*)?\{")
 _CHAT = re.compile(
     r"""\s*(?:\[\s*)?\{\s*["'](?:(?:role|content)["']\s*:|from["']\s*:\s*["'](?:system|human|user|gpt|assistant)["'])"""
 )
-# Keys of a message; those of the second form are refused by name, because its chats are whole and not prompts.
+# Keys of a message, in two forms. The second (ShareGPT) is recognised to be refused with a message: its chats have the
+# # assistant's answer, too, so they are no prompts.
 _KEYS = ({"role", "content"}, {"from", "value"})
 
 
 def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
     """Read a stored list of messages, ``[{"role": "user", "content": "..."}]``.
 
-    The role ``developer`` is the system's, under its newer name. A content may be a list of parts of text, ``[{"type":
-    "text", "text": "..."}]``, which are joined by line breaks. A system message that is null or blank means none, as
-    tables have it whose rows have equally many messages. ValueError, with ``where`` (file, line and column), if an
-    entry is no message of text, or the last message is not the user's.
+    The role ``developer`` is read as ``system``, of which it is the newer name. A content may be a list of parts of
+    text, ``[{"type": "text", "text": "..."}]``, which are joined by line breaks. A system message whose content is null
+    or blank is left out; tables in which every row has the same number of messages have such ones. ValueError, with
+    ``where`` (file, line and column) in the message, if an entry is no message of text, or the last message is not the
+    user's.
     """
     if not value:
         raise ValueError(f"{where} is an empty list; expected text, or a list of messages with role and content")
@@ -56,8 +58,9 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 
 def chat_of_value(value: object, where: str) -> list[object] | None:
-    """Return the list of messages in a stored value: a list, one message, or the JSON text of either; None if it is
-    something else. ValueError if the text begins as a list of messages does, and is not JSON."""
+    """Return the list of messages in a stored value: a list, one message, or the JSON text of either; None if the value
+    is something else, such as a plain question. ValueError if it is a text that begins like a list of messages and is
+    not JSON."""
     if isinstance(value, list):
         return value
     if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:
@@ -93,15 +96,16 @@ def _content(entry: Mapping[str, object], where: str) -> str:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Join all messages of a problem but the system prompt to one text, by which equal problems are found."""
+    """Join all messages of a problem except the system prompt to one text, by which equal problems are found."""
     return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 
 def chat_of(
     problem: Problem, *, system_prompt: str | None = None, question_template: str = "{question}"
 ) -> list[Message]:
-    """Build the messages that the policy gets for a problem: its own messages or its question, with the system prompt
-    if they have none, and with the last user message in the place of ``{question}`` in the template."""
+    """Build the messages that the policy gets for a problem: the problem's own messages, or its question as a user
+    message. The system prompt is added if the messages have none, and the last message becomes the template with that
+    message in the place of ``{question}``."""
     messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
     asked = question_template.replace("{question}", messages[-1]["content"])  # not format, because of other braces
     messages[-1] = {"role": "user", "content": asked}
@@ -117,12 +121,12 @@ def chat_text(
     *,
     date: str | None = None,
 ) -> str:
-    """Render messages with the chat template, including special tokens and the start of the assistant's turn;
-    ValueError if the template refuses them. ``arguments`` are further variables of the template; ``date``, in ISO form,
-    is what it writes if it reads the clock, None the clock's."""
+    """Render messages with the chat template to a text, with special tokens and the start of the assistant's turn;
+    ValueError if the template refuses the messages. ``arguments`` are further variables of the template. ``date``, in
+    ISO form, is the date that the template gets if it reads the clock; with None it gets today's."""
     try:
         return render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)
-    except Exception as error:  # a chat template is a program that may raise any error of Jinja or Python
+    except Exception as error:  # a chat template is a program, which may raise any error of Jinja or Python
         reason = (str(error).splitlines() or [""])[0][:200]
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
@@ -132,8 +136,8 @@ def chat_text(
 
 
 def check_template(question_template: str) -> None:
-    """Check a template of the user's turn, in which only ``{question}`` is replaced: ValueError if it lacks it, or has
-    ``{{question}}``, ``{}`` or ``{0}``; a warning if it has other names in braces."""
+    """Check a template of the user's turn, in which only ``{question}`` is replaced: ValueError if the template lacks
+    ``{question}``, or has ``{{question}}``, ``{}`` or ``{0}``; a warning if it has other names in braces."""
     template = f"data.question_template {question_template!r}"
     if "{question}" not in question_template:
         raise ValueError(f"{template} has no {{question}}")
@@ -149,11 +153,13 @@ def check_template(question_template: str) -> None:
 
 
 def find_special_tokens(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> dict[int, str]:
-    """Find the problems whose own text the tokenizer would read as special tokens, such as the end of the user's turn,
-    with which a data set could write turns of the assistant or the system; returns the first such token by index.
+    """Find problems with text that the tokenizer would read as special tokens, such as the end of the user's turn: such
+    a text could add turns of the assistant or the system to the prompt. Returns the first such token of each of these
+    problems, by the problem's index.
 
-    Settings such as the question template may have special tokens. Marks of thoughts and of answers write no turns, and
-    problems that ask for such a format name them, so they count as ordinary text.
+    Only the text of problems is examined: the question template and other settings may have special tokens. Marks of
+    thoughts and answers, such as ``<think>``, count as ordinary text, because they begin no turns, and problems that
+    ask for such a format name them.
     """
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)

@@ -39,40 +39,41 @@ class PromptDataModule(LightningDataModule):
     A prompt that is too long is dropped and counted. It is never truncated, because it would lose its question or its
     instructions. A prompt is also dropped and counted if its problem has text that the tokenizer reads as a special
     token, for example as the end of the user's turn. A training problem whose question is also a validation question is
-    removed and counted. With ``held_out``, ``fit`` and ``validate`` use held-out training problems, and the source's
-    validation problems are left to ``test`` and ``predict``, because a checkpoint that was chosen by its score on some
-    problems looks better on them than it is.
+    removed and counted. With ``held_out``, ``fit`` and ``validate`` use held-out training problems, and only ``test``
+    and ``predict`` use the source's validation problems, because a checkpoint that was chosen by its score on some
+    problems looks better on these problems than it is.
 
     Args:
         source: source of the training and validation problems.
         tokenizer: folder or hub name of the policy's tokenizer; it must have a chat template.
         batch_size: training prompts per rollout (P), over all ranks.
         max_prompt_tokens: longest prompt in tokens, including the chat template.
-        max_dropped_share: share of the prompts that may be dropped, for each of the two reasons; above it the run
-            refuses to start.
+        max_dropped_share: share of the prompts that may be dropped for their length, and share that may be dropped for
+            special tokens; if more would be dropped, the run does not start.
         system_prompt: text of a system turn for problems without one; None adds none.
         question_template: text of the user turn; ``{question}`` is replaced by the question, other braces stay.
         template_arguments: further variables of the chat template, e.g. ``{enable_thinking: false}``; a variable that
             the template does not read is refused.
         date: date, in ISO form, that the chat template writes into prompts if it reads the clock (``strftime_now``);
-            None takes today's. The command line keeps the date of a run's first start: a resumed run, and evaluations
-            of its checkpoints, get the same prompts on any day and in any time zone and locale.
+            None takes today's. The command line keeps the date of a run's first start, so that a resumed run and
+            evaluations of its checkpoints have the same prompts on any day and in any time zone and locale.
         stop: strings that end a completion in training and evaluation, e.g. ``["</answer>"]``, in addition to the
-            model's end tokens; the string is part of the completion, which counts as finished. A string that cannot
-            act is refused.
-        show_prompt: number of prompts of each side to print as the policy gets them, special tokens included, with the
-            stop strings.
+            model's end tokens; the string is part of the completion, which counts as finished. A string that can never
+            end a completion is refused.
+        show_prompt: number of training prompts, and of validation prompts, to print as the policy gets them, special
+            tokens included, with the stop strings.
         held_out: number of training problems that are held out for validation; 0: the source's validation problems are
             used. They are chosen by a hash of the question, so they are the same in every run. Training problems that
             share 13 consecutive words with one of them are removed.
-        val_limit: number of validation problems, from the first on; None takes all.
+        val_limit: only this many validation problems are used, the first ones; None uses all.
         val_batch_size: prompts per validation batch on each rank.
-        seed: of the training order.
+        seed: seed of the order of training prompts.
 
     Attributes:
-        num_dropped: prompts dropped for their length, by "train" and "validation".
-        num_with_special_tokens: prompts dropped because their problem has text of special tokens, by the same names.
-        num_shared: training problems removed because their question is in validation.
+        num_dropped: number of prompts dropped for their length, by "train", "validation" and "held-out".
+        num_with_special_tokens: number of problems dropped because the tokenizer reads some of their text as special
+            tokens, by the same names.
+        num_shared: number of training problems removed because their question is also in validation.
 
     Raises:
         ValueError: in ``setup``, if there is no data or no chat template, or too many prompts would be dropped.
@@ -203,10 +204,11 @@ class PromptDataModule(LightningDataModule):
         return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Return further training prompts for a rollout, none of them in any rank's batch; the same on every rank.
+        """Return further training prompts for a rollout, without those in the batch of any rank; every rank gets the
+        same ones. Every rank must call this.
 
-        Their order depends only on the seed and the rollout index. The epoch serves these prompts in batches all the
-        same.
+        Their order depends only on the seed and the rollout index. Taking them does not change which prompts the
+        epoch's batches have.
         """
         served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
         taken = {(prompt.tokens, prompt.answer) for prompt in served}
@@ -222,11 +224,11 @@ class PromptDataModule(LightningDataModule):
         )
 
     def test_dataloader(self) -> EvaluationLoader:
-        """Create the loader of the source's validation prompts, e.g. a benchmark's."""
+        """Create the loader of this rank's share of the source's validation prompts, e.g. those of a benchmark."""
         return EvaluationLoader(self._validation, self.val_batch_size, **self._rank())
 
     def predict_dataloader(self) -> EvaluationLoader:
-        """Create the loader of the source's validation prompts."""
+        """Create the loader of this rank's share of the source's validation prompts."""
         return self.test_dataloader()
 
     def _rank(self) -> dict[str, int]:
@@ -241,7 +243,7 @@ class PromptDataModule(LightningDataModule):
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
         texts = [chat_text(tokenizer, chat, self.template_arguments, date=self.date) for chat in chats]
-        rows = tokenizer(texts, add_special_tokens=False).input_ids  # the template has added the special tokens
+        rows = tokenizer(texts, add_special_tokens=False).input_ids  # the texts have the special tokens
         unknown = tokens_without_embedding(tokenizer, self.tokenizer)
         for row, problem in zip(rows, problems, strict=True) if unknown else ():
             token = min(unknown.keys() & set(row), default=None)
@@ -317,8 +319,8 @@ def _digest(text: str) -> str:
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
-    """Refuse to continue if more than ``max_dropped_share`` of the prompts have more than ``limit`` tokens; ValueError
-    names their number, and the limit that would suffice. ``side`` is "train" or "validation", for the message."""
+    """Raise ValueError if more than ``max_dropped_share`` of the prompts have more than ``limit`` tokens, or all have.
+    The message names their number, and the limit that would suffice; ``side``, such as "train", is for the message."""
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
     if num_long > may_drop:

@@ -16,25 +16,26 @@ from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
 from qerl_pl.common.types import Problem
 
-# most characters of a question or an answer; a longer one is taken for a broken row, and tokenising it takes minutes
+# most characters of a question or an answer; a longer text is probably a broken row, and takes minutes to tokenise
 MAX_TEXT = 1_000_000
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files with a JSON object per line
 OnBadRows = Literal["refuse", "drop"]
 
 
 class NoColumnError(ValueError):
-    """A row has no column of a given name."""
+    """Raised if a row has no column, or no field of a column, of a given name."""
 
 
 class Row(NamedTuple):
-    """One row as it is stored, with its location for error messages: file and line, or data set and row number."""
+    """One row of a data set as it is stored, with its location for error messages: file and line, or data set and row
+    number."""
 
     where: str
     columns: dict[str, object]
 
     def value(self, column: str) -> object:
-        """Return the value in a column, or in a field of it, e.g. ``reward_model.ground_truth``. The column may hold
-        the JSON text of its fields; the field of a column that is null is null.
+        """Return the value in a column, or in a field of a column, e.g. ``reward_model.ground_truth``. The column may
+        hold its fields as JSON text. If the column is null, its fields are null.
 
         Raises:
             NoColumnError: the row has no such column or field.
@@ -63,15 +64,17 @@ class Row(NamedTuple):
         return True
 
     def text(self, column: str) -> str:
-        """Return the text or number in a column as text; ValueError if it is missing, empty or of another type."""
+        """Return the text or number in a column as text; ValueError if the column is missing, empty or of another
+        type."""
         return self._filled(self.value(column), column)
 
     def answer(self, column: str) -> str:
-        """Return a known answer as text; it may be the only entry of a list."""
+        """Return the known answer in a column as text; the column may hold a text, a number, or a list of one of
+        these."""
         return self._filled(only_entry(self.value(column)), column)
 
     def optional_text(self, column: str) -> str | None:
-        """Return the text in a column; None if the row lacks the column, or it is null or blank."""
+        """Return the text in a column; None if the row lacks the column, or if the column is null or blank."""
         value = self.value(column) if self.has(column) else None
         if is_null(value) or (isinstance(value, str) and not value.strip()):
             return None
@@ -87,7 +90,7 @@ class Row(NamedTuple):
         return content
 
     def _names(self) -> Iterator[str]:
-        """Yield the names of columns, and those of fields in columns with dots."""
+        """Yield the names of columns and, as ``COLUMN.FIELD``, those of the fields of a column."""
         for name, value in self.columns.items():
             yield name
             if isinstance(value, Mapping):
@@ -103,7 +106,8 @@ def read_rows(
         path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
             data set on the hub (or of a local copy of one), or a list of these; ValueError if they cannot be read.
         split, subset: of a hub data set; not used for a file.
-        bad: is called with the error of a row of a JSON Lines file that cannot be read; raises it by default.
+        bad: function that is called with the error if a row of a JSON Lines file cannot be read; by default it raises
+            the error.
     """
     paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name)]
     if not paths:
@@ -116,7 +120,8 @@ def read_rows(
 
 
 class BadRows:
-    """Receives the errors of rows that cannot be used: "refuse" raises the first, "drop" counts them."""
+    """Receives the errors of rows that cannot be used: with the action "refuse" it raises the first error, with "drop"
+    it counts them."""
 
     def __init__(self, action: OnBadRows) -> None:
         if action not in ("refuse", "drop"):
@@ -148,7 +153,8 @@ class BadRows:
 def read_problems(
     path: str, make: Callable[[Row], Problem], *, bad_rows: OnBadRows, split: str, subset: str | None = None
 ) -> list[Problem]:
-    """Read a table with one problem per row; ``make`` raises ValueError for a row that cannot be used."""
+    """Read a table with one problem per row. ``make`` makes the problem of a row, and raises ValueError if the row
+    cannot be used, which is handled as ``bad_rows`` says."""
     bad, problems = BadRows(bad_rows), []
     for row in read_rows(path, split=split, subset=subset, bad=bad):
         try:
@@ -160,13 +166,14 @@ def read_problems(
 
 
 def in_share(question: str, share: float) -> bool:
-    """Tell by a hash of its text whether a question belongs to a ``share`` of all questions, such as those held out."""
+    """Tell by a hash of its text whether a question belongs to a fixed random ``share`` of all questions, e.g. of those
+    held out."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "little") < share * 2**64
 
 
 def _named(path: str) -> list[str]:
-    """Return the files that a pattern stands for, and any other path as it is, with the home folder for ``~``."""
+    """Return the files that match a pattern, sorted by name; any other path is returned as it is. ``~`` is expanded."""
     path = os.path.expanduser(path)
     if not glob.has_magic(path) or Path(path).exists():
         return [path]
@@ -184,7 +191,7 @@ def _rows_of(path: str, *, split: str, subset: str | None, bad: Callable[[ValueE
         return _parquet_rows(path)
     if Path(path).is_file():
         raise ValueError(
-            f"data file {path} is of a kind that is not read; expected .jsonl (a JSON object per line) or .parquet"
+            f"data file {path} is of an unknown kind; expected .jsonl (a JSON object per line) or .parquet"
         )
     return _hub_rows(path, split=split, subset=subset)
 
@@ -208,7 +215,7 @@ def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
     try:
         with phase(f"reading {name} from the Hugging Face hub or its cache here", at_once=True):
             table = load_dataset(name, subset, split=split)  # code of the repository is never run
-    except Exception as error:  # the library reads files of any kind with other libraries, which raise errors of theirs
+    except Exception as error:  # the library uses other libraries to read files, each with its own kinds of errors
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"cannot load {name}: {reason}; a local .jsonl or .parquet file does as well") from error
     if len(table) == 0:

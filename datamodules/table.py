@@ -14,36 +14,37 @@ from qerl_pl.rewards.answers import marked_answer
 class Table:
     """A source that reads problems from a table; rewards see all columns of a problem's row as ``prompt.row``.
 
-    A setting that names a column may also name a field in a column, e.g. ``reward_model.ground_truth``; the column may
-    hold the JSON text of its fields.
+    A setting that names a column may also name a field of a column, e.g. ``reward_model.ground_truth``; such a column
+    may hold its fields as JSON text.
 
     Args:
         train_path: a file of JSON lines (.jsonl, .ndjson, .json) or a .parquet file, a pattern such as
             ``data/*.parquet``, a hub name such as ``openai/gsm8k``, or a list of these.
-        validation_path: the same for the validation rows; None takes them from the training rows.
+        validation_path: the same for the validation rows; None takes a share of the training rows.
         validation_share: share of the training rows used for validation if there is no validation_path. They are chosen
             by a hash of the question, so they are the same in every run and for any order of the rows.
         question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``, which may
-            be stored as JSON text. Texts of a list of columns are joined by line breaks. None: ``question``, or
-            ``prompt`` if a row has no such column.
-        answer: column of the verifiable answer, a text, a number, or a list of one; None if the reward needs none.
-        marker: mark of the final answer if the answer column holds a worked solution: "boxed" (``\\boxed{}``) or "hash"
-            (``####``); None: the column holds the answer alone.
+            be stored as JSON text. If several columns are named, their texts are joined by line breaks. None: the
+            column ``question``, or ``prompt`` in a row without a column ``question``.
+        answer: column of the verifiable answer: a text, a number, or a list of one of these; None if the reward needs
+            no answer.
+        marker: what marks the final answer if the answer column holds a worked solution: "boxed" (``\\boxed{}``) or
+            "hash" (``####``); None: the column holds the answer alone.
         subset: subset of a hub data set.
         train_split: split of a hub data set.
         validation_split: split of a hub data set.
         system: column with each row's system prompt, where null means none; None: the table has no such column.
-        only: values to which training rows are restricted, by column, e.g. ``{level: [4, 5], verified: [true]}``. A row
-            with null is left out.
-        between: lowest and highest number to which training rows are restricted, by column, e.g. ``{llama8b_solve_rate:
-            [0.1, 0.9]}``. A row with null is left out.
+        only: maps a column to the values that training rows may have there, e.g. ``{level: [4, 5], verified: [true]}``.
+            A row with null is left out.
+        between: maps a column to the lowest and the highest number that training rows may have there, e.g.
+            ``{llama8b_solve_rate: [0.1, 0.9]}``. A row with null is left out.
         bad_rows: what happens to a row that cannot be used, e.g. with an empty answer: "refuse" ends the run, "drop"
-            leaves it out; the log has the number of dropped rows and the first one's error.
+            leaves it out; the log then says how many rows were dropped, and why the first one.
 
     Raises:
-        ValueError: a share outside (0, 1), both or none of validation_path and validation_share, a marker without
-            an answer, or an impossible filter; while reading, if a row lacks a column or a marked answer (names file
-            and line).
+        ValueError: a share is not in (0, 1), both or none of validation_path and validation_share are given, a marker
+            without an answer column, or an impossible filter; while reading, if a row lacks a column or a marked answer
+            (the message names file and line).
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class Table:
         if marker is not None and answer is None:
             raise ValueError(f"marker is {marker!r} and answer is null; name the column that the answer is marked in")
         if (validation_path is None) == (validation_share is None):
-            raise ValueError("give either validation_path or validation_share, one of them")
+            raise ValueError("give exactly one of validation_path and validation_share")
         if validation_share is not None and not 0 < validation_share < 1:
             raise ValueError(f"validation_share is {validation_share}; expected more than 0 and less than 1")
         if question is not None and not question:
             raise ValueError(f"question is {question!r}; expected a column, a list of columns, or null")
         BadRows(bad_rows)  # refuses other words
-        Filters(only, between)  # refuses impossible ones before anything is read
+        Filters(only, between)  # refuses impossible filters before anything is read
         self.train_path = train_path
         self.validation_path = validation_path
         self.validation_share = validation_share
@@ -115,7 +116,7 @@ class Table:
             except ValueError as error:
                 bad(error)
         if not has_system and row is not None:
-            row.value(str(self.system))  # raises the error of a column that no row has
+            row.value(str(self.system))  # raises the error, because no row has this column
         bad.report(path, num_good=num_read)
         filters.report(path)
         return problems
