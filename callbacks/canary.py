@@ -38,7 +38,7 @@ NO_WINDOW = (
 
 
 class Due(NamedTuple):
-    """Which comparisons of log-probabilities a check makes: of samples under a probe adapter, of scores of given
+    """The comparisons of log-probabilities that a check makes: of samples under a probe adapter, and of scores of given
     text."""
 
     samples: bool

@@ -104,7 +104,7 @@ class RolloutEvidence(Callback):
     differs from the rollout before by more than chance explains; the run goes on, because a policy may change so fast.
     Another warning tells what to do if for several rollouts no group had completions with different rewards.
 
-    The tests of sampling, copies, branches and order compute log likelihood ratios in nats, which are added up over
+    The tests of sampling, copies, branches and order compute log likelihood ratios in nats, which accumulate over
     rollouts (``qerl_pl.policy.evidence``), so a fault that one rollout does not show is found after several. If a
     policy is nearly certain of every token, its completions are nearly equal however they are sampled, and the tests
     find little.
@@ -293,8 +293,8 @@ class RolloutEvidence(Callback):
         self._seen = seen[max(0, len(seen) - self.remembered) :]
 
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
-        """Add a rollout's log likelihood ratios to those of the test ``name``; returns words for the probability per
-        rollout that a correct run has as large a sum, None if it is not below ``false_alarm``."""
+        """Accumulate a rollout's log likelihood ratios in those of the test ``name``; returns words for the probability
+        per rollout that a correct run reaches as much, None if it is not below ``false_alarm``."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])

@@ -25,7 +25,7 @@ _CHAT = re.compile(
     r"""\s*(?:\[\s*)?\{\s*["'](?:(?:role|content)["']\s*:|from["']\s*:\s*["'](?:system|human|user|gpt|assistant)["'])"""
 )
 # Keys of a message, in two forms. The second (ShareGPT) is recognised to be refused with a message: its chats have the
-# # assistant's answer, too, so they are no prompts.
+# assistant's answer, too, so they are no prompts.
 _KEYS = ({"role", "content"}, {"from", "value"})
 
 

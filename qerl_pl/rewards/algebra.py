@@ -1,5 +1,4 @@
-"""Compare mathematical expressions with math-verify and sympy, for answers that the rules of ``equivalence.py`` leave
-open.
+"""Compare mathematical expressions with math-verify and sympy, where the rules of ``equivalence.py`` do not decide.
 
 Only the verifier's worker processes may import this module, because a model's answer can make sympy hang or use
 unbounded memory.
@@ -28,12 +27,12 @@ from qerl_pl.rewards.numbers import Number, decimal_places, is_decimal_of
 # it warns that its own time limit is off; the verifier has one
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MAX_BITS = 2**17  # size of the largest power or factorial that is computed exactly, in milliseconds
-MAX_PLACES = 100  # most decimal places of an answer that is tested for being a rounded value
-MAX_DIGITS = 2000  # most digits of a numeric comparison: 1 + 2^{-2024} against 1 needs 610
+MAX_BITS = 2**17  # bits of the largest power or factorial that is computed exactly, which takes milliseconds
+MAX_PLACES = 100  # most decimal places of an answer that is tested for being another value rounded
+MAX_DIGITS = 2000  # most digits to which values are computed for a comparison: 1 + 2^{-2024} against 1 needs 610
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
-_SAME_RATIO = 1e-6  # relative difference above which two quotients, computed to 15 digits, are different
-# added to the digits of an irrational number, so that the resulting fraction has no finite decimals
+_SAME_RATIO = 1e-6  # two quotients, computed to 15 digits, are different if their relative difference is larger
+# added to an irrational number cut to some digits, so that the resulting fraction has no finite decimals, either
 _ENDLESS = Fraction(1, 3**900)
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
@@ -44,10 +43,11 @@ class Unreadable(ValueError):
 
 
 def equal_expressions(gold: str, answer: str) -> bool:
-    """Compare two expressions: fractions exactly, others by math-verify; ``Unreadable`` if it cannot read ``gold``.
+    """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. Raises
+    ``Unreadable`` if ``gold`` cannot be parsed.
 
-    math-verify compares with an absolute tolerance, so it takes all tiny numbers for equal. Two numbers that it finds
-    equal are therefore computed to more digits, and count as different if these digits differ.
+    math-verify compares with an absolute tolerance, so it takes all tiny numbers for equal. Two numbers that
+    math-verify finds equal are therefore computed to more digits, and count as different if these digits differ.
     """
     known, given = _parse(gold), _parse(answer)
     if known is None:
@@ -65,8 +65,9 @@ def equal_expressions(gold: str, answer: str) -> bool:
 
 
 def equal_equations(gold: Sequence[str], answer: Sequence[str]) -> bool:
-    """Compare two equations, given as lists of sides: they are equal if their sides are, or if left minus right of one
-    is a constant multiple of that of the other; ``Unreadable`` if the known one cannot be read."""
+    """Tell whether two equations, given as lists of their sides, are equal: if their sides are equal in the same or in
+    reversed order, or if left side minus right side of one is a constant multiple of that difference of the other.
+    Raises ``Unreadable`` if ``gold`` cannot be parsed."""
     known, given = [_parse(side) for side in gold], [_parse(side) for side in answer]
     if None in known:
         raise Unreadable(f"the known answer {'='.join(gold)!r} cannot be read")
@@ -88,15 +89,15 @@ def equal_equations(gold: Sequence[str], answer: Sequence[str]) -> bool:
     points = [{unknown: Rational(7 * step + at, 11) for step, unknown in enumerate(unknowns, 1)} for at in (1, 3)]
     first, second = ((left / right).subs(point).evalf(15) for point in points)
     if first.is_finite and second.is_finite and abs(first - second) > abs(first) * _SAME_RATIO:
-        return False  # much faster than algebra
+        return False  # numbers at two points decide much faster than algebra
     ratio = cancel(left / right)
     ratio = ratio if ratio.is_number else simplify(ratio)
     return bool(ratio.is_number and ratio.is_finite and ratio != 0)
 
 
 def is_readable(text: str) -> bool:
-    """Tell whether a known answer (expression, interval, relation or equation) can be parsed and compared with a simple
-    one."""
+    """Tell whether a known answer (expression, interval, relation or equation) can be parsed, so that answers can be
+    compared with it."""
     try:
         equal_expressions(text, "1")
     except Unreadable:
@@ -105,7 +106,8 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, answer: str) -> bool:
-    """Compare two inequalities or intervals by their solutions; ``Unreadable`` if the known one cannot be read."""
+    """Tell whether two inequalities or intervals have the same solutions. Raises ``Unreadable`` if ``gold`` cannot be
+    parsed."""
     gold, answer = _ascending(gold), _ascending(answer)
     if letters(gold) == letters(answer):
         return True
@@ -117,7 +119,7 @@ def equal_relations(gold: str, answer: str) -> bool:
 
 def _fraction(number: object) -> Fraction | None:
     """Compute the exact value of a sympy number made of fractions, sums, products, integer powers and factorials; None
-    for other numbers or if it gets too large."""
+    for other numbers, or if a value has more than ``MAX_BITS`` bits."""
     if isinstance(number, Rational):
         return Fraction(int(number.p), int(number.q))
     if not isinstance(number, (Add, Mul, Pow, factorial)):
@@ -140,13 +142,13 @@ def _fraction(number: object) -> Fraction | None:
 
 
 def _provably_different(known: object, given: object) -> bool:
-    """Tell whether two sympy numbers differ when they are computed to many digits."""
+    """Tell whether two sympy numbers differ when they are computed to many digits; False if they cannot be computed."""
     if not isinstance(known, Expr) or not isinstance(given, Expr) or known == given:
         return False
     if not (known.is_number and given.is_number):
         return False
     if known.has(ExprWithLimits, UnevaluatedExpr) or given.has(ExprWithLimits, UnevaluatedExpr):
-        return False  # integrals and series take long to compute; 50% may equal 50
+        return False  # integrals and series take long to compute; a percentage is unevaluated, because 50% may equal 50
     difference = _magnitude(known - given)
     return difference is not None and difference != 0
 
@@ -163,8 +165,8 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
 
 
 def is_rounded(exact: str, decimal: str) -> bool:
-    """Tell whether ``decimal`` is ``exact`` rounded or truncated at its last digit; of expressions with unknowns it may
-    be."""
+    """Tell whether ``decimal`` is ``exact`` rounded or truncated at the decimal's last digit; True if ``exact`` has
+    unknowns, because that cannot be decided."""
     value, near = _parse(exact), _parse(decimal)
     if not isinstance(value, Expr) or not isinstance(near, Expr):
         return False
@@ -199,8 +201,9 @@ def _ascending(chain: str) -> str:
 
 
 def _solution_set(text: str) -> Set | None:
-    """Read intervals, or solve inequalities in one unknown; returns the set of real numbers, or None if that fails."""
-    # "x is neither 1 nor 2" excludes both, however the two are joined
+    """Read intervals, or solve inequalities in one unknown; returns the set of real solutions, or None if that
+    fails."""
+    # "x is not 1 and not 2" excludes both numbers, also if a comma or "or" joins the two
     conjunction = re.search(r"\band\b", text) is not None or text.count("\\neq") > 1
     union = None
     for part in split_top(text, SEPARATOR):
@@ -213,7 +216,7 @@ def _solution_set(text: str) -> Set | None:
                 return None
             try:
                 parsed = parsed.as_set()
-            except (NotImplementedError, TypeError, ValueError):  # not a polynomial, or not of real numbers
+            except (NotImplementedError, TypeError, ValueError):  # no polynomial, or not over the real numbers
                 return None
         if not isinstance(parsed, Set):
             return None
@@ -222,8 +225,8 @@ def _solution_set(text: str) -> Set | None:
 
 
 def _parse(text: str) -> Any:
-    """Parse the whole of a text as one expression with math-verify's parser; None if that fails."""
-    text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # it takes E for Euler's number
+    """Parse a whole text as one expression with math-verify's parser; None if that fails."""
+    text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # the parser takes E for Euler's number
     try:
         parsed: Any = latex2sympy(
             text,

@@ -14,7 +14,8 @@ Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?=\S)")
-# "####" before a name or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading, and none before these.
+# "####" before a word with a capital letter or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading, but
+# not before one of these.
 _NO_HEADING = re.compile(
     r"\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d"
     r"|(?i:(?:the )?(?:final )?answer\b[^\n]{0,40}?\bis\b)"
@@ -28,9 +29,9 @@ _BLANK = r"(?:[\s$()\[\]]|\\(?:q?quad(?![A-Za-z])|[,;: ()\[\]]))*"
 _WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
 _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
 _MAX_CONNECTOR = 50  # characters
-# "or maybe" between two boxes, or nothing: neither is the answer alone
+# between two boxes "or maybe" or nothing: then the text has not decided on one of them
 _BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*|[ \t$]*")
-# What a reader does not see, or sees crossed out.
+# Matches what a reader does not see (comments, phantom boxes), or sees crossed out.
 _HIDDEN = (
     r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment"
     r"|colorbox\s*\{\s*black\s*\}\s*|scalebox\s*\{\s*0[.0]*\s*\}|resizebox\s*\{\s*0[^{}]*\}\s*\{[^{}]*\}"
@@ -45,8 +46,8 @@ _UNSEEN = re.compile(
     r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
     r"|(?P<brace>\\.|[{}])"
 )
-# A denial in front of a box, with at most four words between ("not equal to", "is not the value"), or a clause that is
-# called false ("it is wrong that the answer is").
+# Matches a denial in front of a box, with at most four words between them ("not equal to", "is not the value"), or the
+# start of a clause that is called false ("it is wrong that the answer is").
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
 _FALSE = r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|erroneous|inaccurate|nonsense|off by)"
 _NOT_TRUE = (
@@ -85,7 +86,8 @@ def marked_answer(text: str, marker: Marker) -> str | None:
     The marker ``answer`` means ``<answer>...</answer>``, ``boxed`` means ``\\boxed{...}``, ``hash`` the rest of the
     line after ``####``, and ``line`` the rest of the line after ``Answer:`` near the end. ``any`` takes the tagged
     answer if there is one, so that a box elsewhere does not override it, else the last box, else the last line after
-    ``####``. A tag or box that is not closed does not count, because the completion was cut off there; earlier ones do.
+    ``####``. A tag or box that is not closed does not count, because the completion was cut off there; earlier tags or
+    boxes count.
     """
     if marker == "any":
         tagged, boxed = last_tagged(text), last_boxed(text)
@@ -105,10 +107,11 @@ def last_tagged(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last closed ``\\boxed{...}``, the outermost of nested boxes; None if there is none.
+    """Return the content of the last closed ``\\boxed{...}``, of nested boxes the outermost; None if there is none.
 
-    Boxes that only ``,``, ``and`` or ``or`` separate are one answer with several values. A box that its sentence denies
-    ("The answer is not ...") does not count; if all are denied, the answer is empty.
+    If only ``,``, ``and`` or ``or`` separates the last boxes, they are returned as one answer with several values. A
+    box whose sentence denies it ("The answer is not ...") does not count; if all boxes are denied, the answer is the
+    empty text.
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
@@ -158,8 +161,8 @@ def seen(text: str) -> str:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
-    """Join the last of some spans (start, end and content) of a text with those directly before it that only ``,``,
-    ``and`` or ``or`` separate, or another ``connector``."""
+    """Return the content of the last of some spans (start, end and content) of a text, joined with that of the spans
+    directly before it that are separated only by a ``connector``, by default ``,``, ``and`` or ``or``."""
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]
@@ -170,7 +173,8 @@ def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Patte
 
 
 def last_hash(text: str) -> str | None:
-    """Return the rest of the line after the last ``####`` that does not start a Markdown heading."""
+    """Return the rest of the line after the last ``####`` that does not start a Markdown heading; None if there is
+    none."""
     answer, end = None, 0
     for mark in _HASH.finditer(text):
         start = mark.end()
@@ -189,7 +193,7 @@ def _is_heading(line: str) -> bool:
 
 
 def last_line(text: str) -> str | None:
-    """Return the rest of the line after the last ``Answer:`` in the last 300 characters, the rule of DAPO's release
-    (arXiv 2503.14476; ``math_dapo`` in verl)."""
+    """Return the rest of the line after the last ``Answer:`` in the last 300 characters of a text; None if there is
+    none. This is the rule of DAPO's release (arXiv 2503.14476; ``math_dapo`` in verl)."""
     answers = _LINE.findall(text[-_LINE_WINDOW:])
     return answers[-1].strip() if answers else None

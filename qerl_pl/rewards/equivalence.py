@@ -24,7 +24,8 @@ from qerl_pl.rewards.quantities import in_one_unit
 from qerl_pl.rewards.verdict import Verdict
 
 MAX_NESTING = 60  # largest depth of brackets and braces in an answer
-# most items of an unordered list that are not written alike; matching n items takes up to n^2 comparisons by algebra
+# most items of an unordered list that are written differently in both answers; n such items need up to n^2 comparisons
+# by algebra
 MAX_ITEMS = 12
 _SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_(?:\{[\w+-]+\}|\w+))?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
@@ -54,7 +55,7 @@ class _Group(NamedTuple):
 
 
 def judge(gold: str, answer: str) -> Verdict:
-    """Compare the answer of a completion (only the answer span) with the known answer.
+    """Compare the answer of a completion (only the marked answer and not the whole text) with the known answer.
 
     Returns:
         Score 1 if they are equal, 0 if not, None if the known answer is empty or cannot be read.
@@ -85,7 +86,8 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def _readings(gold: str, answer: str) -> list[str]:
-    """Return the ways to read an answer: where one value is known, ``3,5`` may be a decimal and ``3 and 1/2`` a sum."""
+    """Return the texts that an answer may stand for. If the known answer is one value, ``3,5`` may also be the decimal
+    3.5, and ``3 and 1/2`` the sum 3+1/2."""
     if len(_group(gold).items) != 1:
         return [answer]
     decimal = re.fullmatch(r"(-?\d+),(\d{1,2}|\d{4,})", answer)
@@ -96,8 +98,8 @@ def _readings(gold: str, answer: str) -> list[str]:
 
 
 def _case_as(gold: str, answer: str) -> str:
-    """Write the letters of an answer in the case of the known answer, except for letters of which one of the two has
-    both cases: only there does the case tell variables apart."""
+    """Change each letter of ``answer`` to the case that it has in ``gold``. A letter that occurs in both cases in
+    either text is left alone, because x and X may then be different variables."""
     known, given = (
         {letter for run in re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side) for letter in run}
         for side in (gold, answer)
@@ -114,12 +116,12 @@ def _case_as(gold: str, answer: str) -> str:
 
 
 def _marks(text: str) -> list[str]:
-    """List the primes of an answer's left side."""
+    """List the runs of primes on the left side of an answer that is an equation, e.g. ``''`` of ``f''(x) = 2``."""
     return re.findall("'+", text.partition("=")[0]) if "=" in text else []
 
 
 def judge_known(gold: str) -> Verdict:
-    """Judge whether the known answer can be read: score 0 if it can, else None."""
+    """Judge whether the known answer can be read; the verdict's score is 0 if it can, and None if not."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [_value_of(item.split("\\approx")[-1]) for item in items]
     if items and all(exact_number(value) or _is_text(value) or is_readable(value) for value in values):
@@ -145,7 +147,7 @@ def _same_answer(gold: str, answer: str) -> bool:
         return _same_assertion(asserted, _YES_NO.match(answer))
     if _TIME.search(gold):
         return False
-    answer = re.sub(r"(:\d\d) [ap]m$", r"\1", answer, flags=re.IGNORECASE)  # the known time has no AM or PM
+    answer = re.sub(r"(:\d\d) [ap]m$", r"\1", answer, flags=re.IGNORECASE)  # the known answer has no AM or PM
     gold, answer = _bare_solutions(gold), _bare_solutions(without_choice(answer))
     if gold.startswith("("):
         answer = _POINT.sub("", answer)
@@ -156,7 +158,8 @@ def _same_answer(gold: str, answer: str) -> bool:
 
 
 def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
-    """Compare answers that begin with yes, no, true or false; a reason may follow, but no other value."""
+    """Tell whether two answers begin with the same of yes, no, true and false. A reason may follow, but no further such
+    word, and no other value than in the known answer."""
     if given is None or known[1].lower() != given[1].lower():
         return False
     gold, answer = (match.string[match.end() :].strip(" ,.;:") for match in (known, given))
@@ -168,11 +171,12 @@ def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
 
 
 def _bare_solutions(text: str) -> str:
-    """Reduce an answer to its values, e.g. without set builder, name of a point, or ``k \\in \\mathbb{Z}``."""
+    """Reduce an answer to its values, by removing set builder notation, names of points, ``k \\in \\mathbb{Z}`` and the
+    like."""
     text = _NAMED_INTERVAL.sub("", text)
     builder, family = _BUILDER.match(text), _FAMILY.match(text)
     text = builder["condition"] if builder else family["member"] if family else text
-    text = re.sub(r"^[^:]*(?:<|>|\\leq|\\geq)[^:]*:\s*(?=[(\[])", "", text)  # an inequality, then its interval
+    text = re.sub(r"^[^:]*(?:<|>|\\leq|\\geq)[^:]*:\s*(?=[(\[])", "", text)  # an inequality and its interval
     text = re.sub(r"[,;]?\s*\(?\s*[a-z]\s*\\in\s*\\mathbb\{[ZN]\}(?:\^\+)?\s*\)?$", "", text).strip()
     point, chain = _ASSIGNMENT.match(text), _CHAIN.match(text)
     if point and point["name"].startswith("("):
@@ -183,8 +187,8 @@ def _bare_solutions(text: str) -> str:
 
 
 def _group(text: str) -> _Group:
-    """Split an answer such as ``(1,2)``, ``\\{1,2\\}``, a column vector or ``1, 2`` into its brackets, if any, and its
-    items."""
+    """Split an answer such as ``(1,2)``, ``\\{1,2\\}``, a column vector or ``1, 2`` into its brackets (empty if it has
+    none) and its items."""
     vector = re.match(r"^\\begin\{pmatrix\}([^&]*)\\end\{pmatrix\}$", text, re.S)
     if vector and "\\\\" in vector[1]:
         return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
@@ -221,7 +225,7 @@ def _balanced(text: str) -> bool:
 
 def _same_groups(gold: _Group, answer: _Group) -> bool:
     if len(gold.items) != len(answer.items):
-        if len(gold.items) == 1 and not gold.brackets + answer.brackets:  # "3/2 or 1.5" is one value in two forms
+        if len(gold.items) == 1 and not gold.brackets + answer.brackets:  # "3/2 or 1.5" gives one value in two forms
             return bool(answer.items) and all(_same_value(gold.items[0], item) for item in answer.items)
         known, given = (_ASSIGNMENT.match(side.items[0]) if len(side.items) == 1 else None for side in (gold, answer))
         return bool(known or given) and _same_groups(
@@ -257,7 +261,8 @@ def _compatible(gold: _Group, answer: _Group) -> bool:
 
 
 def _by_name(group: _Group) -> _Group:
-    """Sort a list of assignments such as ``y=2, x=1`` by name and keep its values, as of a point (x, y)."""
+    """Turn a list of assignments such as ``y=2, x=1`` into the list of its values in the order of their names, here 1,
+    2, as in the point (x, y); other lists are returned as they are."""
     named = [match for match in map(_ASSIGNMENT.match, group.items) if match]
     if len(named) < len(group.items):
         return group
@@ -314,7 +319,8 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Drop the left side of answers such as ``x = 5`` if the other answer has none or the same one."""
+    """Drop the left side of answers such as ``x = 5`` if the other answer has no left side or the same one; returns
+    both answers."""
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
         names = [letters(match["name"]).lower() for match in (known, given)]
@@ -332,8 +338,8 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _value_of(gold: str) -> str:
-    """Return the value of a known answer that names it, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or ``i^6 = ... = -1``;
-    other answers are not changed."""
+    """Return the value of a known answer in which the value has a name, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or ``i^6
+    = ... = -1``; other answers are returned as they are."""
     sides = split_top(gold, "=")
     name = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", sides[0])
     named = re.match(r"[^\d+*/^-]*[A-Za-z][^+*/^-]*$", name) or not _LETTER.search(_COMMAND.sub("", sides[0]))
@@ -341,7 +347,8 @@ def _value_of(gold: str) -> str:
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
-    """Tell whether two left sides may name the same quantity: y may stand for f(x), but c may not stand for sin(x)."""
+    """Tell whether two left sides of equations may name the same quantity: y may stand for f(x), but c may not stand
+    for sin(x)."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
@@ -350,8 +357,8 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
 def _same_approximation(gold: str, answer: str) -> bool:
     """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
 
-    All sides of the completion's answer must agree, because otherwise it would have two attempts. Of the known answer,
-    either side counts, but not a left side with decimals: that is what was to be computed.
+    All sides of the completion's answer must agree, because otherwise the completion would have two attempts. It may
+    equal either side of the known answer, except a left side with decimals, which is the term that was to be computed.
     """
     known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (
@@ -364,7 +371,7 @@ def _same_approximation(gold: str, answer: str) -> bool:
 
 
 def _last_side(sides: list[str]) -> str:
-    """Return the last side of an equation such as ``6*7=42``; nothing if another side is a different number."""
+    """Return the last side of an equation such as ``6*7=42``; the empty text if another side is a different number."""
     *others, last = sides
     numbers = [side for side in others if _HAS_VALUE.search(side) and not _LETTER.search(_COMMAND.sub("", side))]
     if _LETTER.search(_COMMAND.sub("", last)):
@@ -373,19 +380,20 @@ def _last_side(sides: list[str]) -> str:
 
 
 def _other_names(gold: str, answer: str) -> bool:
-    """Tell whether names that algebra would take for products differ: ``AB`` is not ``BA``, nor ``A1`` ``1A``, and only
-    one of ``A`` and ``A^T`` is transposed."""
+    """Tell whether two answers have different names that algebra would take for equal products: ``AB`` and ``BA``,
+    ``A1`` and ``1A``, or ``A`` and ``A^T``."""
     plain = [re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)) for side in (gold, answer)]
     names = [set(re.findall(r"[A-Z][A-Z\d]+|\d[A-Z]", side)) for side in plain]
     if any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0]):
         return True
     if "=" not in gold + answer and len({tuple(sorted(re.findall("[A-Za-z]'+", side))) for side in plain}) == 2:
-        return True  # A'B is not AB: math-verify ignores primes
+        return True  # A'B and AB are different, but math-verify ignores primes
     return len({tuple(sorted(re.findall(r"[A-Z](?=\^\{?T(?![A-Za-z]))", side))) for side in plain}) == 2
 
 
 def _same_factors(gold: str, answer: str) -> bool:
-    """Tell whether an answer is the product ``m g h``, of a known ``mgh`` that may be a word."""
+    """Tell whether an answer such as ``m g h`` is the product of the letters of the known answer ``mgh``, which looks
+    like a word."""
     product = re.fullmatch(r"[A-Za-z](?:(?:\s|\\cdot|\*)+[A-Za-z])+", answer)
     factors = re.findall("[A-Za-z]", _COMMAND.sub("", answer))
     return product is not None and sorted(factors) == sorted(gold) and not _other_names(gold, answer)
@@ -398,6 +406,6 @@ def _is_text(text: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """Split into words, without articles and plural endings."""
+    """Split a text into words, without articles and plural endings."""
     words = re.findall(r"\w+|[^\w\s.,;:'-]", text.lower())
     return [word.rstrip("s") or word for word in words if word not in ("a", "an", "the")]

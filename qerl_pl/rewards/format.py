@@ -15,23 +15,25 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Score 1 for ``<think>...</think><answer>...</answer>`` and nothing else, else 0.
 
-    Each tag must occur once and in this order, both spans must hold more than white space, and only white space may be
-    before, between and after them. If the chat template ends the prompt with ``<think>``, this counts as the first tag.
-    Tokens by which the model's family marks thoughts, such as ``[THINK]``, count as these tags; other spellings, such
-    as ``<Think>``, do not.
+    Each tag must occur once and in this order, thoughts and answer must be more than white space, and before, between
+    and after them there may be only white space. If the chat template ends the prompt with ``<think>``, this counts as
+    the first tag. Tokens with which a model family marks thoughts, such as ``[THINK]``, count as the tags ``<think>``
+    and ``</think>``; other spellings, such as ``<Think>``, do not.
     """
     pairs = zip(prompts, completions, strict=True)
     return [float(_is_think_answer(assistant_turn(prompt, completion))) for prompt, completion in pairs]
 
 
-EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))  # thoughts and answers with few characters in common
+# thoughts and answers with few characters in common, so that one stop string hardly occurs in all of them
+EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))
 
 
 def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
-    """Raise ValueError, before training, if no completion in the right format scores 1 once it was sampled and decoded;
-    ``as_sampled`` returns the text that rewards see if the policy writes a given text."""
+    """Raise ValueError, before training, if ``think_answer_format`` cannot score 1, because stop strings or the
+    decoding of tokens change every completion in its format. ``as_sampled`` maps a text that the policy writes to the
+    text that rewards get."""
     for term in rewards:
         if term.reward is not think_answer_format or term.weight == 0:
             continue

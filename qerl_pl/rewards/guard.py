@@ -1,4 +1,4 @@
-"""Call a reward with a time limit and errors that name it, and restore the process's global settings afterwards."""
+"""Call a reward with a time limit, name it in its errors, and restore the process's global settings afterwards."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _RING = signal.SIGVTALRM  # the signal is not SIGALRM, because rewards may use t
 
 
 class RewardError(ValueError):
-    """Raised if a reward failed, took too long, or returned something other than scores; the message names the
-    reward."""
+    """Raised if a reward failed, took too long, or did not return scores; the message names the reward."""
 
 
 @contextmanager
 def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
-    """Guard one call of a reward; yields a function to call when rows are finished, which restarts the time limit.
+    """Guard one call of a reward; yields a function that the caller calls when rows are finished, which restarts the
+    time limit.
 
-    The time limit is enforced by a thread that sends a signal to the main thread. It ends Python code that sleeps,
-    waits or computes, but not a call into C that never returns. In any other thread than the main thread there is no
-    limit. ``os._exit`` raises an error in this process; in child processes it works as usual.
+    The time limit is enforced by a thread that sends a signal to the main thread. The signal ends Python code that
+    sleeps, waits or computes, but not a call into C that never returns. A reward that is not called in the main thread
+    has no limit. ``os._exit`` raises an error in this process; in child processes it works as usual.
 
     The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
     precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded for the
@@ -43,7 +43,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
     Args:
         name, num_rows: name of the reward and rows of the batch, for messages.
-        time_limit: most seconds until the call ends or reports progress; None sets no limit.
+        time_limit: limit, in seconds, on the time until the call ends or next reports progress; None sets no limit.
         seed: of the random streams during the call.
 
     Raises:
@@ -76,8 +76,9 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
 
 def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
-    """Convert what a reward returned, a sequence, iterator, tensor or array with a number or None per row, to numbers;
-    RewardError names the reward, the row and what was expected."""
+    """Convert what a reward returned (a sequence, iterator, tensor or array with a number or None per row) to a list of
+    numbers and None. RewardError if there are not ``num_rows`` finite numbers or None; it names the reward and the
+    row."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):
@@ -126,7 +127,7 @@ def _clock(limit: float | None) -> Iterator[Callable[[int], object]]:
         while not over.wait(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 signal.pthread_kill(main, _RING)
-                over.wait(1.0)  # then send the signal again, in case the reward caught the error
+                over.wait(1.0)  # then the signal is sent again, in case the reward caught the error
 
     before = signal.signal(_RING, ring)
     thread = threading.Thread(target=watch, daemon=True)

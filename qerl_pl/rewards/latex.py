@@ -9,7 +9,7 @@ from qerl_pl.rewards.number_words import in_digits
 from qerl_pl.rewards.numbers import ascii_digits
 from qerl_pl.rewards.units import denies, names_unit
 
-# Characters of formulas, each followed by what it becomes.
+# Characters of formulas, each followed by the LaTeX that replaces it.
 _CHARACTERS = """
 \u03c0 \\pi \u221e \\infty \u2264 \\leq \u2265 \\geq \u2260 \\neq \u00d7 \\times \u00b7 \\cdot \u22c5 \\cdot \u00f7 /
 \u00b0 ^\\circ \u00b1 \\pm \u222a \\cup \u2229 \\cap \u2208 \\in \u2205 \\emptyset \u211d \\mathbb{R} \u2124 \\mathbb{Z}
@@ -26,7 +26,7 @@ _UNICODE = str.maketrans(
 SEPARATOR = r",|;|\bor\b|\band\b"  # regex: separators of the values of a list
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("\\text{", "}"), ("{", "}"))
 _END = r"(?![A-Za-z])"  # end of a command's name
-# Names of LaTeX commands, and what they become.
+# Names of LaTeX commands, separated by bars, followed by what replaces each of them.
 _NAMES = r"""
 dfrac|tfrac|cfrac \frac ; dbinom|tbinom \binom ; le|leqslant|leqq \leq ; ge|geqslant|geqq \geq ; ne \neq ; lt < ; gt >
 mid|vert|lvert|rvert | ; lbrace \{ ; rbrace \} ; langle|lparen ( ; rangle|rparen ) ; colon : ; varnothing \emptyset
@@ -59,7 +59,7 @@ _STYLE = re.compile(
     rf"|\\checkmark{_END}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:(?:text)?color|hspace\*?|label)\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
-# Words behind a value, to the end of it; ``units.names_unit`` tells whether they are its unit.
+# Words from a value to the end of the answer; ``units.names_unit`` tells whether they are the value's unit.
 _WORDS = r"[A-Za-z][A-Za-z./' -]*?(?:\^\s*\{?-?[123]\}?)?"
 _END_OF_VALUE = r"(?=\s*(?:$|[,;)\]]|\\text\{|\s(?:and|or)\s))"
 _TRAILING = re.compile(rf"(?:(?<=[\d}})\]%])|(?<=pi))(?P<gap>\s*)(?P<words>{_WORDS}){_END_OF_VALUE}")
@@ -100,9 +100,10 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 def normalize(text: str, other: str = "") -> str:
     """Normalise an answer: remove math delimiters, style and spacing commands, units, currency and surrounding prose.
 
-    Words behind a value are removed only if they are its unit, and words before it only if they present it (``units``).
-    ``other`` is the answer that it is compared with: a letter of it, such as the m of ``2m``, is no unit. Answers with
-    the same result differ only in notation or units; answers with different results may still be equal.
+    Words behind a value are removed only if they are its unit, and words before it only if they present it, as "the
+    total is" does (``units``). ``other`` is the answer that ``text`` is compared with: a letter that ``other`` has as a
+    variable, such as m, is not removed as a unit. Answers with the same result differ only in notation or units;
+    answers with different results may still be equal.
     """
     text = unwrap(commands(text))
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
@@ -135,7 +136,7 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(
         r"\\\{\s*\\\}|^no (?:real )?solutions?$|^(?:the )?empty set$", r"\\emptyset", text, flags=re.IGNORECASE
     )
-    roots = re.sub(r"\\sqrt\[([^\[\]]*)\]", "\\\\sqrt\x02\\1\x03", text)  # their brackets are no interval
+    roots = re.sub(r"\\sqrt\[([^\[\]]*)\]", "\\\\sqrt\x02\\1\x03", text)  # brackets of roots are no intervals
     text = _INTERVAL.sub(_with_round_brackets, roots).replace("\x02", "[").replace("\x03", "]")
     text = re.sub(r"^\((\w+)\)_", r"\1_", text)
     text = re.sub(r"(?<=\))\s*\^\s*(?:T|\{\s*T\s*\})$", "", text)  # (1, 2)^T is a column
@@ -157,7 +158,8 @@ def normalize(text: str, other: str = "") -> str:
 
 
 def _closed(qualifier: re.Match[str]) -> str:
-    """Return the brace that ends the text in which a qualifier stands, as in ``\\text{No, because } 2<3``."""
+    """Return the closing braces that are missing after a qualifier is cut off inside ``\\text``, as in ``\\text{No,
+    because } 2<3``."""
     before = qualifier.string[: qualifier.start()]
     return "}" * (before.count("{") - before.count("}"))
 
@@ -180,7 +182,7 @@ def _with_round_brackets(interval: re.Match[str]) -> str:
 
 
 def _column(text: str, size: int) -> str:
-    """Rewrite ``i-2j`` as a column of ``size`` entries."""
+    """Rewrite a sum of unit vectors such as ``i-2j`` as a column vector of ``size`` entries."""
     entries = {name: f"{sign}{value or 1}" for sign, value, name in _BASIS.findall(text)}
     body = "\\\\".join(entries.get(name, "0") for name in "ijk"[:size])
     return f"\\begin{{pmatrix}}{body}\\end{{pmatrix}}"
@@ -194,14 +196,15 @@ def _matrix(nested: re.Match[str]) -> str:
 
 
 def letters(text: str) -> str:
-    """Remove white space and braces around single characters in sub- and superscripts, and put words in lower case."""
+    """Remove white space, and braces around single characters in sub- and superscripts, and write words of four or more
+    letters in lower case."""
     text = re.sub(r"[A-Za-z]{4,}", lambda word: word.group().lower(), text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """Split a formula at matches of the regex ``separator`` that are outside of brackets and braces."""
+    """Split a formula at those matches of the regex ``separator`` that are outside of all brackets and braces."""
     parts, depth, start = [], 0, 0
     tokens = re.compile(
         rf"(?P<open>\\\{{|[({{\[]|\\begin)|(?P<close>\\\}}|[)}}\]]|\\end)|(?P<separator>{separator})|\\?.", re.S
@@ -227,14 +230,15 @@ def nesting(text: str) -> int:
 
 
 def commands(text: str) -> str:
-    """Replace synonymous LaTeX commands by one of them, Unicode symbols by commands, and spacing commands by blanks."""
+    """Replace LaTeX commands of one meaning by a single one of them, Unicode symbols by commands, and spacing commands
+    by blanks."""
     if not text.isascii():
         text = re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]"))
         text = ascii_digits(text.translate(_UNICODE))
     for pattern, command in _PLAIN:
         text = pattern.sub(command, text)
     text = _ROW_SPACING.sub(r"\\\\", text)
-    if "matrix" not in text:  # doubled backslashes of badly escaped JSON
+    if "matrix" not in text:  # badly escaped JSON doubles backslashes
         text = re.sub(r"\\\\(?=(?:d?frac|sqrt|text|pi|boxed|left|right|infty|cdot|times)\b)", r"\\", text)
     text = re.sub(r"\\rm\s*\{|\{\\rm\b", r"\\text{", text)
     text = re.sub(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))", ",", text)
@@ -257,13 +261,13 @@ def commands(text: str) -> str:
 
 
 def _rows(environment: re.Match[str]) -> str:
-    """Rewrite the lines of a system of equations as a list."""
+    """Rewrite the lines of a system of equations (``cases`` or ``aligned``) as a list separated by commas."""
     return ", ".join(row.replace("&", " ").strip(" ,") for row in environment[2].split("\\\\") if row.strip())
 
 
 def unwrap(text: str) -> str:
-    """Remove math delimiters, ``\\boxed``, ``\\text``, bold or quotes around the whole answer, and a full stop at its
-    end."""
+    """Remove math delimiters, ``\\boxed``, ``\\text``, bold and quotes if they enclose the whole answer, and a full
+    stop at its end."""
     while True:
         inner = text.strip().rstrip(".,;").strip('`" ')
         inner = inner.strip("' ") if inner.startswith("'") else inner  # a quote; f' ends in a prime
@@ -277,7 +281,7 @@ def unwrap(text: str) -> str:
 
 
 def _said_once(text: str) -> str:
-    """Rewrite ``5 (five)`` as 5."""
+    """Rewrite a number that is repeated in words, such as ``5 (five)``, as the number alone."""
     twice = re.fullmatch(r"(\d+)\s*\(([A-Za-z -]+)\)", text)
     return twice[1] if twice and in_digits(twice[2]) == twice[1] else text
 
@@ -324,7 +328,7 @@ def _fractions(text: str) -> str:
 
 
 def _repeating(decimal: re.Match[str]) -> str:
-    """Rewrite ``0.1\\overline{6}`` as (16-1)/90."""
+    """Rewrite a repeating decimal as a fraction: ``0.1\\overline{6}`` is (16-1)/90."""
     whole, start, period = decimal.groups()
     numerator = int(whole + start + period) - int(f"0{whole}{start}")
     return f"\\frac{{{numerator}}}{{{'9' * len(period)}{'0' * len(start)}}}"

@@ -1,4 +1,4 @@
-"""DAPO's soft overlong punishment."""
+"""Punish completions that come close to the length limit (DAPO's soft overlong punishment)."""
 
 from __future__ import annotations
 

@@ -17,24 +17,24 @@ from qerl_pl.rewards.verifier import Verifier
 
 _CURRENCY = re.compile("[$\u20ac\u00a3\u00a5]")
 _CENTS = re.compile(r"\bcents?\b", re.IGNORECASE)
-_EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # an equation in unknowns is no number
+_EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # has unknowns
 
 
 class NumericAnswer:
     """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
 
     Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
-    except that cents are converted to a known answer in dollars, nor does a missing or added percent sign, if the known
-    number is at least 1. A marked span that has other words or numbers, such as "at least 5", is no answer. Text after
-    the end of the model's own turn is not read (``unmarked.own_turn``). A row is unscored if its known answer is
-    neither a number nor a GSM8K solution that ends in ``#### 72``.
+    except that cents are converted if the known answer is in dollars. A missing or added percent sign does not matter
+    if the known number is at least 1. A marked text that has other words or numbers, such as "at least 5", is no
+    answer. Text after the end of the model's own turn is not read (``unmarked.own_turn``). A row is unscored if its
+    known answer is neither a number nor a GSM8K solution that ends in ``#### 72``.
 
     Args:
-        marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
+        marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
             the first three.
-        fallback: answer of a completion without a marker: "none", or with "last_number" the answer that the text states
-            in words, else the last number in the text. This agrees with how people label free-form solutions, but does
-            not train the policy to use the marker.
+        fallback: answer of a completion without a marker: with "none" it has no answer; with "last_number" its answer
+            is the one that the text states in words ("the answer is ..."), else the last number in the text. The latter
+            agrees with how people label free-form solutions, but does not train the policy to use the marker.
         after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
             not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
 
@@ -90,29 +90,30 @@ class NumericAnswer:
 class MathAnswer:
     """Scores 1 if the answer is mathematically equal to the known answer, else 0. For data such as MATH and AIME.
 
-    Only the marked answer of the model's own turn is compared (``unmarked.own_turn``): with the default marker a tagged
-    answer, else the last box. Numbers, expressions, sets, intervals, points, matrices, equations, lists of values,
-    choices and words are compared in LaTeX and in plain form. Units are converted, as far as ``units`` has them, to
-    that of the known answer, and ignored if it has none. The known answer may be a whole solution that ends in a box or
-    in ``####``. Values are compared exactly, with one exception: a decimal of at least six significant digits equals a
-    value without finite decimals if it is that value rounded or truncated at the decimal's last digit. A percentage is
-    a hundredth of its number, also where the known answer has no sign. The sides of an approximation such as
-    ``1/3 \\approx 0.333`` have to agree.
+    Only the marked answer is compared, and text after the end of the model's own turn is not read
+    (``unmarked.own_turn``). With the default marker, the answer is the tagged one, else the last box. Numbers,
+    expressions, sets, intervals, points, matrices, equations, lists of values, choices and words are compared in LaTeX
+    and in plain form. Units in the table of ``units`` are converted to the unit of the known answer; if that has no
+    unit, the completion's unit is ignored. The known answer may be a whole solution that ends in a box or in ``####``.
+    Values are compared exactly, with one exception: a decimal of at least six significant digits equals a value without
+    finite decimals (such as 1/3) if it is that value rounded or truncated at the decimal's last digit. ``50%`` equals
+    0.5, and equals 50 only if the known answer has the percent sign. The sides of an approximation such as ``1/3 \\approx
+    0.333`` have to agree.
 
-    The comparison runs in worker processes. A row that hangs or kills its worker scores 0 if the known answer can be
-    parsed by itself. A row whose known answer cannot be parsed is unscored, unless the completion's answer is the same
-    text.
+    The comparison runs in worker processes. A row whose comparison hangs or kills its worker scores 0 if the known
+    answer alone can be parsed. A row whose known answer cannot be parsed is unscored, unless the completion's answer is
+    the same text.
 
     Args:
-        marker: marker of the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
+        marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
             any of the first three: the tag if there is one, else the box, else ``####``.
-        fallback: answer of a completion without a marker: "none", or with "last_math" the answer that the text states
-            in words, else the last formula or number in the text. This agrees with how people label solutions, but does
-            not train the policy to use the marker.
+        fallback: answer of a completion without a marker: with "none" it has no answer; with "last_math" its answer is
+            the one that the text states in words ("the answer is ..."), else the last formula or number in the text.
+            The latter agrees with how people label solutions, but does not train the policy to use the marker.
         after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
             not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
-        num_workers: number of worker processes; null takes one per core, at most 4.
-        time_limit: processor time per row, in seconds.
+        num_workers: number of worker processes; null starts one per core, but at most 4.
+        time_limit: limit on the processor time of one comparison, in seconds.
 
     Raises:
         ValueError: an argument is not one of the above.
@@ -169,7 +170,8 @@ class MathAnswer:
         if span is None and self.fallback == "last_math":
             number = last_number(final_part(text))
             formula = last_math(text)
-            formula = None if formula and formula.endswith("=") else formula  # between two amounts of money
+            # "= $5 ... $": the dollar signs belong to two amounts of money and enclose no formula
+            formula = None if formula and formula.endswith("=") else formula
             # a number in a sentence counts without its percent sign: "which is a 10% discount"
             span = stated_answer(text) or formula or answer_alone(text) or (str(number.value) if number else None)
         return span
@@ -183,7 +185,7 @@ def _unmarked_number(text: str) -> Number | None:
 
 
 def _bare(span: str) -> str:
-    """Return the last box within a tagged answer; other spans are not changed."""
+    """Return the content of the last box within a tagged answer; an answer without a box is returned as it is."""
     box = last_boxed(span)
     return span if box is None else box
 

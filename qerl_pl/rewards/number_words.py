@@ -1,4 +1,4 @@
-"""Read whole numbers below a million in English words, and those in Chinese characters."""
+"""Read whole numbers below a million that are written in English words, and numbers in Chinese characters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PART = re.compile(
     r"|million|billion)th)s?\b",
     re.IGNORECASE,
 )
-# Matches a word that is, or multiplies, a number.
+# Matches a word that is a number, or multiplies one.
 NUMBER_WORD = re.compile(
     rf"\b(?:zero|one|{'|'.join(_ONES[1:] + _TEENS + _TENS)}"
     r"|(?:ten|hundred|thousand|million|billion|trillion|dozen)s?)\b",
@@ -40,8 +40,8 @@ CHINESE = re.compile(
 
 
 def in_digits(text: str) -> str:
-    """Replace whole numbers written in words by digits, and "2 and a half" by 2.5; another text with digits or
-    fractions in words is not changed."""
+    """Replace whole numbers written in words by digits, and "2 and a half" by 2.5. Any other text that has digits, or
+    fractions in words, is returned as it is."""
     text = _HALF.sub(lambda match: f"{match[1] or _value(match[0].lower().rpartition(' and ')[0])}.5", text)
     if re.search(r"\d", text) or PART.search(text):
         return text

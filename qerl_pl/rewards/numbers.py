@@ -11,7 +11,7 @@ from qerl_pl.rewards.number_words import CHINESE, chinese_number, in_digits
 from qerl_pl.rewards.units import denies, leads_to_number, names_unit
 
 MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which bounds the time of the regexes below
-SIGNIFICANT = 6  # fewest significant digits with which a decimal may stand for a value such as 1/3
+SIGNIFICANT = 6  # significant digits that a decimal needs at least to stand for a value such as 1/3
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 
 # The last alternative is a decimal with a comma, as in "3,5".
@@ -34,7 +34,7 @@ _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
-NOTES = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator notes
+NOTES = re.compile(r"<<[^<>]*>>")  # calculator notes in solutions of GSM8K, such as <<6*3=18>>
 # Rewritings to plain text, applied in this order.
 _REWRITES = [
     (NOTES, ""),
@@ -72,16 +72,16 @@ _WRAPPER = re.compile(
 
 
 class Number(NamedTuple):
-    """A number, and whether it was written as a percentage, whose value is 50 for ``50%``."""
+    """A number, and whether it was written as a percentage; the value of ``50%`` is 50."""
 
     value: Fraction
     percent: bool
 
     def equals(self, other: Number, *, sign_may_miss: bool = False) -> bool:
-        """Tell whether two numbers are equal, or one is a rounded or truncated decimal of the other
-        (``is_decimal_of``).
+        """Tell whether two numbers are equal, or one is the other one rounded or truncated (by the rule of
+        ``is_decimal_of``).
 
-        A percentage such as ``50%`` equals 0.5, and the plain number 50 only where ``sign_may_miss``.
+        A percentage such as ``50%`` equals 0.5; it equals the plain number 50 only with ``sign_may_miss``.
         """
         if self.percent != other.percent:
             return self._share() == other._share() or (sign_may_miss and self.value == other.value)
@@ -99,7 +99,8 @@ class Number(NamedTuple):
 
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
-    """Tell whether ``decimal`` is ``value``, which has no finite decimals, rounded or truncated at its last digit.
+    """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit; False if ``value`` has
+    finite decimals, and must be given exactly.
 
     ``decimal`` must have at least ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
     """
@@ -112,7 +113,7 @@ def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
 
 
 def decimal_places(value: Fraction) -> int | None:
-    """Count the digits after the decimal point of a fraction's decimal form; None if it has no finite one."""
+    """Count the digits after the decimal point of a fraction; None if its decimal form is not finite."""
     rest, places = value.denominator, 0
     for prime in (2, 5):
         power = 0
@@ -123,11 +124,11 @@ def decimal_places(value: Fraction) -> int | None:
 
 
 def parse_number(text: str) -> Number | None:
-    """Read ``text`` as one number; None if anything but the number could change its value.
+    """Read ``text`` as one number; None if the text around the number could change its value.
 
-    Numbers may have thousands separators, decimals, fractions, powers of ten, percent and currency signs, in plain
-    text, LaTeX, digits of any script or English words; with words before it that present it, and its unit after it
-    (``units``). In an equation such as ``6 * 3 = 18``, the last side is read.
+    A number may have thousands separators, decimals, fractions, powers of ten, percent and currency signs, in plain
+    text, LaTeX, digits of any script or English words. Before it there may be words that present it ("the total is"),
+    and after it its unit (``units``). In an equation such as ``6 * 3 = 18``, the last side is read.
     """
     if len(text) > MAX_ANSWER:
         return None
@@ -143,7 +144,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def exact_number(text: str) -> Number | None:
-    """Parse ``text`` as a number, with optional white space around it; None if it is anything else."""
+    """Parse ``text`` as a number, with optional white space around it; None if ``text`` is or has anything else."""
     if len(text) > MAX_ANSWER:
         return None
     match = _NUMBER.fullmatch(_signed(plain_text(text).strip()))
@@ -151,7 +152,8 @@ def exact_number(text: str) -> Number | None:
 
 
 def leading_number(text: str) -> Number | None:
-    """Read the number at the start of ``text`` if its unit or an aside follows, as in "18 (9 eggs at $2 each)"."""
+    """Read the number at the start of ``text`` if only its unit or a remark in brackets follows, as in "18 (9 eggs at
+    $2 each)"; else None."""
     plain = _signed(plain_text(text[:MAX_ANSWER])).lstrip()
     match = _NUMBER.match(plain)
     number = _value(match) if match else None
@@ -163,8 +165,9 @@ def leading_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """Read the last number of a text, from the last line that has one and is no remark ("Check: ..."). Numbers in
-    parentheses count only if the line has no others, and numbers in bold take precedence."""
+    """Read the last number of a text, from the last line that has a number and is no remark ("Check: ..."); None if
+    there is no number, or words such as "at least" make it a bound. Numbers in parentheses count only if the line has
+    no others, and numbers in bold take precedence."""
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
         line = line[-MAX_ANSWER:]
@@ -197,7 +200,7 @@ def plain_text(text: str) -> str:
 def ascii_digits(text: str) -> str:
     """Rewrite digits, superscripts and fraction characters of any script in ASCII."""
     text = _SUPERSCRIPT.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power.group())}}}", text)
-    text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" + "1/2" in one character is mixed
+    text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # "1" and a one-character "1/2" is 1 + 1/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     return CHINESE.sub(chinese_number, "".join(str(unicodedata.decimal(char, char)) for char in text))
 
@@ -214,7 +217,8 @@ def _unbracketed(plain: str) -> str:
 
 
 def _adds_nothing(rest: str, number: Number) -> bool:
-    """Tell whether the text after a number is its unit, perhaps with an aside in brackets that gives no other value."""
+    """Tell whether the text after a number is only its unit, or empty, perhaps with a remark in brackets that gives no
+    other value."""
     aside = _ASIDE_AT_END.search(rest)
     if aside:
         again = parse_number(re.sub(r"^\s*or\s", "", aside[1]))

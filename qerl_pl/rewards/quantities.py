@@ -18,14 +18,14 @@ _TEMPERATURES = {TABLE["celsius"], TABLE["fahrenheit"]}
 
 
 class Quantity(NamedTuple):
-    """A value with a unit of the table in ``units``."""
+    """A value with a unit from the table in ``units``."""
 
     value: str
     unit: Unit
     certain: bool  # False where the unit may be a product of variables, as in ``2m`` and ``2mg``
 
     def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
-        """Return the value in another unit, of which ``ratio`` times a power of pi make one of this unit."""
+        """Return the value in another unit: one of this unit is ``ratio * pi ** power_of_pi`` of the other."""
         if ratio == 1 and not power_of_pi:
             return self.value
         name, equals, value = self.value.rpartition("=")
@@ -38,8 +38,8 @@ class Quantity(NamedTuple):
 
 
 def quantity(text: str) -> Quantity | None:
-    """Read an answer such as ``6\\text{ cm}``, ``$5`` or ``2 hours 30 minutes`` (in the first of its units) as a value
-    and a unit of the table; None for any other text, such as a list of quantities."""
+    """Read an answer such as ``6\\text{ cm}`` or ``$5`` as a value and a unit from the table, and ``2 hours 30
+    minutes`` as a value in the first of its units; None for any other text, such as a list of quantities."""
     text = unwrap(text)
     money = re.sub(r"^([-\s]*)(?:\\?\$|\\text\{\s*\\?\$\s*\})\s*(?=[\d.])(.*?)(?:\s*dollars)?$", r"\1\2 dollars", text)
     money = re.sub(r"^([-\s]*)\u20ac\s*(?=[\d.])(.*)$", r"\1\2 euros", money)
@@ -76,9 +76,9 @@ def quantity(text: str) -> Quantity | None:
 
 
 def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the values of two answers in the unit of the known one, as far as their units are in the table; None if
-    these measure different things. An answer without a unit is in that of the known one; where only the known one has
-    none, and is a number, the unit is dropped."""
+    """Return the values of two answers in the unit of the known answer, if their units are in the table; None if the
+    units measure different things. If only the completion's answer lacks a unit, it is taken to be in the known
+    answer's; if only the known answer lacks one, and is a number, the completion's unit is dropped."""
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     if isinstance(known, str) and isinstance(given, Quantity):
         if given.unit == _DEGREE and "\\pi" in known:
@@ -95,12 +95,13 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
         return gold, answer
     ratio = given.unit.per(known.unit)
     if _DEGREE in (known.unit, given.unit) and {known.unit, given.unit} & _TEMPERATURES:
-        ratio = Fraction(1), 0  # degrees, of which one answer leaves open what they measure
+        ratio = Fraction(1), 0  # one answer does not say whether its degrees are of an angle or a temperature
     return None if ratio is None else (known.value, given.times(*ratio))
 
 
 def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
-    """Write a part of a whole, such as permille, as a number, and any other text than a quantity as it is."""
+    """Return a part of a whole, such as ``5 permille``, as the text of a number, another quantity as it is, and
+    ``text`` if it is no quantity."""
     if measured is None:
         return text
     return measured if measured.unit.dimension else measured.times(measured.unit.size)

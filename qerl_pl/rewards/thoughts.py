@@ -1,10 +1,12 @@
-"""Find the marks that models put around their thoughts, in linear time.
+"""Find the marks that models put around their thoughts (reasoning before the answer), in time linear in the text's
+length.
 
 Families mark them differently: ``<think>`` (DeepSeek-R1, Qwen3, Olmo 3), ``[THINK]`` (Ministral 3, Magistral),
 ``<|channel>thought`` and ``<channel|>`` (Gemma 4), ``<unused94>thought`` (MedGemma), ``<|channel|>analysis<|message|>``
 (Harmony), ``<seed:think>``, ``<|START_THINKING|>``, ``<|begin_of_thought|>``, or a turn of their own, as
-``<|start_of_role|>thinking<|end_of_role|>``. The common principle is a word for thinking in brackets or as a role, and
-a slash, or a word for the end, in the mark that closes. Letters may be of either case, with blanks inside the brackets.
+``<|start_of_role|>thinking<|end_of_role|>``. What these have in common is a word for thinking in brackets or as a role,
+and in the closing mark a slash or a word for the end. Letters may be of either case, and blanks may be inside the
+brackets.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 from qerl_pl.common.types import Completion, Prompt
 
-OPEN, CLOSE = "<think>", "</think>"  # to these ``in_one_form`` translates all marks
+OPEN, CLOSE = "<think>", "</think>"  # ``in_one_form`` translates all marks to these two
 _THINKING = r"(?:think(?:ing)?|thoughts?|reason(?:ing)?)"
 _TAGS = r"(?:working_out|scratch_?pad|reflection|analysis|(?:inner_)?monologue)"
 _BEGIN, _END = r"(?:begin|start)", r"(?:end|stop)"
@@ -25,7 +27,8 @@ _BAR = r"[|\uff5c]"
 
 
 def _inside(kind: str, word: str) -> str:
-    """Return the regex of what a mark has between its brackets, with groups that are named after its kind."""
+    """Return a regex that matches what a mark of thoughts has between its brackets, with groups named after
+    ``kind``."""
     return (
         rf"\s{{0,8}}(?:(?P<{kind}_end>/|{_END}{_OF})|{_BEGIN}{_OF})?\s{{0,8}}(?!no_)(?P<{kind}>{word})"
         rf"(?:(?P<{kind}_end_after>[_\u2581]{_END})|[_\u2581]{_BEGIN})?\s{{0,8}}"
@@ -51,12 +54,12 @@ _MARK = re.compile("|".join((_SPELT, *_TOKENS)), re.IGNORECASE)
 _THINK = r"(?-i:<(?P<spelt_end>/?)(?:seed:)?(?P<spelt>think)>)"
 _THINK_OR_TOKEN = re.compile("|".join((_THINK, *_TOKENS)), re.IGNORECASE)
 _BRACKET = re.compile(r"[<\[\u25c1](?=[\s/\w|\uff5c])")  # the first character of a mark; a search for it is fast
-_NUM_KEPT = 1024  # texts of which the marks are kept, because every reward asks for them
-_LONGEST = 200  # characters of a mark, and of the white space after it
+_NUM_KEPT = 1024  # number of texts of which the marks are cached, because every reward asks for them
+_LONGEST = 200  # most characters of a mark and the white space after it
 
 
 class Thoughts(NamedTuple):
-    """Position of the thoughts in a text."""
+    """End of the thoughts in a text, and whether they are closed."""
 
     end: int
     """Position after the last mark that closes thoughts; 0 if there is none."""
@@ -66,7 +69,7 @@ class Thoughts(NamedTuple):
 
 @lru_cache(_NUM_KEPT)
 def thoughts_of(text: str) -> Thoughts:
-    """Find the end of a text's thoughts. A mark of another kind within thoughts does not count."""
+    """Find the end of a text's thoughts. While thoughts are open, only marks of the kind that opened them count."""
     end, are_open = 0, False
     for mark, meaning in _marks(text, _MARK):
         are_open = meaning == OPEN or (are_open and meaning != CLOSE)
@@ -81,9 +84,9 @@ def is_mark(text: str) -> bool:
 
 @lru_cache(_NUM_KEPT)
 def in_one_form(text: str) -> str:
-    """Write the marks that are tokens of some family, such as ``[THINK]``, as ``<think>`` and ``</think>``, and leave
-    out marks of another kind within thoughts. Tags that models write as ordinary text, such as ``<reasoning>``, stay as
-    they are, because a reward may ask for them."""
+    """Replace the marks that are tokens of some model family, such as ``[THINK]``, by ``<think>`` and ``</think>``, and
+    remove marks of another kind than the open thoughts. Tags that models write as ordinary text, such as
+    ``<reasoning>``, stay as they are, because a reward may ask for them."""
     pieces, last = [], 0
     for mark, meaning in _marks(text, _THINK_OR_TOKEN):
         pieces += [text[last : mark.start()], meaning]
@@ -99,7 +102,8 @@ def opening_at_the_end(text: str) -> str:
 
 
 def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each mark with ``OPEN``, ``CLOSE``, or an empty text if it is of another kind than the open thoughts."""
+    """Yield each mark with its meaning: ``OPEN``, ``CLOSE``, or the empty text if thoughts are open that a mark of
+    another kind opened."""
     opened, end = None, 0
     for bracket in _BRACKET.finditer(text):
         mark = pattern.match(text, bracket.start()) if bracket.start() >= end else None
@@ -122,12 +126,12 @@ def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str],
 _NO_WORDS = ("channel", "unused", "role", "harmony")
 _WORDS = tuple(name for name in _MARK.groupindex if "_end" not in name and name not in _NO_WORDS)
 _BRACKETS = {"slash": "bar"}
-_OTHERWISE = ("unused", "role")  # kinds whose closing mark has other meanings where no thoughts are open
+_OTHERWISE = ("unused", "role")  # kinds whose closing mark means something else if no thoughts are open
 
 
 def assistant_turn(prompt: Prompt, completion: Completion) -> str:
-    """Return the completion's text, with the mark of thoughts that the chat template wrote at the end of the prompt, if
-    any. Tokens that mark thoughts are written as ``<think>`` and ``</think>``, whatever tokens the model's family has.
+    """Return the completion's text, preceded by the mark that opens thoughts if the chat template wrote one at the end
+    of the prompt. Tokens that mark thoughts are replaced by ``<think>`` and ``</think>``.
 
     Templates of reasoning models (DeepSeek-R1, QwQ, Qwen3.5) open the thoughts themselves, so that such a completion
     holds ``</think>`` alone.

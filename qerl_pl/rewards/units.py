@@ -1,8 +1,9 @@
-"""Tell which words next to a number leave its value as it is (units, things that are counted, and sentences around it),
-and convert units.
+"""Tell which words next to a number do not change its value (units, things that are counted, and the sentence around
+it), and convert units.
 
-Words behind a number are read only if they are a unit or a plural noun, with what it refers to ("miles per hour", "eggs
-in total"). All other words leave the answer unread, because they may change it in any way ("plus one", "is wrong").
+Words behind a number are accepted only if they are a unit or a plural noun, perhaps with words that refer to it ("miles
+per hour", "eggs in total"). An answer with other words behind its number is not read as a number, because they may
+change it in any way ("plus one", "is wrong").
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ class Unit(NamedTuple):
     """A unit of measurement, as a multiple of the base units of its dimension."""
 
     size: Fraction
-    dimension: tuple[tuple[str, int], ...]  # base units and their exponents; empty for a part of a whole
-    radians: int  # exponent of the radian, of which ``size`` leaves out the factor of 1 / pi
+    dimension: tuple[tuple[str, int], ...]  # base units and exponents; empty for a part of a whole (permille)
+    radians: int  # exponent of the radian in the unit; each leaves a factor 1 / pi out of ``size``
 
     def per(self, other: Unit) -> tuple[Fraction, int] | None:
-        """Divide two units: the ratio, and the exponent of pi in it; None if they measure different things."""
+        """Divide this unit by another one; returns a rational factor and the exponent of pi, whose product is the
+        ratio. None if the units measure different things."""
         if self.dimension != other.dimension:
             return None
         return self.size / other.size, other.radians - self.radians
 
 
-# Names of units, the size of each, and the units in which this size is given. Units with a star may have a prefix.
+# Per entry: names of a unit, its size, and the unit that the size is given in, or what a base unit measures. Names with
+# a star may have a prefix such as k or kilo.
 _UNITS = """
 m* meter* metre* 1 length; in inch inches 0.0254 m; ft foot feet 12 in; yd yard 3 ft; mi mile 5280 ft
 g* gram* gramme* 1 mass; t tonne 1000 kg; lb pound 0.45359237 kg; oz ounce 1/16 lb; ton 2000 lb
@@ -56,7 +59,7 @@ _PREFIX_NAMES = {
     "micro": -6,
     "nano": -9,
 }
-# Other symbols, codes of currencies and abbreviations, and names and plurals that do not end in "s" of what is counted.
+# Symbols, currencies and abbreviations that are not in the table, and names of counted things that do not end in "s".
 _SYMBOL = re.compile(
     r"[KMGT]i?B|[ap]\.?m\.?|[AP]\.?M\.?|AD|CE|o'clock|pts|ppm|px|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?"
 )
@@ -73,7 +76,7 @@ _AFTER_NAME = re.compile(
     r"|altogether|more|day|week|month|year|hour"
 )
 _ALONE = re.compile(r"in|total|altogether|left|more|remaining")
-# Words that deny or change a number next to them, prepositions that say what the number behind them is not, and verbs.
+# Words that deny or change a number next to them, prepositions that make the number behind them a bound, and verbs.
 _DENIES = re.compile(
     r"not?|never|none|neither|nor|cannot|\w+n't|without|except|excluding|besides|but|unless|or|either|maybe|perhaps"
     r"|almost|nearly|than|least|most|wrong|incorrect|false|invalid|error|mistake|impossible|rather|instead|half|twice"
@@ -90,8 +93,8 @@ _VERBS = re.compile(
 
 
 def names_unit(words: str) -> bool:
-    """Tell whether the words directly behind a number only name its unit or what is counted, as in "km/h", "years old",
-    "apples a day" or "in total"; an empty text does."""
+    """Tell whether the words directly behind a number only name its unit or what is counted, as "km/h", "years old",
+    "apples a day" and "in total" do; True if there are no words."""
     words = re.sub(r"(?<=[A-Za-z])\s*\^\s*\{?\s*-?\d\s*\}?|(?<=[A-Za-z])[23]\b", "", words)
     words = words.replace("/", " per ").strip(" .,;:*\"'-")
     tokens = re.findall(r"[^\s-]+", words)
@@ -115,8 +118,8 @@ def names_unit(words: str) -> bool:
 
 
 def leads_to_number(words: str) -> bool:
-    """Tell whether a text before a number, such as "The total is" or "She makes", presents the number as it is; "at
-    least", "half of" and "anything except" do not."""
+    """Tell whether a text before a number, such as "The total is" or "She makes", leaves the number's value as it is;
+    "at least", "half of" and "anything except" do not."""
     clause = re.split(r"[.,;:!?]\s", words.lower().strip() + " ")
     last = next((part for part in reversed(clause) if part.strip()), "")
     tokens = re.findall(r"[a-z']+", last)
@@ -126,7 +129,7 @@ def leads_to_number(words: str) -> bool:
 
 
 def denies(words: str) -> bool:
-    """Tell whether some of the words deny or change a number next to them."""
+    """Tell whether one of the words, such as "not", "half" or "plus", denies or changes a number next to it."""
     return _any(_DENIES, re.findall(r"[a-z']+", words.lower()))
 
 
@@ -135,14 +138,14 @@ def _any(pattern: re.Pattern[str], words: list[str]) -> bool:
 
 
 def _is_name(token: str) -> bool:
-    """Tell whether a word is a unit or its power, or a plural."""
+    """Tell whether a word is a unit, a word for its power ("square"), or a plural."""
     known = any(pattern.fullmatch(token) for pattern in (_SYMBOL, _NAME, _PLURAL, _POWER))
     return known or _known_unit(token) is not None or _NAME.fullmatch(token.removesuffix("s")) is not None
 
 
 def unit_of(words: str) -> Unit | None:
-    """Return the unit that words directly behind a number begin with, as in "square feet of carpet"; None if the words
-    do more than name it, or if it is not in the table."""
+    """Return the unit with which the words directly behind a number begin, as in "square feet of carpet"; None if the
+    unit is not in the table, or if the words do more than name it."""
     return _product(words) if names_unit(words) else None
 
 

@@ -1,5 +1,5 @@
-"""Find the answer in a completion without a marker such as ``<answer>``, and the end of the model's turn; linear
-time."""
+"""Find the answer in a completion without a marker such as ``<answer>``, and the end of the model's turn, in time
+linear in the text's length."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _TAIL = 3000  # characters at the end of a completion that are searched for an u
 _ROLE = r"(?:user|human|system|developer|assistant|tool|observation|environment)"
 _END_OF_TURN = re.compile(
     r"(?=<[|\uff5c/\w]|\[[/IE])(?:"
-    # a token in bars that names an end of a text or turn, or the role of another turn
+    # special token in bars that names the end of a text or turn, or the role of another turn
     "(?i:<[|\uff5c](?:im_end|endof(?:text|prompt)|end|return|call|(?:[a-z]{1,20}_)??eo[smt](?:_id)?"
     r"|end[_\u2581]of[_\u2581](?:text|turn|role|sentence|utterance|message)(?:_token)?"
     rf"|(?:[a-z]{{1,20}}_)??{_ROLE}(?:_end)?)[|\uff5c]>)"
-    r"(?!\s{0,4}<\|start\|>assistant)"  # there the turn goes on in another of Harmony's channels
+    r"(?!\s{0,4}<\|start\|>assistant)"  # after such an end, the turn goes on in another channel of the Harmony format
     r"|</s>|<eos>|<eot>|<turn\|>|<end_of_(?:turn|utterance)>|\[/?INST\]|\[EOS\]"
     rf"|<\|(?:im_start|start_header_id|start_of_role|turn|start)\|?>(?={_ROLE})(?!(?<=<\|start\|>)assistant)"
     r"|<start_of_turn>(?:user|model))"
@@ -41,7 +41,8 @@ _REASON = re.compile(r",\s+(?:because|since|as|which)\b.*|(?<=\S)\s+\((?!or\b)[a
 # Matches text between math delimiters, or bold text that is not a heading.
 _MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)"
-    # "$5 and $" is currency: as in Pandoc's Markdown, a closing $ has no blank before it and no digit after it.
+    # As in Pandoc's Markdown, a closing $ has no blank before it and no digit after it, so the "$5 and $" of two prices
+    # is no formula.
     r"|(?P<money>(?<=\d)\$(?=[\s,.;)])|(?<!\\)\$(?=(?:<<[^<>]*>>)?[-.\d])(?!(?:\\.|[^$\\\n])*[^\s$\\]\$(?!\d)))"
     r"|(?<!\\)\$((?:\\.|[^$\\\n])+)\$"
     r"|\*\*([^*$\\\n]+)(?<!:)\*\*(?!:|[ \t]*\n\s*\S)",
@@ -49,22 +50,22 @@ _MATH = re.compile(
 )
 # Matches the text after the name of a quantity that gives its value: "$x$ is 9", "$AB$ equals 5 cm", "$f$ is even."
 _VALUE = re.compile(r"\s*(?:is|are|equals|must be|=)\s+(?:equal to\s+)?((?=[-+\u2212$]?[.\d])[^\n]+|[a-z]+\.?$)")
-_MAX_WORDS = 3  # words of at least three letters in an answer in bold; bold text with more is a sentence
-_MAX_QUESTIONS = 4  # most further questions ("Question: ...") of a completion that are examined; bounds the time
+_MAX_WORDS = 3  # bold text with more words of at least three letters is a sentence and no answer
+_MAX_QUESTIONS = 4  # limit on further questions ("Question: ...") that are examined; bounds the time
 _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]+)*[A-Za-z]{0,2}")
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last mark that closes thoughts, such as ``</think>``; empty if thoughts were not
-    closed."""
+    """Return the text after the last mark that closes thoughts, such as ``</think>``; the empty text if thoughts are
+    still open at the end."""
     end, are_open = thoughts_of(text)
     return "" if are_open else text[end:]
 
 
 def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
-    """Return the text up to the end of the model's turn: a special token that was left in the text, or a further
-    question ("Question: ...") after an answer. An answer is text marked by ``marker``; with ``stated`` true, also a
-    sentence such as "the answer is 5"."""
+    """Return the text up to the end of the model's turn, which is a special token in the text that ends a turn, or a
+    further question ("Question: ...") after an answer. An answer is a text marked by ``marker`` or, with ``stated``
+    true, a sentence such as "the answer is 5"."""
     end = next((tag for tag in _END_OF_TURN.finditer(text) if text[: tag.start()].strip()), None)
     text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
     thoughts, are_open = thoughts_of(text)
@@ -78,14 +79,15 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
 
 
 def final_part(text: str) -> str:
-    """Return the last ``_TAIL`` characters of the text after the thoughts; empty if thoughts were not closed."""
+    """Return the last ``_TAIL`` characters of the text after the thoughts; the empty text if thoughts were never
+    closed."""
     end, are_open = thoughts_of(text)
     return "" if are_open and not end else text[end:][-_TAIL:]
 
 
 def stated_answer(text: str) -> str | None:
-    """Return the answer stated by the last "answer is", "answer:" or heading "Answer": the text up to the end of the
-    sentence or to a reason ("because ...")."""
+    """Return the answer behind the last "answer is", "answer:" or heading "Answer", up to the end of the sentence or to
+    a reason ("because ..."); None if there is none."""
     answers = [stated or option for stated, option in _STATED.findall(final_part(text))]
     if not answers:
         return None
@@ -93,14 +95,15 @@ def stated_answer(text: str) -> str | None:
 
 
 def last_math(text: str) -> str | None:
-    """Return the last expression between math delimiters, or the last short text in bold. Expressions that only ``,``,
-    ``and`` or ``or`` separate are one answer; of a name, the value that follows ("$x$ is 9") is returned."""
+    """Return the last text that is between math delimiters, or in bold and short; None if there is none. If only ``,``,
+    ``and`` or ``or`` separates the last such texts, they are one answer. If the text is a name and its value follows,
+    as in "$x$ is 9", the value is returned."""
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):
         content = next(filter(None, match.groups())).strip()
         if match["money"]:
-            spans.clear()  # forget expressions that come before an amount of money
+            spans.clear()  # an amount of money makes expressions before it no answers
         elif content and not (match[6] and len(re.findall("[A-Za-z]{3,}", content)) > _MAX_WORDS):
             spans.append((match.start(), match.end(), content))
     if not spans:

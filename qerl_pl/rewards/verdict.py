@@ -2,8 +2,9 @@
 
 from typing import Literal, NamedTuple, get_args
 
-# Why a row is unscored: its known answer cannot be read; reading that took too long, ended the worker process twice, or
-# took too much memory (if only the completion's answer does so, the score is 0); or the reward returned None.
+# Causes for which a row is unscored: its known answer cannot be read; reading the known answer took too long, ended the
+# worker process twice, or took too much memory (if the completion's answer is the reason, the score is 0 instead); or
+# the reward returned None.
 Cause = Literal["known_answer", "hang", "crash", "memory", "unsaid"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -14,10 +15,10 @@ class Verdict(NamedTuple):
     score: float | None
     """1 for a correct answer, 0 for a wrong or missing one, None for an unscored row, which is not trained on."""
     reason: str
-    """Reason of the score for people, one line: the two values that were compared, or what is missing."""
+    """Reason of the score, for people to read, in one line: the two values that were compared, or what is missing."""
     cause: Cause | None = None
-    """Cause of an unscored row."""
+    """Cause for which the row is unscored."""
 
 
 def no_progress(count: int) -> None:
-    """Ignore reports of progress."""
+    """Do nothing, in the place of a function that takes reports of progress."""

@@ -1,8 +1,8 @@
-"""Compare answers in worker processes, so that an answer that hangs or crashes sympy ends a worker and not the run.
+"""Compare answers in worker processes, so that an answer at which sympy hangs or crashes ends a worker and not the run.
 
-All code of this module runs in the calling thread, which may be any thread, without signal handlers or helper threads.
-Workers are new interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this process do not
-affect them.
+All code of this module runs in the thread that calls it, which may be any thread, without signal handlers or further
+threads. Workers are new interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this
+process do not affect them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from qerl_pl.rewards.verdict import Verdict
 
 START_LIMIT = 120.0  # seconds that a worker process may take to start, i.e. to import math-verify, on a busy machine
 MAX_FAILED_STARTS = 3
-# wall-clock limit of a comparison, divided by its limit of processor time; above 1 for busy machines
+# ratio of a comparison's limit of wall-clock time to its limit of processor time; above 1 for busy machines
 WALL_FACTOR = 10.0
 _ROOT = Path(__file__).parents[2]
 
 
 class Verifier:
-    """Compares answers in a pool of worker processes, which start at the first call and end with this process or
+    """Compares answers in a pool of worker processes, which start at the first call and end with this process or at
     ``close``.
 
     Args:
-        num_workers: number of processes; None takes one per core that this process may use, at most 4.
-        time_limit: processor time per comparison, in seconds.
+        num_workers: number of processes; None starts one per core that this process may use, but at most 4.
+        time_limit: limit on the processor time of one comparison, in seconds.
     """
 
     def __init__(self, num_workers: int | None = None, time_limit: float = 1.0) -> None:
@@ -55,16 +55,17 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """Compare pairs of known answer and answer; ``progress`` gets the number of rows finished since its last call.
+        """Compare each row's known answer with the completion's answer; ``progress`` is called with the number of rows
+        finished since its last call.
 
         A row whose worker dies is tried once more. A row that exceeds the time or memory limit, or ends its worker
-        twice, scores 0 if the known answer can be parsed by itself, because otherwise a policy could avoid negative
-        advantages by writing such answers. If the known answer cannot be parsed, the row is unscored. Equal rows are
-        judged once, because the completions of a group often have the same answer.
+        twice, scores 0 if the known answer alone can be parsed: if it were unscored, a policy could avoid negative
+        advantages by writing such answers. If the known answer cannot be parsed, the row is unscored. Of equal rows,
+        one is judged, because the completions of a group often have the same answer.
         """
         with self._lock:
             if os.getpid() != self._owner:
-                self._begin()  # in a forked process, start own workers; the known ones are the parent's
+                self._begin()  # forked: the listed workers belong to the parent process
             try:
                 distinct = list(dict.fromkeys(rows))
                 verdicts = dict(zip(distinct, self._run(distinct, progress), strict=True))
@@ -72,9 +73,8 @@ class Verifier:
                 progress(len(rows) - len(distinct))
                 return [verdicts[row] for row in rows]
             finally:
-                if any(
-                    worker.row is not None for worker in self._workers
-                ):  # interrupted: nobody will read their answers
+                # after an error, nobody reads the answers of workers that still compare
+                if any(worker.row is not None for worker in self._workers):
                     _stop_all(self._workers, self._owner)
 
     def pids(self) -> list[int]:
@@ -92,7 +92,7 @@ class Verifier:
         weakref.finalize(self, _stop_all, self._workers, self._owner)  # also at the interpreter's exit
 
     def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
-        # If the known answer can be parsed by itself, the model's answer is the cause of the failure.
+        # If the known answer alone can be parsed, the completion's answer caused the failure.
         failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
         golds = list(dict.fromkeys(gold for gold, _ in failed))
         known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: progress(0)), strict=True))
@@ -123,7 +123,7 @@ class Verifier:
                     failed_starts += not worker.ready
                 elif row in retried or worker.failure.cause == "hang":
                     verdicts[row] = worker.failure
-                else:  # after a crash, since the machine may have been the cause
+                else:  # after a crash the row is tried again, because the machine may have been the cause
                     retried.add(row)
                     waiting.appendleft(row)
             if failed_starts > MAX_FAILED_STARTS:
@@ -136,11 +136,12 @@ class Verifier:
 
 
 class _Worker:
-    """One worker process, and the row that it judges."""
+    """One worker process, and the row that it is judging."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        # A fixed hash seed makes sympy's orderings, and with them the verdicts, the same in every run.
+        # sympy's orderings, and with them verdicts, depend on the hash seed; a fixed seed makes them the same in every
+        # run.
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "qerl_pl.rewards.worker"],
@@ -166,7 +167,7 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Return the verdict; None if the process still works, or hung or died (then ``failure`` is set)."""
+        """Return the verdict; None if there is none yet, or if the process hung or died, which sets ``failure``."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
         if not wait([self.stdout.fileno()], 0):
             self.stop()
@@ -189,19 +190,19 @@ class _Worker:
         return Verdict(*json.loads(line))
 
     def stop(self, patience: float = 0.0) -> int:
-        """Kill the process if it still runs, and reap it; returns the exit status, -N if signal N ended it."""
+        """Kill the process if it still runs, and wait for its end; returns the exit status, -N if signal N ended it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         self.process.kill()
         status = self.process.wait()
         self.stdout.close()
-        with suppress(BrokenPipeError):  # the process never read its row
+        with suppress(BrokenPipeError):  # the process ended before it read its row
             self.stdin.close()
         return status
 
 
 def _due(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until some workers have a verdict, have died, or have exceeded their time; returns these."""
+    """Wait until some workers have a verdict, have died, or have exceeded their time; returns these workers."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
     readable = wait([worker.stdout.fileno() for worker in workers], min(patience, START_LIMIT))
     now = time.monotonic()

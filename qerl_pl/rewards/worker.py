@@ -12,12 +12,12 @@ import signal
 import sys
 
 MEMORY = 4 * 2**30  # bytes of address space
-HEAVY = 2**30  # bytes of resident memory; above this a verdict may be wrong, because sympy catches MemoryError
+HEAVY = 2**30  # bytes of resident memory; with more, a verdict may be wrong, because sympy catches MemoryError
 
 
 def main() -> None:
     """Compare answers until the end of input. SIGPROF ends the process when a comparison takes too long."""
-    # Ctrl-C is left to the trainer, which then closes this process's input
+    # Ctrl-C is left to the trainer, which then closes this process's input and so ends it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -27,12 +27,12 @@ def main() -> None:
     # loads the parser's grammar and sympy's lazy modules before the first timed comparison
     judge("\\frac{1}{2}", "x = \\sqrt{1} / 2")
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    with open(os.devnull, "w") as nowhere:  # libraries must not print between the lines of output
+    with open(os.devnull, "w") as nowhere:  # what libraries print is discarded
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        gold, answer, limit = json.loads(line)  # an answer of null asks whether the known answer can be read
+        gold, answer, limit = json.loads(line)  # a line whose answer is null asks whether the known answer can be read
         signal.setitimer(signal.ITIMER_PROF, limit)
         try:
             verdict = judge_known(gold) if answer is None else judge(gold, answer)
@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def peak_memory() -> int:
-    """Peak resident memory of this process in bytes. (``getrusage`` would include its parent's memory before exec.)"""
+    """Return the peak resident memory of this process in bytes. (The value of ``getrusage`` would include the parent's
+    memory, from before the exec.)"""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
