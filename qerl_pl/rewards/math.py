@@ -97,8 +97,8 @@ class MathAnswer:
     unit, the completion's unit is ignored. The known answer may be a whole solution that ends in a box or in ``####``.
     Values are compared exactly, with one exception: a decimal of at least six significant digits equals a value without
     finite decimals (such as 1/3) if it is that value rounded or truncated at the decimal's last digit. ``50%`` equals
-    0.5, and equals 50 only if the known answer has the percent sign. The sides of an approximation such as ``1/3 \\approx
-    0.333`` have to agree.
+    0.5, and equals 50 only if the known answer has the percent sign. The sides of an approximation such as ``1/3
+    \\approx 0.333`` have to agree.
 
     The comparison runs in worker processes. A row whose comparison hangs or kills its worker scores 0 if the known
     answer alone can be parsed. A row whose known answer cannot be parsed is unscored, unless the completion's answer is
