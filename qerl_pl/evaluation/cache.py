@@ -1,4 +1,5 @@
-"""A cache of an evaluation's finished batches, so that an interrupted one can be resumed, and the cache's key."""
+"""A cache of an evaluation's finished batches, so that an interrupted evaluation can be resumed, and the cache's
+key."""
 
 from __future__ import annotations
 
@@ -23,18 +24,19 @@ from qerl_pl.rollout.common import end_tokens
 
 
 class EvaluationCache:
-    """Stores the records of finished batches in files named by a digest of everything that the records depend on.
+    """Stores the records of finished batches in files whose names are digests of everything that the records depend on.
 
     Args:
         folder: folder of the cache's files.
-        identity: everything but the prompts that the records depend on, as JSON; see ``evaluation_identity``.
+        identity: everything that the records depend on, except the prompts, as ``evaluation_identity`` returns it.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder / _digest(identity)
 
     def read(self, prompts: Sequence[Prompt], *, num_rows: int) -> list[dict[str, Any]] | None:
-        """Return the ``num_rows`` stored records of a batch, or None if it is not finished or its file is damaged."""
+        """Return the ``num_rows`` stored records of a batch, or None if there is no file of the batch, or it is
+        damaged."""
         try:
             rows = [json.loads(line) for line in read_lines(self._path(prompts))]
         except (FileNotFoundError, ValueError):  # not UTF-8, or no JSON
@@ -42,7 +44,7 @@ class EvaluationCache:
         return rows if len(rows) == num_rows else None
 
     def write(self, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Store the records of a batch atomically."""
+        """Store the records of a batch in its file, which is written as a whole or not at all."""
         write_whole(self._path(prompts), "".join(json.dumps(row) + "\n" for row in rows))
 
     def _path(self, prompts: Sequence[Prompt]) -> Path:
@@ -59,7 +61,8 @@ def evaluation_identity(
         sampling: settings with which completions are sampled.
         run: identity of the run: base, adapter settings, seed.
         built: settings of engine and rewards.
-        parts: engine and rewards, whose source files count, so that an edited reward is another one.
+        parts: engine and rewards; digests of their source files are collected, so that an edited reward does not get
+            records that were cached before the edit.
     """
     base = Path(policy.base)
     tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
@@ -77,8 +80,8 @@ def evaluation_identity(
 
 
 def _source(value: object) -> str:
-    """Return the import path of a class or function, or of an object's class, with a digest of its source file; of a
-    module in a package, of all files of the package, because they often use one another."""
+    """Return the import path of a class or function, or of an object's class, with a digest of its source file. If the
+    module is in a package, the digest is of all files of the package, because they often use one another."""
     owner: Any = value if isinstance(value, type | FunctionType) else type(value)
     path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))

@@ -21,14 +21,14 @@ from qerl_pl.rollout.loop import RolloutLoop
 
 
 class Evaluation:
-    """Evaluates a policy in one pass over the held-out prompts.
+    """Evaluates a policy in one pass over the prompts of an evaluation.
 
     Args:
         loop: rollout loop whose engine holds the policy.
         sampling: settings with which completions are sampled.
-        seed: seed of the sampling, the same for every batch.
+        seed: seed of sampling, the same for every batch.
         cache: cache of finished batches, to resume an interrupted evaluation; None stores nothing.
-        device: device of the means over ranks, on which the process group's collectives run.
+        device: device on which means are computed; the process group's collectives must run there.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Evaluation:
         names = [*(term.name for term in loop.rewards), *(name for name in _OF_ROWS if name != "reward" or rewarded)]
         self._means = MetricCollection({name: Mean() for name in names}, compute_groups=False).to(device)
         self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)
-        self._add([])  # a rank may get no prompts at all
+        self._add([])  # the means of a rank that gets no prompts are defined, too
 
     def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Return one record per completion of a batch of prompts, from the cache or newly sampled and scored."""
@@ -59,11 +59,12 @@ class Evaluation:
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:
-        """Average the records over the completions of all ranks, [] fp64 each; empty if there is none. Collective.
+        """Average the records over the completions of all ranks, by name, [] fp64 each; empty if there are no
+        completions. Collective.
 
-        The result has the mean of every reward by its name, of the weighted sum (``reward``) and of ``_OF_ROWS``; and,
-        with several completions per problem, pass@k, where a completion is right if the first reward gives it 1. A
-        completion that could not be scored counts as 0.
+        The result has the mean of every reward by its name, of the weighted sum (``reward``), and of length, truncated
+        share and unscored share. With several completions per problem it also has pass@k, where a completion is right
+        if the first reward gives it 1. A completion that could not be scored counts as 0.
         """
         if self._loop.rewards and never_right(self._rows, name := self._loop.rewards[0].name):
             rank_zero_warn(
@@ -90,7 +91,8 @@ class Evaluation:
 
 
 def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether a reward gives positive values but never 1, so that it does not say what is right."""
+    """Return whether a reward gave positive values but never 1, so that it does not tell which completions are
+    right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     return 1 not in values and any(value > 0 for value in values)
 

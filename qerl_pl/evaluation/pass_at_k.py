@@ -1,4 +1,4 @@
-"""Compute pass@k and avg@n from n completions of each of P problems, and bootstrap intervals of means over problems."""
+"""Compute pass@k and avg@n (accuracy) from n completions of each of P problems, and bootstrap intervals of means."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
-    """Estimate without bias the chance, [P] fp64, that at least one of k completions is right (arXiv 2107.03374, eq.
-    1): 1 - C(n - c, k) / C(n, k) for c right completions, ``num_correct`` [P] int64, of n. With k = 1 it is their
-    share, avg@n. ValueError if k is not in 1 to n, or a count not in 0 to n."""
+    """Estimate for each of P problems, without bias, the probability [P] fp64 that at least one of k completions is
+    right (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k), where ``num_correct`` [P] int64 has the number c of
+    right completions among n. With k = 1 this is the share c / n, avg@n. ValueError if k is not in 1 to n, or a count
+    not in 0 to n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be computed from {n} completions; expected k from 1 to {n}")
     if len(num_correct) and not 0 <= int(num_correct.min()) <= int(num_correct.max()) <= n:
@@ -21,8 +22,8 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
 
 
 def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
-    """Compute avg@n, and pass@k for k = 2, 4, 8, ... and n, of each of P problems, by name: [P] fp64; with n = 1 only
-    avg@1."""
+    """Compute avg@n, and pass@k for k = 2, 4, 8, ... up to n and for n, of each of P problems; returns [P] fp64 by
+    name, with n = 1 only avg@1."""
     powers = {2**power for power in range(1, n.bit_length())}
     return {f"avg@{n}": pass_at_k(num_correct, n, 1)} | {
         f"pass@{k}": pass_at_k(num_correct, n, k) for k in sorted(powers | {n} - {1})
@@ -31,7 +32,7 @@ def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
 
 def bootstrap_interval(values: Tensor) -> tuple[float, float]:
     """Compute a 95 % percentile bootstrap interval of the mean of [P] values, one per problem, from 2000 draws of P
-    problems with replacement; equal values give equal intervals."""
+    problems with replacement, with a fixed seed. Returns its lower and upper end."""
     rows = torch.randint(len(values), (2000, len(values)), generator=torch.Generator().manual_seed(0))
     low, high = torch.quantile(values.double()[rows].mean(dim=1), values.new_tensor([0.025, 0.975]).double()).tolist()
     return low, high

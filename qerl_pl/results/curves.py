@@ -14,9 +14,9 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util.tensor_util import make_ndarray
 
 SURPRISAL = "rollout/surprisal"
-"""Name of the entropy of the sampling distribution, noise and temperature included."""
-HEADER = 12  # bytes of a record before its data: the data's length, and a checksum of the length
-FOOTER = 4  # bytes of a record after its data: the data's checksum
+"""Logged name of the estimated entropy of the sampling distribution, noise and temperature included."""
+HEADER = 12  # bytes before the data of a record: the data's length, and a checksum of this length
+FOOTER = 4  # bytes after the data of a record: the data's checksum
 
 
 class Scalar(NamedTuple):
@@ -39,9 +39,9 @@ class Curve(NamedTuple):
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read all scalars of a run. If a resumed run logged a step a second time, the later value is taken. Unreadable
-    parts of a damaged event file are skipped, with a warning on stderr. ValueError: no event file, or none with a
-    readable scalar."""
+    """Read all scalars of a run from its event files; returns curves by name. If a resumed run logged a step a second
+    time, the later value is taken. Unreadable parts of a damaged event file are skipped, with a warning on stderr.
+    ValueError: there is no event file, or none with a readable scalar."""
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
         raise ValueError(_without_events(run))
@@ -73,7 +73,8 @@ def _without_events(folder: Path) -> str:
 
 
 def read_scalars(path: Path) -> tuple[list[Scalar], int]:
-    """Read the scalars of an event file, in the order in which they were written.
+    """Read the scalars of an event file in the order in which they were written. A record with a wrong checksum is
+    skipped.
 
     Returns:
         The scalars, and the number of bytes that could not be read.
@@ -106,7 +107,8 @@ def _scalars(event: Event) -> list[Scalar]:
 
 
 def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
-    """Summarise a run in numbers: accuracy, reward, entropy, speed and sampler-trainer gap, where they were logged."""
+    """Summarise a run in numbers by name: those of accuracy, reward, entropy, speed and difference between the
+    log-probabilities of sampler and trainer that were logged."""
     summary: dict[str, float] = {}
     for name, tag, window in (
         ("accuracy (held out)", "val/accuracy", 1),

@@ -23,37 +23,41 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Protocol of a reward that also gives reasons: its ``judge`` is called in place of ``__call__``."""
+    """Protocol of a reward that also gives reasons for its scores: its ``judge`` is called instead of ``__call__``."""
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Return one verdict per row; call ``progress`` with the number of rows finished since the last call."""
+        """Return one verdict per row, given the texts of completions and the known answers; call ``progress`` with the
+        number of rows finished since its last call."""
         ...
 
 
 @runtime_checkable
 class Limited(Protocol):
-    """Protocol of a reward that depends on the limit on the length of completions."""
+    """Protocol of a reward whose scores depend on the largest length that completions may have."""
 
     def limited_to(self, max_tokens: int) -> Callable[..., Any]:
-        """Return a copy for completions of at most ``max_tokens`` tokens; ValueError if it has another limit."""
+        """Return a copy of the reward for completions of at most ``max_tokens`` tokens; ValueError if the reward was
+        given another limit."""
         ...
 
 
 class Reward(Protocol):
-    """Scores completions: a class, whose constructor takes its settings, or a plain function.
+    """Scores completions. A reward is an object of a class, whose constructor takes the reward's settings, or a plain
+    function.
 
-    Its arguments are given by name, so the order of the parameters does not matter, and annotations are not needed. A
-    reward with other parameters is called as TRL calls reward functions (``rewards/calling.py``).
+    The arguments are passed by name, so the order of the parameters does not matter, and annotations are not needed. A
+    reward with other parameters than these two is called as TRL calls reward functions (``rewards/calling.py``).
     """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        """Return one score per row, or None: such a row is left out of the loss, which differs from a score of 0.
+        """Return one score per row, or None for a row that cannot be scored: it is left out of the loss, while a row
+        that scores 0 is trained on.
 
         Args:
             prompts: [B] the prompt of each row, repeated for the rows of a group, with ``text``, ``messages``,
-                ``tokens``, ``answer``, and ``row``, which has all columns of the data set's row.
+                ``tokens``, ``answer``, and ``row``, which holds the problem's columns in the data set.
             completions: [B] the completion of each row, with ``text``, ``tokens``, ``logprobs`` and ``finished``.
         """
         ...
@@ -66,18 +70,19 @@ class WeightedReward:
     Args:
         name: name that the scores are logged under.
         reward: a function of two lists, prompts and completions, that returns a list with a number for each completion,
-            or None for an unscored one; or a class with such a ``__call__``. With other parameters, such as columns of
-            the data set, it is called as TRL calls reward functions.
-        weight: factor of the scores in the sum. With 0 the scores are only logged, and a row that this reward leaves
-            unscored is trained on all the same.
-        time_limit: seconds that the reward may take for a batch, after which the run stops; null sets no limit. If the
-            reward has a ``judge`` method, which reports progress, the limit is on the time between two reports.
-        messages: only for rewards that are called as TRL does: true gives prompts and completions as lists of
-            messages, false as texts; null: messages if the question in the data set is a list of messages.
+            or None for a completion that it cannot score; or a class with such a ``__call__``. A reward with other
+            parameters, such as columns of the data set, is called as TRL calls reward functions.
+        weight: factor of the scores in the sum. With 0 the scores are only logged, and a row is trained on even if this
+            reward cannot score it.
+        time_limit: seconds that the reward may take for a batch; after that, the run stops. null sets no limit. For a
+            reward with a ``judge`` method, which reports progress, this is the limit on the time between two reports.
+        messages: only for rewards that are called as TRL calls them: true passes prompts and completions as lists of
+            messages, false as texts; null passes messages if the questions in the data set are lists of messages.
 
     Raises:
         ValueError: the name is empty, the weight is not finite, time_limit is not positive, the reward's parameters
-            name neither prompts nor completions, or ``messages`` is set for a reward that gets objects.
+            name neither prompts nor completions, or ``messages`` is set for a reward that gets ``Prompt`` and
+            ``Completion``.
     """
 
     name: str
@@ -106,9 +111,9 @@ class RewardTable(NamedTuple):
     """The scores of one batch."""
 
     total: Tensor
-    """[B] fp32, weighted sum of the components, 0 on unscored rows."""
+    """[B] fp32, weighted sum of the rewards' scores, 0 on unscored rows."""
     scored: Tensor
-    """[B] bool, False where a component that has a weight is unscored."""
+    """[B] bool, False for a row that a reward with a weight other than 0 left unscored."""
     components: dict[str, Tensor]
     """Scores by name of the reward, [B] fp32, before weighting; NaN for completions that the reward left unscored."""
     verdicts: dict[str, tuple[Verdict, ...]]
@@ -120,11 +125,11 @@ class RewardTable(NamedTuple):
 
     @property
     def rewarded(self) -> bool:
-        """Whether a reward with a weight scored the batch, without which ``total`` is 0 and means nothing."""
+        """Whether there is a reward with a weight other than 0; without one, ``total`` is 0 and means nothing."""
         return bool(self.components.keys() - self.only_logged)
 
     def causes(self) -> dict[Cause, int]:
-        """Count the missing scores by cause, including causes with 0."""
+        """Count the missing scores by cause; causes that did not occur have 0."""
         counts = Counter(verdict.cause for verdicts in self.verdicts.values() for verdict in verdicts)
         return {cause: counts[cause] for cause in CAUSES}
 
@@ -136,16 +141,17 @@ class RewardTable(NamedTuple):
 
 
 def have_weight(rewards: Sequence[WeightedReward]) -> bool:
-    """Return whether a reward has a weight; the others are only logged."""
+    """Return whether a reward has a weight other than 0; rewards with weight 0 are only logged."""
     return any(term.weight != 0 for term in rewards)
 
 
 def ready_rewards(
     rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None, optional: bool = False
 ) -> list[WeightedReward]:
-    """Check the rewards of a run together, and give ``max_tokens``, the longest completion that is sampled in training,
-    to rewards that depend on it. ``metric`` names the reward that dynamic sampling filters by, if any; ``optional``
-    says that something else trains the policy, so that there may be no reward, or none with a weight."""
+    """Check the rewards of a run together, and return them with ``max_tokens``, the longest completion that is sampled
+    in training, set in rewards that depend on it. ``metric`` names the reward that dynamic sampling filters by, if any.
+    With ``optional``, a teacher trains the policy, so there may be no reward, or none with a weight. ValueError if
+    names repeat, ``metric`` names no reward, or rewards are missing."""
     _check_names(rewards)
     if not rewards and not optional:
         raise ValueError("model.rewards is empty; expected at least one reward, or a teacher (model.teacher)")
@@ -170,11 +176,12 @@ def score_rewards(
     seed: int = 0,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
-    """Score a batch with every reward. The completions [B] have their text; ``seed`` is that of the global random
-    streams while a reward runs.
+    """Score a batch with every reward. The completions [B] must have their text. While a reward runs, the global random
+    streams are seeded from ``seed`` and the reward's name.
 
     Raises:
-        RewardError: a reward failed, took too long, or did not return one score per row, or the sum is infinite.
+        RewardError: a reward failed, took too long, or did not return one score per row, or a weighted sum is not
+            finite.
     """
     _check_names(rewards)
     if len(prompts) != len(completions):
@@ -211,9 +218,9 @@ def score_rewards(
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
     """Check, before anything is sampled, that the rewards can read the answers of some prompts of the data set.
 
-    Each reward with a ``judge`` method gets the known answers as completions. Other rewards are not called; of these,
-    the columns that their parameters name are looked for. ValueError if a reward can read none of the answers, or takes
-    a column that the data does not have.
+    Each reward with a ``judge`` method is called with the known answers as completions. Other rewards are not called;
+    for them it is checked that the data has the columns that their parameters name. ValueError if a reward can read
+    none of the answers, or takes a column that the data does not have.
     """
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
@@ -244,8 +251,9 @@ def judge_rows(
     metrics: dict[str, list[float]] | None = None,
 ) -> list[Verdict]:
     """Call a reward of any kind; returns one verdict per row, with the reward's reasons if it has a ``judge`` method.
-    ``progress`` is called with the number of rows finished since its last call, ``run`` is the progress of the run, and
-    ``metrics`` gets the numbers that the reward logs by ``log_metric``; the others are as in ``calling.call``."""
+    ``progress`` is called with the number of rows finished since its last call, ``run`` holds the run's optimizer
+    steps, and numbers that the reward logs by ``log_metric`` are added to ``metrics``; the other arguments are as in
+    ``calling.call``."""
     if isinstance(reward, Judge):
         texts = list(map(assistant_turn, prompts, completions))
         verdicts = reward.judge(texts, [prompt.answer for prompt in prompts], progress)

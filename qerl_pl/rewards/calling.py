@@ -2,7 +2,7 @@
 
 A reward whose parameters are ``prompts`` and ``completions``, in any order, or whose ``completions`` are annotated with
 ``Completion``, gets ``Prompt`` and ``Completion``. Any other reward is called as TRL 1.16 calls reward functions:
-``completions`` are texts or lists of messages. Every column of the data set is an argument.
+``completions`` are texts or lists of messages, and every column of the data set is passed as an argument of its name.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from qerl_pl.common.types import Completion, Prompt
 
 OBJECTS = {"prompts", "completions"}
 SAMPLED = ("prompts", "completions", "completion_ids")
-LONGEST_NOTE = 200  # characters of a value that a reward logs for a row
-_NO_COLUMN = ("prompt", "completion", "completion_ids")  # TRL gives these columns no argument of their name
+LONGEST_NOTE = 200  # most characters that are kept of a value that a reward logs for a row
+_NO_COLUMN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass as arguments of their names
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Progress(NamedTuple):
-    """Optimizer steps of the run, done and in all, which rewards in TRL's form may read in ``trainer_state``."""
+    """Number of optimizer steps that the run has done, and that it has in all; rewards that are called as TRL calls
+    them may read both in ``trainer_state``."""
 
     step: int = 0
     max_steps: int = 0
 
 
 class _State:
-    """``transformers.TrainerState`` of the run, made when an attribute is first read: its import takes seconds."""
+    """Stands for the run's ``transformers.TrainerState``, which is made when an attribute is first read, because its
+    import takes seconds."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -46,16 +48,16 @@ class Called(NamedTuple):
     """Result of one call of a reward, with the values that it logged."""
 
     scores: Any
-    """Return value of the reward, not checked."""
+    """What the reward returned, not yet checked."""
     notes: list[str]
-    """[B] values that the reward logged for each row by ``log_extra``."""
+    """[B] texts with the values that the reward logged for each row by ``log_extra``."""
     metrics: dict[str, list[float]]
-    """Numbers that the reward logged for the batch by ``log_metric``."""
+    """Numbers that the reward logged for the batch by ``log_metric``, by name."""
 
 
 def takes_objects(name: str, reward: Callable[..., Any]) -> bool:
-    """Return whether a reward gets ``Prompt`` and ``Completion``; otherwise it is called as TRL calls it. ValueError,
-    with the reward's ``name``, if its parameters name neither prompts nor completions."""
+    """Return whether a reward is called with ``Prompt`` and ``Completion``; if not, it is called as TRL calls rewards.
+    ValueError, with the reward's ``name``, if its parameters name neither prompts nor completions."""
     signature = _signature(name, reward)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
     names = {parameter for parameter, kind in kinds.items() if kind not in _VARIADIC}
@@ -80,11 +82,12 @@ def call(
     messages: bool | None = None,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> Called:
-    """Call a reward without a ``judge`` method with a batch; ValueError if a parameter names no column and has no
-    default. A coroutine, which TRL also accepts as a reward, is run to its end.
+    """Call a reward that has no ``judge`` method on a batch; ValueError if a parameter names no column and has no
+    default. If the reward is a coroutine function, which TRL also accepts, the coroutine is run to its end.
 
-    A reward in TRL's form gets lists of messages if ``messages`` is True or, where it is None, the data set's question
-    is such a list, as in TRL; and ``progress`` as ``trainer_state``.
+    A reward that is called as TRL calls rewards gets lists of messages if ``messages`` is True, texts if it is False,
+    and what TRL would pass if it is None: lists of messages if the questions in the data set are such lists. It gets
+    ``progress`` as ``trainer_state``.
     """
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}
@@ -114,13 +117,15 @@ def call(
 
 
 def check_columns(name: str, reward: Callable[..., Any], prompts: Sequence[Prompt]) -> None:
-    """Check, without calling a reward, that the data set has the columns that its parameters name."""
+    """Check, without calling a reward, that the data set has the columns that the reward's parameters name; ValueError
+    if one is missing."""
     others = () if takes_objects(name, reward) else (*SAMPLED, "trainer_state", "log_extra", "log_metric")
     _bound(name, reward, dict.fromkeys((*_columns(prompts), *sorted(OBJECTS), *others)))
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the columns of the data set, [B] values each; ``answer`` is the known answer if it has no such column."""
+    """Return the columns of the data set, each with B values; ``answer`` is the known answer if the data set has no
+    such column."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.row if name not in _NO_COLUMN)
     columns = {name: [prompt.row.get(name) for prompt in prompts] for name in names}
     return {"answer": [prompt.answer for prompt in prompts], **columns}
@@ -141,8 +146,9 @@ def _sampled(
 
 
 def _called(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    # By keywords, as TRL does, since a decorator's wrapper may have its parameters in another order than the function
-    # whose signature it shows. A wrapper that takes no keywords gets them in that function's order.
+    # Arguments are passed by keyword, as TRL does, because a decorator's wrapper may have its parameters in another
+    # order than the function whose signature it shows. A wrapper that takes no keywords gets the arguments in the order
+    # of that function.
     bound = _bound(name, reward, values)
     first, named = [], {}
     for parameter in bound.signature.parameters.values():
@@ -185,7 +191,7 @@ def _signature(name: str, reward: Callable[..., Any]) -> inspect.Signature:
             raise TypeError("its instances cannot be called")
         whole = inspect.signature(reward.__call__)
         return whole.replace(parameters=list(whole.parameters.values())[1:])  # without self
-    except (TypeError, ValueError):  # of a function written in C, say
+    except (TypeError, ValueError):  # e.g. a function written in C has no signature
         raise ValueError(
             f"reward {name!r} does not say which parameters it has; expected a Python function of prompts and "
             "completions, or a class with such a __call__"

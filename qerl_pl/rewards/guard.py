@@ -38,13 +38,13 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
     The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
     precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded for the
-    call, so a reward's draws depend only on the rollout and not on the code that ran before. Of NumPy and torch this
-    holds if they are imported before the call; `score` runs without them.
+    call, so a reward's draws depend only on the rollout and not on the code that ran before. The settings and streams
+    of NumPy and torch are handled only if these are imported before the call; `score` runs without them.
 
     Args:
         name, num_rows: name of the reward and rows of the batch, for messages.
         time_limit: limit, in seconds, on the time until the call ends or next reports progress; None sets no limit.
-        seed: of the random streams during the call.
+        seed: seed of the random streams during the call.
 
     Raises:
         RewardError: the reward raised an exception, asked the process to exit, or took too long.
@@ -82,7 +82,7 @@ def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):
-        scores = list(scores)  # of a generator, say, or a column of pandas
+        scores = list(scores)  # e.g. a generator, or a column of pandas
     if not isinstance(scores, list | tuple):
         raise RewardError(
             f"reward {name!r} returned {_short(scores)}; expected a list with a number, or None for unscored, for each "

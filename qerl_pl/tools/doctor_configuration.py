@@ -37,26 +37,26 @@ GIB = 2**30
 SCORED = 8
 """Number of training problems whose known answers are given to the rewards in place of completions."""
 LOGS = 10**9
-"""Bytes that the logs of a run take at most, about."""
+"""About the largest number of bytes that the logs of a run take on the disk."""
 CHECKPOINTS = 4
 """Largest number of checkpoint files of a run on the disk: last, previous, best, and the one being written."""
 
 
 class NotChecked(Exception):
-    """A check was left out, because an earlier check failed whose result it needs."""
+    """Raised by a check that is left out, because it needs the result of an earlier check, which failed."""
 
 
 class _Started(Exception):
-    """Ends a run as soon as its engine has started."""
+    """Raised to end a run as soon as its engine has started."""
 
 
 def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tuple[str, Callable[[], str]]]:
-    """List the checks of the configuration that ``fit`` with these arguments has: a name, and a function that returns a
-    finding or raises.
+    """List the checks of the configuration that ``fit`` gets by these arguments: for each a name, and a function that
+    returns the result as a text, or raises an error if the check fails.
 
     The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. If it
-    fails, checks that need its results are left out. ``warm`` also starts the rollout engine, which compiles its
-    kernels.
+    fails, the checks that need its results are left out. With ``warm``, the last check starts the rollout engine, which
+    compiles its kernels.
     """
     objects: list[Any] = []  # the LightningCLI object, if it could be built
 
@@ -67,7 +67,7 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
                 objects.append(training(["fit", *arguments], run_now=False))
             except (ValueError, OSError) as error:
                 raise ValueError(of_error(error, sys.argv[1:])) from error
-            except SystemExit:  # the parser has printed a message
+            except SystemExit:  # the parser has printed its error message
                 raise ValueError(printed.getvalue().rpartition("error: ")[2].strip()) from None
         model = objects[0].model
         rewards = ", ".join(term.name for term in model.rewards)
@@ -129,8 +129,8 @@ def _data(datamodule: Any) -> str:
 
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
-    """Score completions that hold only the known answer, and ones without any, and say whether rewards tell them
-    apart."""
+    """Score completions that consist of the known answer, and completions without an answer; returns a sentence with
+    both means, which says so if the rewards are the same."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)

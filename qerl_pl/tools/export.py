@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
-    """Yield a sentence for each part of an exported adapter that PEFT loads, but vLLM's own LoRA loader ignores."""
+    """Yield a sentence for each part of an exported adapter that PEFT loads and vLLM's own LoRA loader ignores."""
     if settings.train_norms:
         yield "it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not"
     config = Path(read_json(output / "adapter_config.json")["base_model_name_or_path"]) / CONFIG
@@ -63,7 +63,8 @@ def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
 
 
 def _local_folder(base: str) -> Path:
-    """Return the folder of a base: of a model on the hub, that of its commit in the cache here, if it is there."""
+    """Return the folder of a base. For a model on the hub this is the folder of its commit in the local cache; if the
+    model is not cached, the name itself as a path."""
     cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
     return Path(cached).parent if isinstance(cached, str) else Path(base)
 
@@ -72,17 +73,17 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     """Write the settings, weights and model card of a run's adapter to a new folder; returns the adapter's settings.
     ``checkpoint`` is "last", "best", or a path.
 
-    The export names its base model by absolute path, or by name and commit on the hub; if the run quantised the model
-    itself, by the folder of the quantised model in the cache. ValueError: there is no such run or checkpoint, the
-    checkpoint is damaged, the base's files here are not those of the run, or ``output`` exists.
+    The export names its base model by absolute path, or by name and commit on the hub; if the run quantised the model,
+    by the folder of the quantised copy in the cache. ValueError: there is no such run or checkpoint, the checkpoint is
+    damaged, the base's files on this machine are not those of the run, or ``output`` exists.
     """
     config_file, path = run_files(run, checkpoint)
     model: dict[str, Any] = read_run_config(config_file)["model"]
     with new_folder(output) as temporary:
         saved = SafeCheckpointIO().load_checkpoint(path)
         adapter, identity = adapter_of(saved), identity_of(saved)
-        settings = lora_settings(identity)  # not of config.yaml, which may be from a later start
-        base = base_folder(model["base"], model.get("base_format"))  # of a GGUF file, the dequantised folder
+        settings = lora_settings(identity)  # not those of config.yaml, which may be from a later start
+        base = base_folder(model["base"], model.get("base_format"))  # for a GGUF file, a dequantised copy
         quantization, of_base = quantization_of(model.get("quantize")), _local_folder(base) / CONFIG
         if quantization or (of_base.is_file() and has_vision(read_json(of_base))):
             # The adapter was trained on the quantised copy, or on a copy of the text model.
@@ -113,9 +114,9 @@ def check_push_name(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a finished export to a model repository OWNER/NAME on the hub, which is created private if it is new;
-    returns its address. OSError: the hub cannot be reached or refuses; the folder is left as it is, and the message has
-    the command that uploads it."""
+    """Upload a finished export to the model repository OWNER/NAME on the hub; a repository that does not exist is
+    created as a private one. Returns the repository's address. OSError: the hub cannot be reached or refuses the
+    upload; the folder is left as it is, and the message has the command that uploads it."""
     try:
         api = HfApi()
         address = api.create_repo(name, private=True, exist_ok=True)

@@ -79,7 +79,8 @@ PROBLEMS = (
     ("Three pens cost 6 coins. How many coins do 7 pens cost?", "14"),
     ("What is 17 plus 28 minus 6?", "39"),
 )
-"""Questions and answers; by their hashes, some are in the validation share and at least a batch is not."""
+"""Questions and answers. The configuration's validation share, chosen by hashes of the questions, has some of them, and
+leaves at least one batch for training."""
 MORE = """\
   qerl fit -c mine.yaml --smoke    # tries every part in two small rollouts
   qerl fit -c mine.yaml            # trains"""
@@ -110,9 +111,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_files(folder: Path, *, base: str) -> list[Path]:
-    """Write configuration, reward and problems into a new or existing folder, all of them or none; returns their paths.
-    ``base`` is the value of ``model.base``; a folder is written as an absolute path. ValueError: a file exists, or the
-    folder is one."""
+    """Write the files of configuration, reward and problems into a new or existing folder, all of them or none; returns
+    their paths. ``base`` is the value of ``model.base``; if it is a folder, its absolute path is written. ValueError:
+    one of the files exists, or ``folder`` is a file."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder, new or existing")
     local = Path(base).expanduser()

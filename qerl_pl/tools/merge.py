@@ -55,8 +55,8 @@ A model that was trained with reinforcement learning by qerl-pl, with its LoRA a
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of an export's next-token probabilities from those of the trained policy, averaged over tokens of
-    completions that the run sampled."""
+    """Distance between the next-token probabilities of an exported model and of the trained policy, averaged over
+    tokens of completions that the run sampled."""
 
     kl: float
     """Mean over tokens of KL(policy || export), in nats."""
@@ -72,12 +72,12 @@ class Drift:
 
 
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
-    """Write the policy of a run as a model that needs no adapter to a new folder, which is removed after an error.
+    """Write the policy of a run to a new folder as a model that needs no adapter; after an error the folder is removed.
 
     The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. The form "nvfp4" quantises the sum
-    again, by rounding to nearest, so that small updates may be lost; the returned drift measures this. It is None if
-    the run kept no completions. ValueError: there is no such run or checkpoint, it belongs to another base, or
-    ``output`` exists.
+    again, by rounding to nearest, so that small updates may be lost; the returned drift measures the loss, and is None
+    if the run kept no completions. ValueError: there is no such run or checkpoint, the checkpoint belongs to another
+    base, or ``output`` exists.
     """
     with new_folder(output) as temporary:
         policy, _ = load_run(run, checkpoint=checkpoint)
@@ -97,13 +97,13 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Write a folder as a whole: the context's value is a path at which the caller makes it, which is renamed to
-    ``output`` (ValueError if that exists) when the context ends; after an error it is removed, with whatever is next to
-    it."""
+    """Write a folder as a whole or not at all. The context manager yields a path in a scratch folder at which the
+    caller makes the folder; when the context ends, the folder is renamed to ``output``. After an error the scratch
+    folder is removed, with all that the caller wrote there. ValueError if ``output`` exists."""
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     scratch = output.with_name(output.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a process that was killed
     try:
         scratch.mkdir(parents=True)
         yield scratch / "folder"
@@ -145,8 +145,8 @@ def write_merged(policy: Policy, folder: Path) -> None:
 
 @torch.no_grad()
 def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of every tensor of the model (weights, biases, norms, buffers), with the adapter added to
-    the weights."""
+    """Yield name and value of every tensor of the model (weights, biases, norms, buffers); the adapter is added to the
+    weights that it adapts."""
     adapter = policy.adapter_state()
     norms = policy.norm_weights()
     linears: dict[str, nn.Module] = {
@@ -177,8 +177,8 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
-    """Read the newest completions of a run from its files; returns tokens of prompt and completion, and number of
-    prompt tokens."""
+    """Read the newest completions of a run from its files; returns for each the tokens of prompt and completion, with
+    at most ``_TOKENS`` of the completion, and the number of prompt tokens. Empty if the run kept no completions."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
         for line in read_lines(file):
@@ -195,8 +195,8 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
-    """Compare the predictions of a policy, in evaluation mode, and of its exported checkpoint in a folder on the tokens
-    of some completions, from ``sampled_rows``."""
+    """Compare the next-token probabilities of a policy, in evaluation mode, with those of its exported checkpoint in
+    ``folder``, at the completion tokens of ``rows``, which ``sampled_rows`` returns."""
     lm = policy.causal_lm
     exported = load_base(folder, dtype=policy.dtype, device=lm.device)
     kl = same = num_tokens = 0

@@ -60,8 +60,8 @@ base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="bfloat16", quantiza
 
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
-    """Describe in Markdown an adapter that was exported from a checkpoint to ``folder``; ``base`` is a path or a name,
-    and the results in the text are from the curves in the run's folder."""
+    """Return the model card, in Markdown, of an adapter that was exported from a checkpoint to ``folder``. ``base`` is
+    the path or hub name of the base; the card's results are from the curves in the run's folder."""
     identity = checkpoint["identity"]
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(
@@ -83,7 +83,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
 
 
 def _loading(base: str) -> str:
-    """Return the code that loads a base model such that PEFT can adapt it."""
+    """Return Python code that loads a base model in such a way that PEFT can add the adapter."""
     config = Path(base) / CONFIG
     quantization = read_json(config).get("quantization_config") or {} if config.is_file() else {}
     packed = quantization.get("quant_method") == "compressed-tensors"

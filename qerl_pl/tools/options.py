@@ -1,7 +1,7 @@
-"""Command-line options of the tools whose imports take seconds, in a module that imports nothing slow.
+"""Command-line options of those tools whose imports take seconds, in a module that imports nothing slow.
 
-The entry point parses the command line by these options before it imports the tool, so that ``--help``, a faulty option
-and a path that cannot be used are answered at once.
+The entry point parses the command line by these options before it imports the tool, so that ``--help`` and messages
+about wrong options or paths are printed at once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MergedForm = Literal["bf16", "nvfp4"]
 STUDY = """\
 Train every arm (configuration) of a study with every seed, and compare the results (docs/study.md).
 
-Every run is an ordinary `fit` in a folder of its own, followed by the evaluations that the study's file names. Given
-again, the command continues the study: finished runs are not touched, and interrupted ones continue from their
+Every run is an ordinary `fit` in a folder of its own, followed by the evaluations that the study's file names. The
+same command, given again, continues the study: finished runs are not touched, and interrupted ones continue from their
 checkpoint. Exit status: 0 if all runs finished; 1 if some failed; 3 if the time was up; 128 plus the number of a
 signal.
 """
 
 
 def output_file(text: str | Path) -> Path:
-    """Check that a path can be that of a file: that it is no folder, device or the like, and has only folders above
-    it."""
-    text, path = str(text), Path(text)  # jsonargparse checks the result once more
+    """Check that a file can be written at a path: that the path is not empty and is no folder or device, and that
+    nothing above it is a file. Raises ArgumentTypeError otherwise."""
+    text, path = str(text), Path(text)  # jsonargparse calls this a second time, with the result
     if not text.strip() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
     if path.exists() and not path.is_file():
@@ -44,19 +44,20 @@ def output_file(text: str | Path) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Check that a path can be that of a folder, is not empty, as that of a variable that is not set, and has only
-    folders above."""
+    """Check that a folder can be made at a path: that the path is not empty, as from an unset shell variable, and that
+    neither it nor anything above it is a file. Raises ArgumentTypeError otherwise."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")
     above = next((folder for folder in (path, *path.parents) if folder.exists()), Path())
     if not above.is_dir():
-        raise ArgumentTypeError(f"{above} is a file; expected a folder, new or existing, and so for its parents")
+        raise ArgumentTypeError(f"{above} is a file; expected a folder, new or existing")
     return path
 
 
 def picture_file(text: str) -> Path:
-    """Check that a path names a file in which a picture can be saved."""
+    """Check that a picture can be saved at a path, whose ending names the format. Raises ArgumentTypeError
+    otherwise."""
     path = output_file(text)
     if path.suffix.lower() not in PICTURES:
         raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
@@ -73,7 +74,7 @@ def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
             raise ArgumentTypeError(f"it is {text}; expected {smallest}{upper}")
         return value
 
-    number.__name__ = "whole number"  # argparse names the type of a text that is no number
+    number.__name__ = "whole number"  # argparse writes this name into its message if a text is no number
     return number
 
 
@@ -92,22 +93,23 @@ def finite(*, above: float | None = None, least: float | None = None) -> Callabl
 
 
 def existing_file(text: str) -> Path:
-    """Check that a path is that of a file."""
+    """Check that a path is that of an existing file. Raises ArgumentTypeError otherwise."""
     return _existing(text, "file", Path.is_file)
 
 
 def existing_folder(text: str) -> Path:
-    """Check that a path is that of a folder."""
+    """Check that a path is that of an existing folder. Raises ArgumentTypeError otherwise."""
     return _existing(text, "folder", Path.is_dir)
 
 
 def existing_base(text: str) -> Path:
-    """Check that a path is that of a folder or of a GGUF file."""
+    """Check that a path is that of an existing folder or GGUF file. Raises ArgumentTypeError otherwise."""
     return existing_file(text) if text.lower().endswith(".gguf") or Path(text).is_file() else existing_folder(text)
 
 
 def existing_run(text: str) -> Path:
-    """Check that a path is that of a run's folder, which has a config.yaml."""
+    """Check that a path is that of a run's folder, that is, one with a config.yaml. Raises ArgumentTypeError
+    otherwise."""
     path = existing_folder(text)
     if not (path / "config.yaml").is_file():
         raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")
@@ -161,8 +163,8 @@ def quantize_options() -> CommandParser:
         "--residual",
         type=at_least(1),
         metavar="RANK",
-        help="also write OUTPUT/start, an adapter of this rank near the quantisation errors, for model.lora.start; "
-        "needs --calibration",
+        help="also write OUTPUT/start, an adapter of this rank that makes up for part of the quantisation errors, for "
+        "model.lora.start; needs --calibration",
     )
     parser.add_argument(
         "--device",
@@ -183,7 +185,7 @@ def study_options() -> CommandParser:
     )
     parser.add_argument("--jobs", type=int, help="runs at a time on each GPU (default: the file's, or what fits)")
     parser.add_argument(
-        "--minutes", type=finite(above=0), help="stop at the next checkpoints after so long (default: never)"
+        "--minutes", type=finite(above=0), help="stop runs at a checkpoint after this many minutes (default: never)"
     )
     parser.add_argument(
         "--analyse",
@@ -232,7 +234,7 @@ def export_options() -> CommandParser:
     parser.add_argument(
         "--merge",
         choices=get_args(MergedForm),
-        help="write a whole model in this form, and how far it is from the policy that was trained (drift.json)",
+        help="write a whole model in this form, and measure its distance from the trained policy (drift.json)",
     )
     parser.add_argument(
         "--push",
@@ -276,7 +278,9 @@ def chat_options() -> CommandParser:
     parser.add_argument("--max-tokens", type=at_least(1), default=512, help="longest answer (default: 512)")
     parser.add_argument("--without-base", action="store_true", help="print answers of the policy only")
     parser.add_argument(
-        "--conversation", action="store_true", help="keep what was said before; an empty line starts anew"
+        "--conversation",
+        action="store_true",
+        help="answer with the earlier lines as context; an empty line starts a new conversation",
     )
     return parser
 

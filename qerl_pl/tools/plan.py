@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + of_fit)
         run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
         shape = shape_of(config["model"])
-        run.recompute(shape.num_layers)  # refuses more blocks than there are
+        run.recompute(shape.num_layers)  # raises if more blocks are to be recomputed than the model has
         if options.longest is not None:
             print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
             return 0
@@ -94,26 +94,27 @@ def main(argv: list[str]) -> int:
 
 
 def read_settings(arguments: list[str]) -> dict[str, Any]:
-    """Parse the command-line arguments of ``fit`` to its whole configuration, without building any object."""
+    """Parse command-line arguments of ``fit`` to the whole configuration, defaults included, without building any
+    object."""
     printed = StringIO()
     try:
         with redirect_stdout(printed), restored_arguments():
             training(["fit", *arguments, "--print_config"])
     except SystemExit as stop:
         if stop.code:
-            raise  # the parser has said what is wrong
+            raise  # the parser has printed what is wrong
     return yaml.safe_load(printed.getvalue())
 
 
 def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes of the base model that the section ``model`` of a parsed configuration names; see
-    ``planned_shape`` for the errors."""
+    """Return the dimensions of the base model that the section ``model`` of a parsed configuration names;
+    ``planned_shape`` documents the errors."""
     quantization = quantization_of(model["quantize"])
     return planned_shape(model["base"], model["base_format"], quantization, DTYPES[model["dtype"]])
 
 
 def card_bytes(gib: float | None) -> int:
-    """Return the memory of the GPU to plan for, in bytes: the given one, or else that of this machine's GPU."""
+    """Return the memory, in bytes, of the GPU to plan for: ``gib`` GiB or, with None, that of this machine's GPU."""
     if gib is not None:
         check_gpu_memory(gib, "the GPU's memory (--gpu-memory, model.gpu_memory)")
         return int(gib * GIB)
@@ -131,7 +132,7 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
     check_counts(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
-    optimizer = model["optimizer"]  # the default is an import path without arguments, i.e. a string
+    optimizer = model["optimizer"]  # a text, the import path, if it has no arguments
     sampling = Sampling(**model["sampling"])
     check_class_paths(model["engine"], "model.engine")
     engine = resolve_name(model["engine"]["class_path"])(**model["engine"].get("init_args") or {})
@@ -154,7 +155,7 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
 
 
 def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
-    """Describe the teacher of a parsed section ``model``; None without one."""
+    """Return what the teacher of a parsed section ``model`` needs memory for; None if there is no teacher."""
     teacher, objective = model["teacher"], model["objective"]
     if not teacher or not isinstance(objective, dict) or not objective["teacher"]:
         return None
@@ -167,9 +168,9 @@ def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
-    """Replace what a run, planned with the section ``model``, takes from this machine by what it is on an H100 or H200
-    with the packages of the extra [gpu]: fused element-wise kernels in training, and native decoding kernels, which
-    share the trainer's base."""
+    """Replace those settings of a planned run that depend on this machine by what they are on an H100 or H200 with the
+    packages of the extra [gpu]: fused element-wise kernels in training, and native decoding kernels, which share the
+    trainer's copy of the base. ``model`` is the section of the run's configuration."""
     engine, settings = run.engine, model["engine"].get("init_args") or {}
     if engine is not None:
         is_native = settings.get("decoding_kernel", "auto") != "humming" and native.is_installed()
@@ -178,7 +179,8 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts, such as numbers of tokens, that a run refuses when it builds the module, which plan does not."""
+    """Raise ValueError for counts, such as numbers of tokens, that are out of range. A run refuses them when it builds
+    the LightningModule, which ``plan`` does not build."""
     model, data, trainer = config["model"], config["data"], config["trainer"]
     for name in ("base", "engine"):
         if not model[name]:
@@ -202,7 +204,8 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 
 def print_plan(plan: Plan, gpu_bytes: int) -> None:
-    """Print a table of the planned GiB by part (e.g. weights) and phase (e.g. rollout), and one bar per phase."""
+    """Print a table of the planned GiB by part (e.g. weights) and moment of a step (e.g. rollout), and one bar per
+    moment."""
     table = Table("GiB", *plan.moments)
     for name, sizes in plan.parts.items():
         table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in plan.moments))
@@ -217,7 +220,8 @@ def print_plan(plan: Plan, gpu_bytes: int) -> None:
 
 
 def print_choices(plan: Plan, shape: ModelShape) -> None:
-    """Print the micro-batch size, KV-cache size and activation recomputation that the plan chose or was given."""
+    """Print the micro-batch size, KV-cache size and level of gradient checkpointing that the plan chose or was
+    given."""
     run, engine = plan.run, plan.run.engine
     print(f"model.micro_batch_tokens: {plan.micro_batch_tokens}")
     if engine is not None:
@@ -231,8 +235,8 @@ def print_choices(plan: Plan, shape: ModelShape) -> None:
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
-    """Print the values of gradient_checkpointing with micro-batch, memory, and time per token relative to the
-    fastest."""
+    """Print a table of possible values of gradient_checkpointing, each with its micro-batch size, memory, and time per
+    token relative to the fastest value."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")
@@ -245,7 +249,8 @@ def print_options(offered: list[Option], gpu_bytes: int) -> None:
 
 
 def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> None:
-    """Print a table of the longest completions that a run can train on, for GPUs with so many bytes of memory."""
+    """Print a table of the longest completions that a run can train on, with a row for each GPU memory, in bytes, of
+    ``gpus``."""
     table = Table("GPU, GiB", "tokens per completion", "checkpointing", "tokens per pass", "sequences in the KV cache")
     for gpu_bytes in gpus:
         tokens = longest_completion(shape, run, gpu_bytes)
@@ -262,7 +267,8 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
 
 
 def as_json(plan: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
-    """Convert the plan to JSON-serialisable values. Sizes are in bytes, but the smallest sufficient GPU's is in GiB."""
+    """Convert the plan to JSON-serialisable values. Sizes are in bytes, except that of the smallest sufficient GPU, in
+    GiB."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),

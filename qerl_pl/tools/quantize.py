@@ -19,7 +19,8 @@ from qerl_pl.tools.options import quantize_options
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Quantise a checkpoint; returns 0, or 2 after an error, which is printed to stderr in one line."""
+    """Quantise a checkpoint; returns the exit status: 0, 130 after Ctrl-C, or 2 after an error, which is printed to
+    stderr in one line."""
     arguments = quantize_options().parse_args(argv)
     try:
         run(arguments)
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Quantise with parsed arguments and print the largest errors."""
+    """Quantise a checkpoint as parsed arguments say, and print the largest relative errors of weights and outputs."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")

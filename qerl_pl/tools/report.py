@@ -23,7 +23,7 @@ CURVES = {
     "rollout/completion_tokens": "tokens per completion",
     "gap/mean_abs": "sampler-trainer gap (nats)",
 }
-"""Scalars of the picture, with their titles."""
+"""Names of the scalars that the picture shows, with their titles."""
 
 
 def main(argv: list[str]) -> int:

@@ -24,7 +24,7 @@ from qerl_pl.rewards.base import WeightedReward, judge_rows
 from qerl_pl.rewards.guard import guarded
 from qerl_pl.tools.options import output_file
 
-CHUNK = 1024  # rows of the file that are in memory at a time; a completion may have 100 kB
+CHUNK = 1024  # rows of the file that are in memory at a time, because a completion may have 100 kB
 NAMED = {
     "gsm8k": {
         "class_path": "qerl_pl.rewards.math.NumericAnswer",
@@ -92,9 +92,9 @@ def main(argv: list[str]) -> int:
 
 
 def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
-    """Score every completion of a JSON-lines file; write its rows with score and reason to ``target``, nothing after an
-    error. Returns the number of rows by score, and the number of unscored rows by reason. ValueError names a malformed
-    row."""
+    """Score every completion of the JSON-lines file ``source``, and write its rows with score and reason to ``target``;
+    after an error nothing is written. Returns the number of rows by score, and the number of unscored rows by reason.
+    ValueError if a row is malformed; the message names it."""
     num_rows = sum(
         1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr))
     )  # reports a malformed row before any row is scored
@@ -120,9 +120,9 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
 
 
 def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
-    """Read the rows of a JSON-lines file, skipping empty lines, whose number is given to ``say`` in a sentence.
-    ValueError: no rows, or a line that is no JSON object with a text "completion" and an "answer" that is a text or
-    number."""
+    """Read the rows of a JSON-lines file. Empty lines are skipped, and ``say`` is called with a sentence that has their
+    number. ValueError: there are no rows, or a line is no JSON object with a text "completion" and an "answer" that is
+    a text or number."""
     for where, row in read_json_lines(path, say=say):
         for field in ("completion", "answer"):
             if field not in row:
@@ -140,7 +140,8 @@ def _known_answer(row: Row, where: str = "the row") -> str:
 
 
 def _named(argv: Iterable[str]) -> list[str]:
-    """Replace short names of rewards after ``--reward``, such as ``math``, by their class and settings."""
+    """Replace a short name of a reward after ``--reward``, such as ``math``, by the JSON text of its class and
+    settings."""
     spelled = []
     for argument in argv:
         option, equals, value = argument.partition("=")

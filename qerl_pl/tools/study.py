@@ -45,8 +45,9 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
 
 
 def _check_seeds(study: Study, name: str) -> None:
-    """Refuse a study that has too few seeds for the comparisons that its file names; warn if it names none."""
-    from qerl_pl.study.statistics import ALPHA, pairs_to_accept  # with scipy, which nothing else here needs
+    """Check that a study has enough seeds for its comparisons to be significant. With too few, ValueError if the
+    study's file names the comparisons, and a warning on stderr if they are the default ones."""
+    from qerl_pl.study.statistics import ALPHA, pairs_to_accept  # imports scipy, which nothing else here needs
 
     count, needed = len(study.comparisons), pairs_to_accept(len(study.comparisons))
     if not count or len(study.seeds) >= needed:
@@ -62,8 +63,8 @@ def _check_seeds(study: Study, name: str) -> None:
 
 
 def _fault_in_config(study: Study, name: str) -> str | None:
-    """Return the first fault for which runs would be refused: of an entry of the study's ``config``, or an unknown
-    section of its settings; None if there is none."""
+    """Return words for the first fault for which the program would refuse the study's runs: in a file of its
+    ``config``, or an unknown section of its settings; None if there is none."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
             return f"{name}: {fault}"

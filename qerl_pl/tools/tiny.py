@@ -2,8 +2,8 @@
 
 The policy is a model of the Qwen2 architecture with 464 000 parameters, fine-tuned on worked arithmetic by a careless
 solver (qerl_pl/tasks/arithmetic.py): it can compute correctly, but more often repeats the solver's mistakes, so that
-reinforcement learning improves it within minutes. A policy whose fine-tuning was stopped half-way would not do, because
-it hardly ever earns a reward. The result depends only on the seed, and global random states are left as they are.
+reinforcement learning improves it within minutes. A policy whose fine-tuning was stopped half-way would not improve,
+because it hardly ever earns a reward. The policy depends only on the seed; global random states are left as they are.
 """
 
 from __future__ import annotations
@@ -74,16 +74,17 @@ def main(argv: Sequence[str]) -> int:
 
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
     """Train a policy on careless solutions and write it to a new or empty folder; after an error the folder is left as
-    it was. With 0 ``sft_steps`` of supervised training the weights are random (for tests that need no skill).
+    it was. ``sft_steps`` is the number of steps of supervised training; with 0 the weights are random (for tests that
+    need no skill).
 
-    Returns the duration in ``seconds``, and if the policy was trained, its ``accuracy`` and ``skill`` (see
-    ``measure``). ValueError: the folder is not empty, or accuracy or skill is out of range (``check``).
+    Returns a record with the duration in ``seconds`` and, if the policy was trained, with its ``accuracy`` and
+    ``skill`` (see ``measure``). ValueError: the folder is not empty, or accuracy or skill is out of range (``check``).
     """
     output, started = Path(output), time.perf_counter()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")
     partial = output.with_name(f".{output.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)  # fails before the training if it cannot be written
+    partial.mkdir(parents=True, exist_ok=True)  # raises before the training if the folder cannot be written
     shutil.rmtree(partial)
     tokenizer = make_tokenizer()
     model = random_model(tokenizer, seed=seed)
@@ -113,9 +114,9 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Create a byte-level tokenizer, which can encode any text: a token is a byte of the text, which is normalised to
-    Unicode form C first. The tags ``<think>``, ``<answer>`` and their ends are tokens of their own, which decoding
-    keeps."""
+    """Create a byte-level tokenizer, which can encode any text: the text is normalised to Unicode form C, and each of
+    its UTF-8 bytes is a token. Each of the tags ``<think>``, ``<answer>`` and their closing tags is one token, which
+    decoding does not skip."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
     tokenizer = Qwen2Tokenizer(
@@ -132,7 +133,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def random_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
-    """Create the model with random fp32 weights, which depend on the seed alone."""
+    """Create the model with random fp32 weights, which depend only on the seed."""
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -174,8 +175,8 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, 
 
 
 def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Tokenise chat prompts of expressions, each followed by its solution and the end token, as [B, S] int64,
-    right-padded; and a mask [B, S] bool, True on the tokens of the solution including the end token."""
+    """Tokenise the chat prompts of B expressions, each followed by its solution and the end token. Returns tokens [B,
+    S] int64, right-padded, and a mask [B, S] bool, True on the tokens of the solution including the end token."""
     chats = [[{"role": "user", "content": question(expression)}] for expression in expressions]
     prompts = [str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
     heads = tokenizer(prompts, add_special_tokens=False).input_ids
@@ -193,7 +194,7 @@ def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Seq
 def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
-    """Test for each of B expressions whether greedy decoding would produce exactly the given solution; returns [B]
+    """Tell for each of B expressions whether greedy decoding would produce exactly the given solution; returns [B]
     bool."""
     # One forward pass suffices: a text is produced if each token is the most likely one after those before it.
     tokens, mask = encode(tokenizer, expressions, solutions)
@@ -204,11 +205,12 @@ def reproduces(
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
     """Measure on held-out problems a policy's ``accuracy`` with greedy decoding, and its ``skill``.
 
-    The skill is the share of problems whose greedy solution has no errors, or only errors that the careless solver
-    makes. A solution in another format than the solver's counts as wrong, so both numbers are lower bounds.
+    The accuracy is the share of problems whose greedy solution has no mistakes, the skill the share of problems whose
+    greedy solution has no mistakes except those of the careless solver. A solution in another format than the solver's
+    counts as wrong, so both numbers are lower bounds.
     """
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
-    slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # the first: no step is careless
+    slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # in the first, no step is careless
     texts = [
         list(dict.fromkeys(solution(expression, careless=iter(pattern).__next__) for pattern in slips))
         for expression in expressions
@@ -222,7 +224,7 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) ->
 
 
 def check(record: dict[str, float]) -> None:
-    """Refuse a policy whose accuracy or skill is out of the range in which reinforcement learning visibly helps."""
+    """Raise ValueError if accuracy or skill is out of the range in which reinforcement learning visibly helps."""
     low, high = ACCURACY_RANGE
     if not low <= record["accuracy"] <= high:
         raise ValueError(

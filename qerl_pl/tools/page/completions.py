@@ -1,4 +1,4 @@
-"""Convert the completion files of runs to JSON for their page."""
+"""Convert the completion files of runs to JSON for the HTML page of the runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ LARGEST = 32.0  # nats; larger per-token numbers are clipped to this
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose completion files, spread evenly over each run, so that they have about ``limit`` completions together.
+    """Choose completion files, spread evenly over each run, that together have about ``limit`` completions.
 
     Returns:
-        (index of the run, file), ordered by run, stage and rollout; and a sentence that says what was left out, or "".
+        A list of (index of the run, file), ordered by run, stage and rollout; and a sentence that says what was left
+        out, empty if nothing was.
     """
     every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
@@ -40,9 +41,10 @@ def block(path: Path, run: int) -> dict[str, Any]:
     """Convert the completions of one file. Lines that cannot be read are skipped and counted in ``damaged``.
 
     Returns:
-        JSON-serialisable: run, stage, step, rows, and pieces (texts of tokens) if per-token numbers were written.
-        Per-token numbers are base64 of little-endian integers: piece indices are uint32, log-probability, entropy, gap
-        and the teacher's log-probability less the policy's int16 in thousandths of a nat.
+        JSON-serialisable values: run, stage, step, rows and, if per-token numbers were written, pieces (texts of
+        tokens). Per-token numbers are little-endian integers in base64: indices of pieces are uint32;
+        log-probability, entropy, trainer's minus sampler's log-probability, and teacher's minus policy's
+        log-probability are int16 in thousandths of a nat.
     """
     stage, _, step = path.stem.rpartition("-")
     lines, rows = read_lines(path, errors="replace"), []

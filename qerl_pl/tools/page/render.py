@@ -22,15 +22,15 @@ from qerl_pl.tools.page.completions import block, choose_files
 from qerl_pl.tools.page.teacher import teacher_tables
 from qerl_pl.tools.page.verdicts import verdicts
 
-DIGITS = 6  # significant, of a curve's values
+DIGITS = 6  # significant digits of a curve's values
 
 
 def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
-    """Render the HTML page of runs, given their curves by folder. If they have more than ``limit`` completions, whole
-    files are left out, spread evenly over each run, and the page says so.
+    """Render the HTML page of runs, given their curves by folder. If the runs have more than ``limit`` completions,
+    whole completion files are left out, spread evenly over each run, and the page says so.
 
-    A model's output is stored as JSON, in which ``<`` is escaped, and the page's script shows it only as text. The
-    page's content security policy forbids all network requests, and all scripts but the page's own.
+    A model's output is stored as JSON in which ``<`` is escaped, and the page's script shows it only as text. The
+    page's content security policy forbids all network requests, and all scripts except the one in the page.
     """
     chosen, note = choose_files(list(runs), limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
@@ -57,13 +57,14 @@ def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
 
 
 def _as_json(value: object) -> str:
-    """Serialise to JSON that is safe inside a script element."""
+    """Serialise a value to JSON in which ``<`` is escaped, so that it cannot end the script element that holds it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return name, whether it is running, curves (tag to steps and values), summary, verdicts, settings and what each
-    resume changed in them, of a run with these curves, as JSON-serialisable values."""
+    """Return what the page shows of a run, except completions, as JSON-serialisable values: its name, whether it is
+    running, curves (steps and values by tag), summary, verdicts of checks, settings, and the settings that each resume
+    changed."""
     config = _settings(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))

@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 
-BOUNDS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)  # of positions in a completion
+BOUNDS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)  # bounds of the ranges of positions in a completion
 MOST_TOKENS = 12
 
 
 def teacher_tables(run: Path) -> dict[str, Any] | None:
-    """Compare log p of the sampled tokens with the teacher's log q, in the first and in the last rollout of a run of
-    which per-token values with a teacher were written; None if there is none.
+    """Compare the policy's log p of sampled tokens with the teacher's log q, in the first and the last of those
+    rollouts for which a run wrote per-token values with a teacher; None if there is no such rollout.
 
     Returns:
-        JSON-serialisable: ``rollouts``, their indices; ``positions``, a row for each range of positions with the mean
-        of log p - log q in each rollout, an estimate of KL(p || q) there, None where no completion is so long; and
-        ``tokens``, rows of text, number and mean of log p - log q in the last rollout, those with the largest sum.
+        JSON-serialisable values: ``rollouts``, the indices of the two rollouts; ``positions``, a row for each range of
+        positions with the mean of log p - log q in each rollout, which estimates KL(p || q) there (None if no
+        completion is that long); and ``tokens``, for the tokens with the largest sum of log p - log q in the last
+        rollout, rows of text, number of occurrences and mean of log p - log q.
     """
     from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
 

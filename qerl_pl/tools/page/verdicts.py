@@ -7,8 +7,9 @@ from typing import Any
 
 from qerl_pl.results.curves import Curve
 
-OUTSIDE = 0.15  # share of tokens with trainer/sampler outside [0.9, 1.1] above which the gap's verdict is bad; right
-# engines of pretrained models have up to 0.06, in bf16
+# share of tokens with a probability in the trainer that is not within 10 % of the sampler's, above which the verdict on
+# the difference is bad; correct engines of pretrained models have up to 0.06, in bf16
+OUTSIDE = 0.15
 
 CAUSES = {
     "kernel": "kernels and precision",
@@ -16,13 +17,13 @@ CAUSES = {
     "decode": "decoding token by token",
     "staleness": "the updates since the rollout",
 }
-"""Causes of the ledger, in words for the page."""
+"""Words for the causes into which callbacks.ledger splits the difference between sampler and trainer."""
 Verdict = tuple[bool | None, str]
-"""Whether all is well (None if the check did not run), and a text."""
+"""Whether a check found no fault (None if it did not run), and a text."""
 
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Describe what each check of a run results, from its logged curves.
+    """Describe what each check of a run found, from the run's logged curves.
 
     Returns:
         One record per check: ``check`` (its name), ``good`` (True, False, or None if it did not run) and ``text``.
