@@ -34,10 +34,10 @@ class Decontaminated:
     Args:
         source: source of the training problems; its validation problems are kept.
         against: sources of the evaluation problems.
-        num_words: length of the run of words: 13 as in GPT-3 (arXiv 2005.14165, appendix C). A smaller number finds
-            more overlaps, and more chance ones. An evaluation question with fewer words matches a training question
-            that has the same words and no others.
-        report_path: JSON Lines file that lists what was removed and why; None writes none.
+        num_words: number of words in a run: 13 as in GPT-3 (arXiv 2005.14165, appendix C). A smaller number finds more
+            overlaps, of which more are due to chance. An evaluation question with fewer words only matches a training
+            question with exactly the same words.
+        report_path: JSON Lines file to which removed problems are written, each with the reason; None writes no file.
     """
 
     def __init__(

@@ -179,15 +179,17 @@ class PromptDataModule(LightningDataModule):
         return TrainLoader(self._train, self.batch_size, seed=self.seed, hint=self._hint(), **self._rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return digests of what prompts are made of, and the date that the chat template writes, if any."""
+        """Return digests of what prompts are made of and, if the chat template writes the date, the date."""
         return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the inputs and the date of a checkpoint, for the message that the prompts differ."""
+        """Remember the digests and the date in a checkpoint, for the error message if the prompts differ from the
+        checkpoint's."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
-        """Return why the prompts may differ from the checkpoint's."""
+        """Return words for why the prompts differ from the checkpoint's: which inputs changed, or the date; empty if
+        unknown."""
         before = self._saved.get("inputs") or {}
         differ = [name for name, digest in self._inputs.items() if before.get(name, digest) != digest]
         if PROBLEMS in differ and IN_ANY_ORDER not in differ:
@@ -198,7 +200,7 @@ class PromptDataModule(LightningDataModule):
             return changed
         if date is None:
             return (
-                f"the chat template writes the date, here {self.date}, and the checkpoint does not say its own: set "
+                f"the chat template writes the date, here {self.date}, and the checkpoint has no date: set "
                 "data.date to the day of the run's first start; "
             )
         return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
@@ -301,7 +303,8 @@ class PromptDataModule(LightningDataModule):
 def _digests(
     tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any], problems: Sequence[Problem]
 ) -> dict[str, str]:
-    """Return digests of what prompts are made of, by the words with which a message names it."""
+    """Return digests of all that training prompts are made of: template, tokenizer, settings and problems. The keys are
+    words for error messages."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     parts = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
