@@ -1,6 +1,7 @@
-"""Every benchmark, or those that are named, each in a process of its own: python -m tests.bench [NAME ...]
+"""Run all benchmarks, or the named ones, each in its own process: python -m tests.bench [NAME ...]
 
-The exit status is 1 if a benchmark failed, such as one whose check is red, which prints no line.
+The exit status is 1 if a benchmark failed. A benchmark whose check against the reference fails prints no line of
+results.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Schedules of the batch GEMM, and dequantising with cuBLAS: python -m tests.bench.bench_batch
+"""Time the schedules of the batch GEMM, and dequantising with cuBLAS: python -m tests.bench.bench_batch
 
-For the constants of ``qerl_pl/hopper/costs.py`` that choose the batch GEMM's schedules, and for
-``nvfp4_batch.MOST_TOKENS``. Each fused linear of a block without an adapter, in a CUDA graph in which copies of the
-weight take turns: ``batch/gemm`` with the chosen schedule and with the one of each variant that is predicted to be the
-fastest; ``batch/dequantised`` dequantises the weight to memory and multiplies by cuBLAS. A line has the schedule that
-was measured, and whether it is the chosen one. Takes about a minute per size.
+The results decide the constants of ``qerl_pl/hopper/costs.py`` from which a schedule is chosen, and
+``nvfp4_batch.MOST_TOKENS``. Each fused linear layer of a block is measured without an adapter, in a CUDA graph that
+uses copies of the weight in turn. ``batch/gemm`` has the chosen schedule and, for each variant of the kernel, the
+schedule that is predicted to be the fastest; ``batch/dequantised`` dequantises the weight to memory and multiplies with
+cuBLAS. A line names the schedule that was measured and says whether it is the chosen one. A model size takes about a
+minute.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SAMPLE_S = 0.03
 
 
 def candidates(tokens: int, outputs: int, inputs: int) -> list[Schedule]:
-    """Return the chosen schedule, and the best of each variant that the rule chooses among."""
+    """Return the chosen schedule, and for each variant of the kernel the schedule that is predicted to be the
+    fastest."""
     chosen = nvfp4_batch.choose_schedule(tokens, outputs, inputs)
     assert chosen is not None, (tokens, outputs, inputs)
     best = (
@@ -41,7 +43,7 @@ def candidates(tokens: int, outputs: int, inputs: int) -> list[Schedule]:
 
 
 def linear(size: str, name: str, tokens: int, repeats: int) -> None:
-    """Check and measure one fused linear with each candidate, and dequantised."""
+    """Check and time one fused linear layer with each candidate schedule, and with dequantising and cuBLAS."""
     widths, inputs = fused_shape(size, name)
     outputs = sum(widths)
     weights = random_weights(outputs, inputs)

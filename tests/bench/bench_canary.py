@@ -1,9 +1,9 @@
-"""Differences that the canary measures for healthy and for broken engines: python -m tests.bench.bench_canary
+"""Measure the differences that the canary sees in healthy and in broken engines: python -m tests.bench.bench_canary
 
-Engines have a random base and, in turn, several adapters of the size of trained ones. One JSON line per state of the
-engine has the mean differences in nats: the least, the median and the greatest over the adapters. Checksums, which see
-most of these faults, are left out. The limits of ``qerl_pl.rollout.comparison`` have to be between healthy and broken
-ones.
+Engines have a random base and, in turn, several adapters as strong as trained ones. There is one JSON line for each
+state of the engine, with the smallest, the median and the largest mean difference over the adapters, in nats. The
+checksums of weights, which detect most of these faults too, are not compared here. The limits of
+``qerl_pl.rollout.comparison`` have to lie between the values of healthy and of broken engines.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[str, float]]:
-    """State of the engine -> comparison -> mean difference in nats, for one adapter."""
+    """Return the mean difference in nats by state of the engine and by comparison, for one random adapter."""
     adapter = probe_adapter(policy, strength=TRAINED, seed=seed)
     policy.load_adapter_state(adapter)
     old = {name: 0.9 * tensor if ".lora_B" in name else tensor for name, tensor in adapter.items()}

@@ -44,8 +44,8 @@ class GemmTime(Protocol):
 
 
 def fitted(variant: Variant, gemm_s: GemmTime, *, tiles: int | None = None) -> tuple[float, float]:
-    """Fit one wave of thread blocks, of all tiles of the variant or of one fewer, over K: cycles of an SM per k-block
-    and tile, and seconds besides."""
+    """Fit a line over K to the seconds of one wave of thread blocks, each with ``tiles`` tiles (by default all of the
+    variant). Returns the slope, in cycles of an SM per k-block and tile, and the intercept in seconds."""
     schedule, tiles = Schedule(variant, 1, costs.SMS), tiles or variant.tiles
     outputs = costs.SMS * tiles * TILE
     slope, rest = linear_regression(DEPTHS, [gemm_s(schedule, variant.tokens, outputs, K) for K in DEPTHS])
@@ -61,7 +61,8 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
     yield Constant("BLOCK_S", costs.BLOCK_S, fmean(rest for _, rest in fits.values()))
     yield Constant("TWO_TILES", costs.TWO_TILES, fitted(Variant(128, 2), gemm_s)[0] / fits[128][0])
 
-    # The same work for each of 112 thread blocks, in clusters of 1, 2 and 8; the sums are 256 outputs x 128 tokens.
+    # Each of 112 thread blocks has the same work, in clusters of 1, 2 and 8 thread blocks, which add up partial sums of
+    # 256 outputs x 128 tokens.
     variant, blocks, depth = Variant(128, 4), 8 * CLUSTERS_OF_EIGHT, DEPTHS[0]
     one, two, eight = (
         gemm_s(Schedule(variant, splits, blocks // splits), 128, blocks // splits * 4 * TILE, depth * splits)
@@ -81,7 +82,7 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
 
 
 def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant]:
-    """Compute the constants of x A^T from its seconds for a number of slices and K inputs."""
+    """Compute the constants of x A^T. ``shrink_s`` gives its seconds for a number of slices and of inputs K."""
     for slices, (constant, per_input) in costs.SHRINK_TILE_S.items():
         slope, rest = linear_regression(DEPTHS, [shrink_s(slices, inputs) for inputs in DEPTHS])
         yield Constant(f"SHRINK_TILE_S[{slices}] constant", constant, rest)
@@ -91,7 +92,8 @@ def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant
 def time_gemm(
     schedule: Schedule, num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False, repeats: int
 ) -> float:
-    """Time the batch GEMM on the GPU with random operands, each call on other weights than the last ones."""
+    """Time the batch GEMM on the GPU with random operands; consecutive calls use different weights, so none is in the
+    cache."""
     driver.prepare([nvfp4_batch.kernel(schedule.variant)], torch.device("cuda", torch.cuda.current_device()))
     x, one = torch.randn(num_tokens, inputs, device="cuda").bfloat16(), torch.ones(1, device="cuda")
     update = None
@@ -108,7 +110,8 @@ def time_gemm(
 
 
 def time_shrink(slices: int, inputs: int, *, repeats: int) -> float:
-    """Time x A^T of one tile of tokens on the GPU, each call with other matrices A than the last ones."""
+    """Time x A^T of one tile of tokens on the GPU; consecutive calls use different matrices A, so none is in the
+    cache."""
     tokens = max(lora_hopper.CHUNKS_IN_FLIGHT[slices])
     driver.prepare([lora_hopper.kernel(tokens, slices)], torch.device("cuda", torch.cuda.current_device()))
     x, indices = torch.randn(tokens, inputs, device="cuda").bfloat16(), torch.zeros(tokens, device="cuda").long()

@@ -1,8 +1,9 @@
-"""Whole steps of one global batch on one GPU and on several: python -m tests.bench.bench_ddp --gpus 1 2
+"""Time whole steps of one global batch on one GPU and on several: python -m tests.bench.bench_ddp --gpus 1 2
 
-Random weights, through train.py, once for each number of GPUs; the runs start together and take turns to train. The
-batch is to fill the engines of all GPUs: choose prompts x 8 of at least max-num-seqs x GPUs, else a lone GPU samples
-more rows at a time, which costs it little. Prints a line for each run, with its curves.
+Runs train.py with random weights, once for each number of GPUs. The runs start together and take turns to train. The
+batch should fill the engines of all GPUs: choose --prompts so that prompts x 8 is at least max-num-seqs x GPUs. With a
+smaller batch, one GPU alone would sample more rows at a time than each of several, which costs it little time. Prints a
+line for each run, with its curves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "ga
 
 
 def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Reward: the share of even tokens. It depends on every token, so a few other tokens change it by little."""
+    """Reward each completion by its share of even tokens. Every token counts, so a few different tokens change the
+    reward only a little."""
     return [sum(token % 2 == 0 for token in row.tokens) / len(row.tokens) for row in completions]
 
 

@@ -1,10 +1,11 @@
-"""Every variant and division of K of the decode GEMM: python -m tests.bench.bench_decode
+"""Time every variant of the decode GEMM and every way to divide K: python -m tests.bench.bench_decode
 
-For the constants of ``qerl_pl/hopper/costs.py`` that choose the decode GEMM's schedules. ``decode/alone`` is each
-fused linear of a block with its adapter, in a CUDA graph in which copies of the weight take turns. A linear that is
-fastest alone need not be fastest among others, so ``decode/layer`` is a whole layer as in ``bench_layer``, with the
-chosen schedules and with each of the fastest ones of one linear in the place of its own. A line has the schedule that
-was measured, and whether it is the chosen one. Takes about a minute per size; ``decode/layer`` needs vLLM.
+The results decide the constants of ``qerl_pl/hopper/costs.py`` from which the decode GEMM's schedules are chosen.
+``decode/alone`` times each fused linear layer of a block with its adapter, in a CUDA graph that uses copies of the
+weight in turn. A schedule that is fastest when the layer runs alone need not be fastest between other layers, so
+``decode/layer`` times all linear layers of a block as ``bench_layer`` does: with the chosen schedules, and with each of
+the fastest schedules of one linear layer instead of the chosen one. A line names the schedule that was measured and
+says whether it is the chosen one. A model size takes about a minute; ``decode/layer`` needs vLLM.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def variants(size: int) -> Iterator[Variant]:
 
 
 def schedules(size: int, outputs: int, inputs: int) -> Iterator[Schedule]:
-    """Yield the schedules to try for a linear: those with at least half a thread block per SM, and with at most twice
-    the thread blocks that run at the same time."""
+    """Yield the schedules to try for a linear layer: those with at least one thread block per two SMs, and at most
+    twice as many thread blocks as run at the same time."""
     blocks = outputs // nvfp4_decode.BLOCK_OUTPUTS
     for variant, splits in product(variants(size), range(1, nvfp4_decode.MOST_SPLITS + 1)):
         stages = inputs // nvfp4_decode.K_BLOCK // (variant.k_blocks * variant.groups)
@@ -53,8 +54,8 @@ def schedules(size: int, outputs: int, inputs: int) -> Iterator[Schedule]:
 
 
 def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
-    """Measure one fused linear with its adapter with every schedule, print the chosen one and the fastest, and return
-    the fastest."""
+    """Time one fused linear layer and its adapter with every schedule, and print the chosen and the fastest ones.
+    Returns the fastest schedules."""
     widths, inputs = fused_shape(size, name)
     outputs = sum(widths)
     chosen = nvfp4_decode.choose_schedule(tokens, outputs, inputs)
@@ -85,7 +86,8 @@ def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
 
 
 def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule]]) -> None:
-    """Measure a layer with the chosen schedules, and with each given one in the place of its linear's."""
+    """Time all linear layers of a block with the chosen schedules, and then with each given schedule in place of the
+    chosen one of its linear layer."""
     bench_layer: Any = import_module("tests.bench.bench_layer")  # with Triton's kernels, which a CPU interprets
     layers = bench_layer.in_turn([bench_layer.random_layer(size) for _ in range(LAYERS)])
     x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()
@@ -116,7 +118,7 @@ def random_weight(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
 
 
 def random_weights(outputs: int, inputs: int) -> list[tuple[Tensor, Tensor]]:
-    """Draw so many copies that none is in the cache when its turn comes again."""
+    """Draw so many copies of a weight that, used in turn, no copy is still in the cache when it is used again."""
     return [random_weight(outputs, inputs) for _ in range(2 + int(CACHE_BYTES / (outputs * inputs * 0.5625)))]
 
 

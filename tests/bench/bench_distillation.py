@@ -1,19 +1,19 @@
-"""What a teacher costs, and TRL's distillation beside it: python -m tests.bench.bench_distillation WHAT
+"""Measure what a teacher costs, and TRL's distillation for comparison: python -m tests.bench.bench_distillation WHAT
 
     python -m tests.bench.bench_distillation step --model qwen2.5-coder-0.5b.gguf --problems gsm8k_train.jsonl
-    python -m tests.bench.bench_distillation loss --model qwen2.5-coder-0.5b.gguf --teacher qwen2.5-coder-1.5b.gguf \\
+    python -m tests.bench.bench_distillation loss --model qwen2.5-coder-0.5b.gguf --teacher qwen2.5-coder-1.5b.gguf \
         --problems gsm8k_train.jsonl
     python -m tests.bench.bench_distillation trl ...
 
-``step`` trains with each of ``--divergences`` in turns, each run in a process of its own, and prints a line for
-each: seconds, phases and sampled tokens of a step, and ``over_none``, its seconds over those without a teacher. The
-teacher is the model itself if none is named. ``loss`` computes the divergences of the same tokens (problems with their
-solutions) by this trainer and by TRL's, in fp32 on one GPU. ``trl`` times steps of TRL's DistillationTrainer, with vLLM
-in its process, LoRA and the reverse KL, on the prompts, settings and numbers of completions of a task; ``step --task
-heal --divergences reverse`` is the same with this trainer. Both need TRL 1.16 (``pip install trl``).
-
-Healed bases are measured by bench_four_bits (variants with ~heal), the memory that a large teacher takes by bench_grpo
-(``--teacher``), and what is learned from a teacher by bench_real_runs.
+``step`` trains with each of ``--divergences`` in turn, each run in its own process, and prints a line for each: seconds
+per step and per phase of a step, sampled tokens, and ``over_none``, its seconds per step divided by those of the run
+without a teacher. If no teacher is named, the model is its own teacher. ``loss`` computes the divergences of the same
+tokens (problems with their solutions) by this trainer and by TRL, in fp32 on one GPU. ``trl`` times steps of TRL's
+DistillationTrainer, with vLLM in its process, LoRA and the reverse KL, on the prompts, settings and numbers of
+completions of a task; ``step --task heal --divergences reverse`` times the same with this trainer. ``loss`` and ``trl``
+need TRL 1.16 (``pip install trl``). Bases that were trained towards their dense model are measured by bench_four_bits
+(variants with ~heal), the memory of a large teacher by bench_grpo (``--teacher``), and what a policy learns from a
+teacher by bench_real_runs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ BETAS = (0.0, 0.5, 1.0)
 
 
 def trained(args: argparse.Namespace, divergence: str, folder: Path) -> dict[str, Curve]:
-    """Train in a process of its own; returns the curves, and the sampled tokens of each step under "tokens"."""
+    """Train in a process of its own; returns the curves, and under "tokens" the number of sampled tokens in each
+    step."""
     objective = {"teacher": {"divergence": divergence}}
     base = {"base": str(args.teacher.resolve()), "quantize": args.quantize}
     model: dict[str, Any] = {"base": str(args.model.resolve()), "quantize": args.quantize, "dtype": str(DTYPE)[6:]}
@@ -148,7 +149,8 @@ def prompts_of(args: argparse.Namespace, number: int) -> list[Prompt]:
 
 
 def trainer_of_trl(student: str, teacher: str, prompts: Sequence[str], lora: Mapping[str, Any], **settings: Any) -> Any:
-    """Make TRL's trainer of folders of models; prompts are texts, and ``settings`` those of its DistillationConfig."""
+    """Make TRL's trainer. Student and teacher are folders of models, prompts are texts, and ``settings`` are fields of
+    TRL's DistillationConfig."""
     trl = imported_trl(vllm=settings.get("use_vllm", False))
     loading = settings.setdefault("model_init_kwargs", {"dtype": "float32"})
     return trl.DistillationTrainer(
@@ -175,7 +177,8 @@ def trainer_of_trl(student: str, teacher: str, prompts: Sequence[str], lora: Map
 def losses_of_trl(
     student: str, teacher: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], *, temperature: float = 1.0
 ) -> dict[float, float]:
-    """Compute TRL's loss of prompts and completions, by beta, of an adapter at its start."""
+    """Compute TRL's loss of given prompts and completions for each value of TRL's ``beta``, with an untrained
+    adapter."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of_trl(
             student, teacher, ["-"], {"rank": 4, "alpha": 4}, output_dir=folder, bf16=False, temperature=temperature
@@ -198,7 +201,7 @@ def losses_of_trl(
 def losses(
     student: str, teacher: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], *, temperature: float = 1.0
 ) -> dict[float, float]:
-    """Compute the mean divergence of the same tokens, by beta, in the passes of this trainer."""
+    """Compute this trainer's mean divergence of the same tokens, for each value of TRL's ``beta``."""
     lengths = [len(head) + len(tail) for head, tail in rows]
     tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64, device=DEVICE)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -305,7 +308,7 @@ def trl(args: argparse.Namespace) -> None:
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the settings by which lines are told apart."""
+    """Make the settings that distinguish the lines of results."""
     names = ("task", "steps", "quantize") if args.what != "loss" else ()
     return {"model": args.model.stem, "teacher": args.teacher.stem, **{name: getattr(args, name) for name in names}}
 

@@ -1,22 +1,23 @@
-"""How near 4-bit copies of a pretrained model are to it, by quantiser and start: python -m tests.bench.bench_four_bits
+"""Measure how close 4-bit copies of a model are to it, by quantiser and start: python -m tests.bench.bench_four_bits
 
-    python -m tests.bench.bench_four_bits --models models/qwen2.5-coder-0.5b --train gsm8k_train.jsonl \\
+    python -m tests.bench.bench_four_bits --models models/qwen2.5-coder-0.5b --train gsm8k_train.jsonl \
         --test gsm8k_test.jsonl --variants rtn mse awq gptq rtn+32 gptq+32 --calibrations gsm8k_train.jsonl policy
 
-A variant is METHOD, METHOD/LINEAR, in which all linears of this name (e.g. down_proj) stay dense, or METHOD/lastN, in
-which the last N blocks do, each with or without +RANK: the rank of an adapter that starts at the quantisation error
-(``qerl quantize --residual``). With ~heal after that, configs/tasks/heal.yaml trains the adapter towards the dense
-model on training problems; ``heal`` in the line has the curves of this run. A calibration is a text or JSON lines file,
-or "policy": completions that the dense policy samples at temperature 1 for training problems. A variant that reads no
-calibration data is measured once.
+A variant is METHOD, METHOD/LINEAR or METHOD/lastN, each optionally followed by +RANK. METHOD/LINEAR keeps all linear
+layers of this name (e.g. down_proj) dense, and METHOD/lastN the last N blocks. +RANK adds an adapter of this rank that
+starts at the quantisation error (``qerl quantize --residual``). With ~heal at the end, configs/tasks/heal.yaml trains
+the adapter towards the dense model on training problems, and ``heal`` in the line has the curves of this run. A
+calibration is a text or JSON lines file, or "policy": completions that the dense policy samples at temperature 1 for
+training problems. A variant that reads no calibration data is measured once.
 
-The dense policy samples completions of test problems at temperature 1, and each variant is given the same tokens. One
-JSON line per variant has, over all sampled tokens, in nats: KL(dense, variant) from whole distributions, entropy,
-the mean of |log-probability - the dense policy's|, and the share of equal most likely tokens. A mean is a pair with its
-standard error, which counts completions and not tokens as independent. ``kl_over_first`` is the difference to the first
-variant, paired. With ``--accuracy``, all test problems are answered greedily by the rollout engine, and the line has
-the accuracy by the answer in a box (strict) and by any answer (lenient), and the differences to the dense policy,
-paired. The first line of a model has the dense policy's own values; ``parts_s`` has the seconds of each part.
+The dense policy samples completions of test problems at temperature 1, and every variant scores the same tokens. The
+JSON line of a variant has these means over all sampled tokens: KL(dense, variant) of the whole distributions and the
+entropy, in nats; the absolute difference between the log-probabilities of variant and dense policy, in nats; and the
+share of tokens at which both have the same most likely token. A mean is written with its standard error, for which
+completions, and not tokens, are independent. ``kl_over_first`` is the paired difference to the first variant's KL. With
+``--accuracy``, the rollout engine answers all test problems greedily, and the line has the accuracy for answers in a
+box (strict) and for answers of any form (lenient), and the paired differences to the dense policy. The first line of a
+model has the dense policy's values; ``parts_s`` has the seconds of each part.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Sample(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Values of each of N tokens, [N] fp64, in nats; those of a dense policy against itself have no divergence."""
+    """Values of each of N tokens, [N] fp64, in nats. A dense policy that is compared with itself has no divergence."""
 
     kl: Tensor
     entropy: Tensor
@@ -142,10 +143,10 @@ def compare(
     """Compare two distributions of each token.
 
     Args:
-        dense: hidden states [N, H] and head [V, H] of the first distribution.
-        other: the same of the second.
+        dense: hidden states [N, H] and output matrix [V, H] of the first distribution.
+        other: hidden states and output matrix of the second one.
         targets: [N] int64, the sampled tokens.
-        divisor: of the logits.
+        divisor: number by which the logits are divided.
         cap: the model's soft cap of logits.
     """
     rows = max(1, LOGIT_BYTES // (4 * len(dense[1])))

@@ -1,13 +1,13 @@
-"""Whole GRPO steps through train.py, each run in a process of its own: python -m tests.bench.bench_grpo
+"""Time whole GRPO steps through train.py, each run in a process of its own: python -m tests.bench.bench_grpo
 
-The setting is QeRL's: a prompt of 256 tokens, a group of 8, completions as long as they may be (random weights hardly
-ever end one), gradient checkpointing. Rewards are drawn, so that every row has a gradient. With ``--cap`` another
-process holds all but so much of the GPU's memory, as if the GPU were smaller; that it was too small is a result, too.
-
-With ``--mean`` the completions are as long as a recipe's: each has a limit of its own, drawn once from a lognormal
-distribution with this mean that ends at ``--completion``, the same for every base and setting. GSM8K's steps are
-``--prompts 16 --mean 250 --completion 4096 --updates 4``, Big-Math's ``--prompts 8 --group 16 --mean 2000 --completion
-8192``. ``--plain`` trains as before kernels were fused: every block is recomputed, by transformers' chains of kernels.
+The setting is QeRL's: prompts of 256 tokens, groups of 8, gradient checkpointing, and completions of the greatest
+allowed length, because random weights hardly ever end a completion. Rewards are drawn at random, so that every row has
+a gradient. With ``--cap GIB`` another process holds all but this much of the GPU's memory, to imitate a smaller GPU; a
+run that does not fit is a result, too. With ``--mean`` completions have realistic lengths: the limit of each is drawn
+once from a lognormal distribution with this mean, cut at ``--completion``, and is the same for every base and setting.
+Steps like those on GSM8K are ``--prompts 16 --mean 250 --completion 4096 --updates 4``, and like those on Big-Math
+``--prompts 8 --group 16 --mean 2000 --completion 8192``. ``--plain`` trains without fused kernels: every block is
+recomputed, by transformers' sequences of kernels.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's ref
 
 
 def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Reward of 0 or 1 for each completion, by a hash of its tokens."""
+    """Reward each completion by 0 or 1, the last bit of a hash of its tokens."""
     return [float(zlib.crc32(str(completion.tokens).encode()) & 1) for completion in completions]
 
 
 def lengths(mean: int, longest: int, number: int) -> list[int]:
-    """Draw limits of completions, in tokens: lognormal with sigma 0.8, scaled to the mean, from 8 to the longest."""
+    """Draw limits of completions in tokens, from 8 to ``longest``: lognormal with sigma 0.8, scaled so that their mean
+    after clamping is ``mean``."""
     drawn = torch.randn(number, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(0.8).exp()
     for _ in range(50):  # cutting the tail off lowers the mean
         drawn = (drawn * mean / drawn.clamp(8, longest).mean()).clamp(min=8)
@@ -85,7 +86,8 @@ class Lengths(Callback):
 
 
 def taught(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of a teacher with random weights in NVFP4, from the whole vocabulary of which the policy learns."""
+    """Make the settings of a teacher with random NVFP4 weights; the policy learns from its probabilities of all
+    tokens."""
     base = str(written_apart(args.folder, args.teacher, "nvfp4"))
     return {"teacher": {"base": base}, "objective": {"teacher": {"divergence": "reverse"}}}
 
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
     """Train in a process of its own, and print the line of results.
 
     Raises:
-        SystemExit: the run failed for another reason than memory, or came to the end of no step but the first.
+        SystemExit: the run failed for another reason than too little memory, or ended before the second step.
     """
     command = harness.fit_command(folder, settings(args, base, folder))
     start, errors = time.perf_counter(), deque[str](maxlen=LAST_ERRORS)
@@ -192,7 +194,7 @@ def run(args: argparse.Namespace, base: str, folder: Path) -> None:
 
 
 def pass_on(stream: IO[str], last: deque[str]) -> None:
-    """Copy the lines of a stream to stderr, and the last ones to a list."""
+    """Copy the lines of a stream to stderr, and keep the most recent ones in ``last``."""
     for line in stream:
         sys.stderr.write(line)
         last.append(line.strip())
@@ -214,7 +216,8 @@ class Usage(NamedTuple):
 
 
 def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]:
-    """Wait for a process, or kill it after ``limit_s`` seconds; returns what it used at intervals of half a second."""
+    """Wait for a process, or kill it after ``limit_s`` seconds; returns samples of its resources, one per half
+    second."""
     start, samples = time.perf_counter(), []
     watched = psutil.Process(process.pid)
     while process.poll() is None:
@@ -229,15 +232,17 @@ def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]
 
 
 def check_share(curves: Mapping[str, Curve]) -> float | None:
-    """Share of the steps' time that checks take, over whole periods of ``CHECKS_PERIOD`` steps after the first
-    ``EARLY`` ones, all of which have every check; None if there is no whole period."""
+    """Compute which share of the steps' time the checks take. The first ``EARLY`` steps, in all of which every check
+    runs, are left out, and so is an incomplete period of ``CHECKS_PERIOD`` steps at the end; None if there is no whole
+    period."""
     check, step = (curves[f"time/{name}_s"].values[EARLY:] for name in ("check", "step"))
     whole = len(step) // CHECKS_PERIOD * CHECKS_PERIOD
     return sum(check[:whole]) / sum(step[:whole]) if whole else None
 
 
 def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, list[float]]:
-    """Median seconds per step, and the most that was used, in each quarter of the steps after the first."""
+    """Compute the median seconds per step, and the largest use of each resource, in each quarter of the steps after the
+    first one."""
     steps = curves["time/step_s"]
     edges = [round(part * (len(steps.times) - 1) / 4) for part in range(5)]
     parts = [
@@ -253,7 +258,7 @@ def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, l
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the settings by which lines are told apart."""
+    """Make the settings that distinguish the lines of results."""
     names = "size", "base", "aqn", "prompts", "completion", "cap", "memory", "sleep_level", "steps"
     names += "micro_batch_tokens", "eager"
     if args.mean:
@@ -266,7 +271,8 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    """Measure the most by which the GPU's used memory grows, of all processes, every 5 ms."""
+    """Read the GPU's used memory, of all processes, every 5 ms, and keep the largest growth since the start, in
+    bytes."""
     peak = {"bytes": 0}
     if not CUDA:
         yield peak

@@ -1,10 +1,11 @@
-"""Decoding through the linears of a block, with adapters and without: python -m tests.bench.bench_layer
+"""Time decoding through the linear layers of a block, with adapters and without: python -m tests.bench.bench_layer
 
-What a change of their kernels is worth in place, in seconds and without an engine: layers one after another in a CUDA
-graph, NVFP4 weights and the engine's kernels, elementwise kernels where norms and attention would be. Nothing is
-measured without Humming and vLLM. ``together`` is what the engine does: the base's kernel adds the adapter where it
-can, and fetches the next weight to L2; ``unfetched`` leaves this out. ``apart`` adds the adapter afterwards, with the
-kernels for other bases, ``matmul`` with cuBLAS, and ``none`` not at all.
+Shows within seconds and without an engine what a change of the kernels is worth: several blocks run one after another
+in a CUDA graph, with NVFP4 weights, the engine's kernels, and elementwise kernels in the place of norms and attention.
+Nothing is measured without Humming and vLLM. ``together`` is what the engine does: where possible, the kernel of the
+base also adds the adapter, and it fetches the next weight to L2. ``unfetched`` does not fetch the next weight.
+``apart`` adds the adapter in separate kernels, those that are used with bases in other formats; ``matmul`` adds it with
+cuBLAS, and ``none`` has no adapter.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def random_layer(size: str) -> dict[str, Linear]:
 
 
 def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
-    """Tell each linear the weight that comes after its own."""
+    """Tell each linear layer which weight is used after its own, so that it can fetch this weight to the cache."""
     weights = iter([linear.operands[0] for layer in layers for linear in layer.values()][1:])
 
     def told(linear: Linear) -> Linear:
@@ -61,7 +62,8 @@ def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
 
 
 def variants() -> dict[str, Add]:
-    """Name the ways to multiply by base and adapter: functions of a linear, its input and an index per token."""
+    """Name the ways to multiply by base and adapter; each is a function of a linear layer, its input and an index of
+    the adapter per token."""
     native: Any = import_module("qerl_pl.hopper.native_linear")
     no_lora = torch.tensor([False])
 

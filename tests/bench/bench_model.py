@@ -1,13 +1,15 @@
-"""Forward and backward of whole random models, and their memory: python -m tests.bench.bench_model
+"""Measure forward and backward of whole random models, and their memory: python -m tests.bench.bench_model
 
-A step is the policy's own: packed rows of different lengths, gradient checkpointing, log-probabilities and entropies,
-backward into the adapter. ``ratio`` is tokens a second over those of ``bf16+peft``, a dense base with PEFT's layers
-and its adapter in bf16, everything else the same; ``bf16+peft-fp32`` has the fp32 adapter that PEFT makes by default.
-``peak_bytes`` is what a step takes on top of ``resident_bytes``, base and adapter.
+A step is what the policy does in training: packed rows of different lengths, gradient checkpointing, log-probabilities
+and entropies, and backward into the adapter. ``ratio`` is tokens per second divided by those of ``bf16+peft``: a dense
+base with PEFT's LoRA layers and a bf16 adapter, everything else the same; ``bf16+peft-fp32`` has the fp32 adapter that
+PEFT makes by default. ``peak_bytes`` is what a step takes in addition to ``resident_bytes``, which are base and
+adapter.
 
-With ``--rungs`` the NVFP4 base alone, with everything that ``model.gradient_checkpointing`` may be, once with
-transformers' chains of kernels and once with liger-kernel's (where it is installed): speed, peak against plan, time
-against the plan's, and how far log-probabilities and gradients are from those of plain, recomputed blocks.
+With ``--rungs`` only the NVFP4 base is measured, with every value of ``model.gradient_checkpointing``, once with
+transformers' sequences of kernels and once with liger-kernel's (where it is installed). The lines have the speed, the
+peak of memory and the time with what the memory plan predicts for both, and how much log-probabilities and gradients
+differ from those of blocks that are all recomputed, without fused kernels.
 """
 
 from __future__ import annotations
@@ -96,14 +98,15 @@ def step(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
 def measured(
     policy: Policy, batch: tuple[Tensor, Tensor], held: int, *, repeats: int, warmups: int
 ) -> tuple[list[float], int]:
-    """Seconds of steps, sorted, and the most bytes that they took on top of those that were held before."""
+    """Run steps; returns their seconds, sorted, and the most bytes that they took in addition to those held before."""
     harness.reset_peak()
     [seconds] = harness.timed({"step": lambda: step(policy, *batch)}, repeats=repeats, warmups=warmups).values()
     return seconds, torch.cuda.max_memory_allocated() - held
 
 
 def errors(size: str) -> Iterator[tuple[str, float, float]]:
-    """Compare two blocks on an NVFP4 base with the same weights dense: in our layers, in PEFT's, and in fp32."""
+    """Compare two blocks on an NVFP4 base with the same weights in a dense base: with this project's LoRA layers and
+    with PEFT's, both against fp32."""
     config = model_config(size, num_layers=2)
     tokens, mask = draw(600, config.vocab_size)
     model = random_model(config, NVFP4, dtype=DTYPE, device=DEVICE)

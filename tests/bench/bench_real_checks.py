@@ -1,10 +1,11 @@
-"""What every check reads in healthy runs of pretrained models: python -m tests.bench.bench_real_checks
+"""Record what every check measures in healthy runs of pretrained models: python -m tests.bench.bench_real_checks
 
-Each model trains on GSM8K through the program, with every check in every rollout, or as ``--every`` says. One JSON
-line per model, format and seed has the alarm (there should be none) and, over the rollouts, the values that the
-checks compare with their limits: the strength of the probe adapter, the difference of engine and trainer under it,
-what it changes and what rounding errors change; the same of scores; the ledger's parts; the evidence; the gradient's
-norm over its running median; planned and measured memory. ``--curves FILE`` keeps all values of all rollouts too.
+Each model trains on GSM8K through the program, with every check in every rollout, or as often as ``--every`` says. One
+JSON line per model, format and seed has the alarm (there should be none) and, over the rollouts, the values that the
+checks compare with their limits: the strength of the canary's probe adapter, the difference between engine and trainer
+with this adapter, what the adapter changes and what rounding errors change; the same of the scores; the parts of the
+difference that the ledger tells apart; the values of the rollout evidence; the norm of the gradient divided by its
+running median; and planned and measured memory. ``--curves FILE`` also keeps all values of all rollouts.
 
     python -m tests.bench.bench_real_checks --models models/qwen2.5-coder-0.5b --problems gsm8k_train.jsonl > lines
 
@@ -75,9 +76,11 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
 
 
 def readings(curves: Mapping[str, Curve], dtype: torch.dtype, *, shared: bool) -> dict[str, Any]:
-    """Summarise what the checks read: [median, largest] over rollouts, in nats if nothing else is said.
+    """Summarise what the checks measured as [median, largest] over the rollouts, in nats unless the name has another
+    unit.
 
-    With ``shared``, others use the GPU, so memory and the seconds of passes are left out, which would be read wrongly.
+    With ``shared``, other processes use the GPU too, so memory and the seconds of passes are left out: they would
+    include what the others use.
     """
 
     def of(tag: str) -> list[float]:

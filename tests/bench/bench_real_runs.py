@@ -1,19 +1,20 @@
 """Train pretrained models on GSM8K in several arms and seeds: python -m tests.bench.bench_real_runs
 
-    python -m tests.bench.bench_real_runs --models qwen2.5-coder-0.5b.gguf qwen2.5-coder-1.5b.gguf \\
-        --problems gsm8k_train.jsonl --task gsm8k_verl --seeds 0 1 2 --jobs 5 --minutes 8 \\
+    python -m tests.bench.bench_real_runs --models qwen2.5-coder-0.5b.gguf qwen2.5-coder-1.5b.gguf \
+        --problems gsm8k_train.jsonl --task gsm8k_verl --seeds 0 1 2 --jobs 5 --minutes 8 \
         --folder /tmp/real --output docs/results/real_runs.jsonl
 
-Every run is of the task's file as it is, with all checks; an arm of configs/arms gives what the task leaves open (base
-format and noise, but not the learning rate where the task has one). The runs are a study of `python -m qerl_pl study`,
-``--jobs`` at a time on each GPU, and one that is interrupted goes on when the same command is given again. All test
-problems are answered greedily before, every 20 rollouts (as the task says), and after.
+Every run uses the task's file unchanged, with all checks. An arm of configs/arms sets what the task leaves open: the
+base's format and the noise, but not the learning rate if the task sets one. The runs are a study of `python -m qerl_pl
+study`, ``--jobs`` at a time on each GPU; the same command continues a study that was interrupted. All test problems are
+answered greedily before training, every 20 rollouts (as the task says), and afterwards.
 
 For each finished run that ``--output`` does not have yet, lines are appended to it. ``real_runs/MODEL`` has curves by
-rollout, validations (the first and the last one with the verdict of each problem), the alarm (null: none), warnings,
-seconds and memory. ``real_completions/MODEL``, which only runs of the first seed have, has completions of the same test
-problems before and after. ``--partial`` does the same for runs that have not finished, and ``--read`` trains nothing,
-e.g. after a machine was lost. Of several lines with one name and shape the last one counts.
+rollout, validations (the first and the last one with the verdict on each problem), the alarm (null: none), warnings,
+seconds and memory. ``real_completions/MODEL``, only for runs of the first seed, has completions of the same test
+problems before and after training. ``--partial`` also writes the lines of runs that have not finished. ``--read``
+trains nothing and only writes lines, e.g. after a machine was lost. Of several lines with the same name and shape the
+last one counts.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def validation(file: Path, *, verdicts: bool) -> dict[str, Any]:
-    """Summarise a file of greedy completions; verdicts are texts of "1" (right) or "0", a character a problem."""
+    """Summarise a file of greedy completions; the verdicts are a text with a character per problem, "1" (right) or
+    "0"."""
     rows = rows_of(file)
     right = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
     return {
@@ -136,18 +138,20 @@ def compared_completions(before: Path, after: Path, number: int) -> list[dict[st
 
 
 def alarm_of(log: str) -> str | None:
-    """Return the message with which a check ended a start of the run, also where a later start went on."""
+    """Return the message of the check that stopped the run, even if a later start continued the run."""
     return next((line for line in log.splitlines() if line.startswith("stopped: ")), None)
 
 
 def seconds_logged(curves: Mapping[str, Curve]) -> float:
-    """Return the seconds of a run whose machine was lost: between its first and its last value, and before them."""
+    """Return the seconds of a run whose machine was lost: those between its first and its last logged value, and those
+    before the first one."""
     times = [time for values in curves.values() for time in values.times]
     return max(times) - min(times) + sum(curve(curves, START)[:1])
 
 
 def bits_per_weight(model: Path) -> float:
-    """Return the mean bits of the weights that the model's 16-bit values were made from."""
+    """Return the mean number of bits per weight in the file that the model's 16-bit weights were made from; 16 if they
+    were not."""
     record = Path(base_folder(str(model), None)) / RECORD
     return json.loads(record.read_text())["bits_per_weight"] if record.is_file() else 16.0
 

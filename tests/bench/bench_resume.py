@@ -1,8 +1,9 @@
-"""A run that is killed and resumed, beside one that is not: python -m tests.bench.bench_resume
+"""Compare a run that is killed and resumed with one that is not: python -m tests.bench.bench_resume
 
-Both are runs of train.py in which rollouts and training are deterministic. One gets SIGKILL in the middle of a rollout,
-of an update and of writing a checkpoint, in three different steps, and goes on from its last checkpoint each time.
-Adapter, optimizer state, curves and completions are compared at the end; there is a line only if all bits are equal.
+Both are runs of train.py in which rollouts and training are deterministic. One run gets SIGKILL three times, in
+different steps: during a rollout, during an update, and while a checkpoint is written. Each time it continues from its
+last checkpoint. Adapter, optimizer state, curves and completions of both runs are compared at the end; a line is
+printed only if all bits are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from tests.random_checkpoints import written_apart
 
 
 class Kill(NamedTuple):
-    """Point at which a run kills itself: after so many steps, and seconds after this part of the next one begins."""
+    """Point at which a run kills itself: in the step after ``step`` steps, ``after_s`` seconds after the part ``where``
+    of this step begins."""
 
     where: str
     step: int
@@ -73,10 +75,10 @@ class KillsItself(Callback):
 
 
 def start(args: argparse.Namespace, base: str, folder: Path, kill: Kill | None = None) -> None:
-    """Start a run, or go on with it, and wait for its end.
+    """Start a run, or continue it, and wait for its end.
 
     Raises:
-        SystemExit: it ended in another way than it should.
+        SystemExit: the run was not killed although it should be, or failed otherwise.
     """
     settings: dict[str, Any] = bench_grpo.settings(args, base, folder) | {"ckpt_path": "last"}
     settings["model"]["engine"]["init_args"]["decoding_kernel"] = "auto"

@@ -1,10 +1,10 @@
-"""Rollout tokens per second, each engine in a process of its own: python -m tests.bench.bench_rollout
+"""Measure rollout tokens per second, each engine in a process of its own: python -m tests.bench.bench_rollout
 
-Every process measures one base at every number of sequences, with the adapter and without it, in the same engine, which
-then captures CUDA graphs for both. Prompts have 128 tokens and completions 256, sampled at temperature 1 with
-log-probabilities, which is what a rollout is. Each line has the speed of decoding, prompts left out, and its roof: what
-the memory's measured bandwidth would allow, if a step read every weight and every cached key and value once and nothing
-else took time.
+Every process starts one engine on one base, which captures CUDA graphs with the adapter and without it, and measures
+both with every number of sequences. As in a training rollout, completions are sampled at temperature 1 with
+log-probabilities; prompts have 128 tokens and completions 256. Each line has the speed of decoding, without the time of
+the prompts, and its upper bound: the speed if a step read every weight and every cached key and value once, at the
+measured bandwidth of the memory, and nothing else took time.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes of a checkpoint; of a larger one, vL
 
 
 def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
-    """Make what an engine needs of a policy: a random adapter, and a base, which has values only if it is packed: an
-    engine on Hopper computes with the trainer's copy of it."""
+    """Make what an engine needs of a policy: a random adapter and a base. Only an NVFP4 base has values, because an
+    engine on Hopper computes with the trainer's copy of them; any other base is on the meta device."""
     lora = LoraSettings(rank=rank, alpha=rank)
     if base == "nvfp4":
         policy = load_policy(path, dtype=DTYPE, lora=lora, seed=0, device=DEVICE)
@@ -136,7 +136,8 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
 
 
 def step_bytes(args: argparse.Namespace, size: str, base: str, count: int, *, adapter: bool) -> float:
-    """Bytes that a decoding step has to read, halfway through: blocks, head, keys and values, and the adapter."""
+    """Bytes that a decoding step has to read when half of the tokens are sampled: blocks, output matrix, keys and
+    values, and the adapter."""
     shape = config_shape(model_config(size), NVFP4 if base == "nvfp4" else None, DTYPE)
     head = shape.vocabulary * shape.hidden * DTYPE.itemsize
     cached = (PROMPT_TOKENS + NEW_TOKENS / 2) * kv_token_bytes(shape, DTYPE.itemsize, args.kv_cache_dtype)
@@ -184,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def checkpoint(folder: Path, size: str, base: str) -> Path:
-    """Write a random one, or the configuration alone where the weights would be too large for a disk."""
+    """Write a random checkpoint, or only its configuration if the weights would be too large for a disk."""
     config = model_config(size)
     blocks = config.num_hidden_layers * config.hidden_size * (config.intermediate_size * 3 + config.hidden_size * 2)
     if base == "bf16" and 2 * blocks > DISK_LIMIT:

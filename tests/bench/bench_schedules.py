@@ -1,7 +1,8 @@
-"""Humming's kernels for few tokens and our own: python -m tests.bench.bench_schedules
+"""Compare Humming's kernels for few tokens with this project's: python -m tests.bench.bench_schedules
 
-The fused linears of a block, NVFP4 weights and bf16 inputs, each linear alone in a CUDA graph of many calls; its copies
-take turns, so no weight is in the cache when its turn comes again. Nothing is measured without Humming.
+Times the fused linear layers of a block with NVFP4 weights and bf16 inputs, each alone in a CUDA graph of many calls.
+The calls use copies of the weight in turn, so no weight is in the cache when it is used again. Nothing is measured
+without Humming.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def rounds(run: Callable[[Any], Tensor], copies: Sequence[object]) -> Callable[[
 
 
 def compare(model: str, name: str, tokens: int, repeats: int) -> None:
-    """Check one linear's schedules against each other, and time them."""
+    """Check the products of one linear layer by this project's kernels against Humming's, and time both."""
     rule: Any = import_module("humming.tune").get_heuristics_config
     widths, inputs = fused_shape(model, name)
     outputs = sum(widths)

@@ -1,8 +1,8 @@
-"""How soon every command speaks, and for how long it is silent: python -m tests.bench.bench_silence
+"""Measure how soon every command prints something, and its longest pause: python -m tests.bench.bench_silence
 
-The commands are those of a first hour with the program, in an empty folder, each in a process of its own. ``first_s``
-is the time to the first output, ``silence_s`` the longest time without any, and ``after`` the line before it. On a
-machine that does other work all take longer; ``cpu_s`` is the time for which the program computed.
+The commands are those of a first hour with the program, run in an empty folder, each in its own process. ``first_s`` is
+the time to the first output, ``silence_s`` the longest time without any output, and ``after`` the line before that
+pause. If the machine does other work, all commands take longer; ``cpu_s`` is the program's CPU time.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What speculation would cost and change: python -m tests.bench.bench_speculation
+"""Measure what speculation would cost and change: python -m tests.bench.bench_speculation
 
 A step that verifies k drafts for each of n sequences reads the weights once for n (1 + k) tokens, and the cached keys
-and values of n sequences. ``speculation/step`` is the time of a decoding step of M sequences, one token each, with a
-context of so many tokens. The difference between two contexts is the time of reading keys and values; the rest of a
-step with M = n (1 + k) sequences and the reading for n sequences are the cost of verification, which
-``speculation/cost`` has as a multiple of the step of n sequences, beside the multiple that was computed from the times
-of linears.
+and values of n sequences. ``speculation/step`` is the time of a decoding step of M sequences with one token each, at a
+given number of tokens of context. The difference between two contexts is the time of reading keys and values. The cost
+of verification is the rest of a step with M = n (1 + k) sequences, plus the reading for n sequences.
+``speculation/cost`` has this cost as a multiple of the step of n sequences, and the multiple that was predicted from
+the times of the linear layers.
 
-``speculation/logprobs`` is how much the log-probabilities of 8 sequences change by rounding if more sequences decode
-beside them, as they would beside rows of drafts. Prompts, seeds and the pass over the prompts are the same; each
-sequence is compared up to the first token that differs.
+``speculation/logprobs`` is how much rounding changes the log-probabilities of 8 sequences if more sequences decode in
+the same steps, as rows of drafts would. Prompts, seeds and the pass over the prompts are the same; each sequence is
+compared up to the first token that differs.
 """
 
 from __future__ import annotations

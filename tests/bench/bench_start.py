@@ -1,8 +1,8 @@
-"""Seconds that an engine takes to start, each time in a process of its own: python -m tests.bench.bench_start
+"""Measure the seconds that an engine takes to start, each time in a new process: python -m tests.bench.bench_start
 
-``first``: nothing is kept of an earlier start, neither graphs of vLLM nor kernels of Triton and of this project.
-``again``: the same engine once more. ``other``: the same model for other lengths and numbers of sequences, which vLLM
-compiles a graph for, with the kernels that are there.
+``first``: no earlier start has left anything, neither vLLM's graphs nor kernels of Triton or of this project.
+``again``: the same engine once more. ``other``: the same model with other lengths and another number of sequences, for
+which vLLM compiles a new graph, while the kernels exist already.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Whole GRPO steps of TRL with vLLM in its process, beside those of bench_grpo: python -m tests.bench.bench_trl
+"""Time whole GRPO steps of TRL with vLLM in its process, for comparison with bench_grpo: python -m
+tests.bench.bench_trl
 
-The setting is bench_grpo's on a bf16 base with PEFT's LoRA; what is not given here is as TRL has it by default. For
-instance it merges the adapter and loads all weights into vLLM before each rollout (``sync``), and it computes
-log-probabilities once more before the update (``logprob``). ``train`` is what the other phases leave of a step. The end
-token does not end a completion. There is a line after each step, of all steps so far; the last one counts. ``measured``
-is how many steps it has beside the first, and a run that was stopped is measured again. Without TRL nothing is
-measured: ``pip install trl`` (1.16; it warns of vLLM 0.32, and runs).
+The setting is bench_grpo's, on a bf16 base with PEFT's LoRA; everything else has TRL's defaults. For instance, TRL
+merges the adapter and loads all weights into vLLM before each rollout (``sync``), and computes log-probabilities once
+more before the update (``logprob``). ``train`` is the step's time without the other phases. The end token does not end
+a completion. A line about all steps so far is printed after each step, and the last line counts. ``measured`` is the
+number of steps without the first one; a run that was stopped is measured again. Without TRL nothing is measured: ``pip
+install trl`` (1.16, which warns about vLLM 0.32 but runs).
 
-``--mean``, ``--group`` and ``--updates`` are those of bench_grpo: completions are as long as a recipe's, each with the
-limit that it has there, and a step is a rollout with all of its updates.
+``--mean``, ``--group`` and ``--updates`` are those of bench_grpo: completions have realistic lengths, each with the
+same limit as there, and a step is a rollout with all of its updates.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def imported_trl(*, vllm: bool = True) -> Any:
-    """Import TRL, which is optional, for a process in which vLLM is as it comes, without this repository's kernels."""
+    """Import TRL, which is optional, in a process whose vLLM does not have this repository's kernels."""
     warnings.filterwarnings("ignore")
     prepare_environment()
     os.environ["VLLM_PLUGINS"] = ""
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace, base: str) -> None:
 
 
 def limit_each(llm: Any, mean: int) -> None:
-    """Make a vLLM engine give each request of a call its own limit, see ``bench_grpo.lengths``."""
+    """Give each request of a call of a vLLM engine its own limit of tokens, see ``bench_grpo.lengths``."""
     whole = llm.generate
 
     def limited(prompts: list[Any], *, sampling_params: Any, **others: Any) -> Any:
@@ -125,7 +126,8 @@ def limit_each(llm: Any, mean: int) -> None:
 
 
 class StepTimes:
-    """Times the steps of a GRPOTrainer and their phases, in seconds; ``train`` is what the other phases leave."""
+    """Times the steps of a GRPOTrainer and their phases, in seconds; ``train`` is the step's time without the other
+    phases."""
 
     PHASES = ("sync", "rollout", "reward", "logprob")
 
@@ -136,7 +138,8 @@ class StepTimes:
         self._began = 0.0
 
     def time_phases(self, trainer: Any) -> None:
-        """Replace the methods of a trainer that are phases by timed ones; a DistillationTrainer has no rewards."""
+        """Replace those methods of a trainer that are phases of a step by methods that are timed. A DistillationTrainer
+        has no phase of rewards."""
         if trainer.use_vllm:
             self._time("sync", trainer.vllm_generation, "sync_weights")
         self._time("rollout", trainer, "_generate_single_turn")  # it calls sync_weights
@@ -222,7 +225,7 @@ def name_of(args: argparse.Namespace) -> str:
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the settings by which lines are told apart."""
+    """Make the settings that distinguish the lines of results."""
     names = ("prompts", "completion", "steps", "rows", "utilization", "sleep")
     names += ("group", "mean", "updates") if args.mean else ()
     return {"model": args.size, **{name: getattr(args, name) for name in names}, "base": "bf16", "aqn": False}

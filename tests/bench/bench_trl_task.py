@@ -1,19 +1,19 @@
-"""TRL's GRPOTrainer on a task, with a real model, vLLM in its process and LoRA: python -m tests.bench.bench_trl_task
+"""Measure TRL's GRPOTrainer on a task, with a real model, vLLM and LoRA: python -m tests.bench.bench_trl_task
 
 The task is a configuration file, by default GSM8K with verl's settings. Model, prompts and their order, settings of the
-objective and the optimizer, and the code that scores completions are those that ``train.py`` uses with this file. What
-decides speed is set as TRL's guide advises, and the line has it. The greedy accuracy on test problems is measured
-before, in the middle and after (``--at``); these evaluations are in no other time.
+objective and of the optimizer, and the code that scores completions are those that ``train.py`` uses with this file.
+Settings that decide speed follow TRL's guide, and the line has them; vLLM runs in TRL's process. The greedy accuracy on
+test problems is measured before, in the middle of and after training (``--at``); no other time includes these
+evaluations.
 
     python -m tests.bench.bench_trl_task --model models/qwen2.5-coder-1.5b --problems gsm8k_train.jsonl
 
-There is a line after each evaluation and at the end, of all steps so far; the last one counts. A run that gets SIGINT
-or SIGTERM, or fails after its first step, prints its line too; ``ended`` says how it ended. ``curve`` has a value per
-step: ``train_s`` are the seconds since the first step began, without evaluations. ``generated_per_s`` counts sampled
-tokens, and ``trained_per_s`` tokens of prompts and completions without padding; ``padded_share`` is how many of the
-tokens that TRL computes are padding. Without TRL (``pip install trl``, 1.16) or a model nothing is measured.
-
-``--generation transformers`` samples without vLLM, for machines where TRL does not work with it.
+A line about all steps so far is printed after each evaluation and at the end, and the last line counts. A run that gets
+SIGINT or SIGTERM, or fails after its first step, prints its line too; ``ended`` says how it ended. ``curve`` has one
+value per step; its ``train_s`` are the seconds since the first step began, without evaluations. ``generated_per_s``
+counts sampled tokens, and ``trained_per_s`` tokens of prompts and completions without padding; ``padded_share`` is the
+share of padding among the tokens that TRL computes. Without TRL (``pip install trl``, 1.16) or a model nothing is
+measured. ``--generation transformers`` samples without vLLM, for machines on which TRL does not work with vLLM.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FIXED = {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized
 
 
 class Scorer:
-    """Scores completions by all rewards of a task, also those that have the weight 0; ``ends`` are tokens that end a
+    """Scores completions by all rewards of a task, including those of weight 0. ``ends`` are the tokens that end a
     completion."""
 
     def __init__(
@@ -224,7 +224,7 @@ class Course(TrainerCallback):
             self._peak = max(self._peak, used_bytes(torch.device(DEVICE)) - self._others)
 
     def line(self, ended: str) -> None:
-        """Print a line of the steps so far; none if no step has ended."""
+        """Print a line about the steps so far, or nothing if no step has ended."""
         steps, phases = self.times.steps, self.times.phases
         if not steps:
             return
@@ -258,7 +258,7 @@ class Course(TrainerCallback):
 
 
 def greedy(trainer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Let a trainer's own generation complete prompts at temperature 0; the policy is as it is now."""
+    """Complete prompts at temperature 0 by a TRL trainer's generation, with the policy's current weights."""
     tokens = [list(prompt.tokens) for prompt in prompts]
     if trainer.use_vllm:
         owner, changed = trainer.vllm_generation, {"temperature": 0.0}
@@ -276,7 +276,7 @@ def greedy(trainer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the settings by which lines are told apart."""
+    """Make the settings that distinguish the lines of results."""
     names = "steps", "rows", "checkpointing", "liger", "generation", "utilization", "sleep", "test", "tiny"
     return {"model": args.model.name, "task": args.task.stem, **{name: getattr(args, name) for name in names}}
 
@@ -285,7 +285,7 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
     """Train, and print the lines.
 
     Raises:
-        SystemExit: TRL would read a prompt as other tokens than ``train.py``.
+        SystemExit: TRL would turn a prompt into other tokens than ``train.py`` does.
     """
     trl = imported_trl(vllm=args.generation == "vllm")
     tokenizer = read_tokenizer(args.model)
@@ -356,7 +356,7 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
 
 
 def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a completion: the tokenizer's, and those of the generation settings."""
+    """Return the tokens that end a completion: those of the tokenizer and of the generation settings."""
     file = model / "generation_config.json"
     ends_of_file = yaml.safe_load(file.read_text()).get("eos_token_id") if file.exists() else None
     ends: list[int | None] = ends_of_file if isinstance(ends_of_file, list) else [ends_of_file]

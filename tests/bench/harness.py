@@ -48,7 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that several benchmarks have
 
 
 def parser_with(description: str | None, *options: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Make a parser that knows some of ``OPTIONS`` and, for each default, an option of its type, or of a list's."""
+    """Make a parser with the named ones of ``OPTIONS``, and an option for each default, whose type is that of the
+    default or, for a list, of its elements."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in options:
         parser.add_argument(name, **OPTIONS[name])
@@ -62,7 +63,8 @@ def parser_with(description: str | None, *options: str, **defaults: Any) -> argp
 def timed(
     variants: Mapping[str, Callable[[], object]], *, repeats: int, inner: int = 1, warmups: int = 2
 ) -> dict[str, list[float]]:
-    """Measure the seconds of each variant, sorted; they take turns, so that changes of the machine affect all of them.
+    """Measure the seconds of each variant, sorted; the variants take turns, so that changes of the machine affect all
+    of them.
 
     Args:
         variants: what to run.
@@ -111,7 +113,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def reset_peak() -> int:
-    """Let ``torch.cuda.max_memory_allocated`` start anew; returns the bytes that are allocated now, 0 without a GPU."""
+    """Reset ``torch.cuda.max_memory_allocated``; returns the bytes that are allocated now, or 0 without a GPU."""
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
@@ -123,7 +125,8 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def check(errors: Iterable[tuple[str, float, float]]) -> None:
-    """Exit without a line, and name every error, where one of (what, error, bound) exceeds its bound or is NaN."""
+    """End the program without a line of results if, in any (what, error, bound), the error exceeds the bound or is NaN.
+    The message names all of them."""
     wrong = [
         f"{what} is off by {error:.1e}, more than {bound:.1e}" for what, error, bound in errors if not error <= bound
     ]
@@ -132,7 +135,7 @@ def check(errors: Iterable[tuple[str, float, float]]) -> None:
 
 
 def check_finite(*scores: Sequence[float]) -> None:
-    """Exit where a score that an engine gave is not finite."""
+    """End the program if an engine returned a score that is not finite."""
     finite = torch.tensor([value for row in scores for value in row]).isfinite().all()
     check([("the number of scores that are not finite", float(not finite), 0)])
 
@@ -140,7 +143,8 @@ def check_finite(*scores: Sequence[float]) -> None:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], base: str, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Return the kernel that an engine decodes with, by its option; bases other than "nvfp4" have vLLM's kernels."""
+    """Return the kernel that an engine decodes with, given its option; only "nvfp4" bases can have other kernels than
+    vLLM's."""
     return vllm_setup.decoding_kernel(wanted, NVFP4, dtype) if base == "nvfp4" else "humming"
 
 
@@ -150,8 +154,8 @@ def base_callbacks() -> list[dict[str, Any]]:
 
 
 def fit_command(folder: Path, settings: Mapping[str, Any], *files: Path) -> list[str]:
-    """Write what differs from configs/base.yaml and ``files`` to a file in a folder; returns the command that trains
-    with it."""
+    """Write the settings that differ from configs/base.yaml and ``files`` to a file in a folder; returns the command
+    that trains with this file."""
     config = folder / "bench.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
     return [sys.executable, "train.py", "fit", *(word for file in (*files, config) for word in ("-c", str(file)))]
@@ -163,7 +167,8 @@ def task_file(name: str) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment of a program of this repository that a benchmark starts: it finds the same modules."""
+    """Make the environment of a program of this repository that a benchmark starts, in which it imports the same
+    modules."""
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([".", path] if path else ["."])}
 
@@ -171,16 +176,16 @@ def child_environment() -> dict[str, str]:
 def run_apart(
     module: str, arguments: Sequence[str], *, output: Path | None = None, variables: Mapping[str, str] | None = None
 ) -> None:
-    """Run a benchmark in a process of its own; keeps each line of results, the rest goes to stderr.
+    """Run a benchmark in a process of its own. Its lines of results are kept, and everything else goes to stderr.
 
     Args:
-        module: its name in tests/bench.
-        arguments: of its command line.
-        output: file that its lines are appended to.
-        variables: of its environment, beside the present ones.
+        module: name of the benchmark in tests/bench.
+        arguments: words of its command line.
+        output: file to which the lines are appended.
+        variables: environment variables, in addition to the present ones.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: the benchmark failed.
     """
     command = [sys.executable, "-m", f"tests.bench.{module}", *arguments]
     environment = {**child_environment(), **(variables or {})}

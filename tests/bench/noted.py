@@ -1,4 +1,4 @@
-"""A callback that logs what a run's curves do not have, and a reading that follows from several curves."""
+"""Record values that a run's curves lack, and compute the jumps of a gap from several curves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ START, VALIDATION, HOST = "bench/start_s", "bench/validation_s", "bench/host_byt
 
 class RunClock(Callback):
     """Logs, by the number of rollouts done, ``bench/start_s``, from the start of the process to the first validation or
-    rollout, ``bench/validation_s`` of each validation, and ``bench/host_bytes``, the process's memory after each
-    rollout."""
+    rollout; ``bench/validation_s``, the seconds of each validation; and ``bench/host_bytes``, the process's memory
+    after each rollout."""
 
     def __init__(self) -> None:
         self._started = False
@@ -52,9 +52,9 @@ def _log(trainer: Any, pl_module: Any, name: str, value: float) -> None:
 
 
 def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[float]:
-    """Repeat the comparisons of a gap with the rollouts before it, as ``RolloutEvidence`` makes them; returns the
-    largest ratio, the largest number of robust standard deviations, and the largest share of the limits of both, of
-    which the smaller one of a rollout counts."""
+    """Repeat the comparisons of a gap with the gaps of earlier rollouts that ``RolloutEvidence`` makes. Returns three
+    maxima over the rollouts: of the ratio, of the number of robust standard deviations, and of the smaller of these two
+    as shares of their limits. The list is empty if the run logged no such gap."""
     if f"evidence/{name}" not in curves:
         return []
     guard, curve, sigma = evidence.RolloutEvidence(), curves[f"evidence/{name}"], curves.get("aqn/sigma")

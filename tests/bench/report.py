@@ -1,8 +1,8 @@
 """Write docs/performance.md and the README's table of speeds from docs/results: python -m tests.bench.report
 
-The page answers one question per section. Its text is pages/performance.md; which lines answer a question, and with
-which columns, stands in ``TABLES``. Every number comes from the JSON lines that the benchmarks print. Of several lines
-with one setting the last one counts.
+The page answers one question per section. Its text is pages/performance.md, and ``TABLES`` says which lines answer a
+question, and with which columns. Every number comes from the JSON lines that the benchmarks print. Of several lines
+with the same settings the last one counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Table(NamedTuple):
 
 
 def results() -> list[Line]:
-    """Read the lines of all benchmarks; lines of other pages have no name."""
+    """Read the lines of all benchmarks; lines that belong to other pages have no name, and are left out."""
     texts = [text for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines() if text]
     return [line for line in map(json.loads, texts) if "name" in line]
 
@@ -87,8 +87,8 @@ def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, labe
 
 
 def cell(*path: str, digits: int | None = None, scale: float = 1) -> Column:
-    """Make a column with the value at a path of keys: a number with so many digits, "" where there is none, or, without
-    digits, what stands there."""
+    """Make a column with the value at a path of keys: a number with so many digits, "" if the line has no such value.
+    Without ``digits`` the value is shown as it is."""
 
     def show(line: Line) -> object:
         value: Any = line
@@ -144,13 +144,13 @@ def headline_table(lines: list[Line]) -> str:
 
 
 def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], Pair]:
-    """Find the last two engines of two kinds that one commit measured, by model and number of sequences.
+    """Find the last two engines of two kinds that were measured at the same commit, by model and number of sequences.
 
-    All pairs of a model are of one GPU, on which it was measured last.
+    All pairs of a model are from one GPU, the one on which the model was measured last.
 
     Args:
-        lines: of ``bench_rollout``; engines with other than the usual settings are left out.
-        first, second: "nvfp4" or "bf16", or the same with " alone": without an adapter.
+        lines: lines of ``bench_rollout``; engines with unusual settings are left out.
+        first, second: "nvfp4" or "bf16", with " alone" after it for an engine without an adapter.
     """
     engines: dict[tuple[str, int, str, str], dict[str, Line]] = {}
     for line in _of_kind("rollout/generate", lines):
@@ -165,7 +165,8 @@ def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str,
 
 
 def rollouts(lines: list[Line]) -> list[Line]:
-    """NVFP4 and bf16 engines with an adapter at one commit, and NVFP4 engines with and without it at one commit."""
+    """Pair NVFP4 engines with bf16 engines, both with an adapter, and NVFP4 engines with an adapter with those without
+    one, each pair measured at one commit."""
     pairs = [*at_one_commit(lines, "bf16", "nvfp4").values(), *at_one_commit(lines, "nvfp4", "nvfp4 alone").values()]
     return [line for pair in pairs for line in pair]
 
@@ -200,8 +201,8 @@ def rollouts_table(lines: list[Line]) -> str:
 
 
 def whole_steps(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each model and policy on a whole GPU, sorted by size, without long runs and single
-    steps."""
+    """Choose the last run of each model and policy on a GPU with all its memory, sorted by size; long runs and runs of
+    a single step are left out."""
     runs = [
         line
         for line in _of_kind("grpo/", lines)
@@ -212,7 +213,8 @@ def whole_steps(lines: list[Line]) -> list[Line]:
 
 
 def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
-    """Fastest step of bf16 in the same setting and at the same commit, over this run's; None where there is none."""
+    """Divide the fastest step of bf16 with the same settings at the same commit by this run's; None if there is no such
+    run."""
     names = "model", "prompts", "completion", "group", "mean", "updates"
 
     def setting(run: Line) -> tuple[object, ...]:
@@ -227,7 +229,7 @@ def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
 
 
 def recipes(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each recipe's shape, model and policy, those of one shape together."""
+    """Choose the last run of each recipe's shape, model and policy; runs of one shape follow each other."""
     names = "mean", "group", "updates", "model"
 
     def setting(line: Line) -> tuple[Any, ...]:
@@ -237,8 +239,8 @@ def recipes(lines: list[Line]) -> list[Line]:
 
 
 def cards(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each model, policy and memory limit that has a plan, without long runs, and those that
-    were refused."""
+    """Choose the last run of each model, policy and memory limit that has a memory plan, and the runs that were refused
+    for too little memory; long runs are left out."""
 
     def setting(line: Line) -> tuple[object, ...]:
         return _policy(line), *(line["shape"][name] for name in ("model", "completion", "cap"))
@@ -253,12 +255,14 @@ def cards(lines: list[Line]) -> list[Line]:
 
 
 def taken_gib(run: Line) -> float | None:
-    """Most GPU memory that a run held, as another process saw it; by its own reading where none looked."""
+    """Return the most GPU memory that a run held, in GiB, as another process measured it, or else as the run itself
+    did."""
     return run["peak_bytes"] / GIB if run.get("peak_bytes") else run.get("logged", {}).get("peak_gib")
 
 
 def kernels_table(lines: list[Line]) -> str:
-    """Microseconds of each fused linear, Humming's and the native kernel's; a column per number of tokens."""
+    """Make the table of the microseconds of each fused linear layer, with Humming's kernel and with this project's; a
+    column per number of tokens."""
     times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for line in lines:
         model, linear, tokens = (line["shape"][name] for name in ("model", "linear", "tokens"))

@@ -1,4 +1,5 @@
-"""What the benchmark of quantisers computes from hidden states, and what its variants leave dense."""
+"""Tests of the statistics that bench_four_bits computes from hidden states, and of which layers its variants keep
+dense."""
 
 from __future__ import annotations
 

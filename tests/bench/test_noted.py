@@ -1,4 +1,4 @@
-"""Jumps of a gap in a run's curves."""
+"""Tests of how jumps of a gap are computed from a run's curves."""
 
 from __future__ import annotations
 

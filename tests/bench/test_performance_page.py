@@ -1,4 +1,4 @@
-"""docs/performance.md and the README's table are what the script makes of the measured lines."""
+"""Tests that docs/performance.md and the README's table are what the script writes from the recorded lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of bench_real_runs: what they say of runs that finished, were cut, or were ended by a check."""
+"""Tests of the lines of bench_real_runs, for runs that finished, were interrupted, or were stopped by a check."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(file: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A command line that reads the one run in a folder."""
+    """Return a command line that reads the only run in a folder."""
     (tmp_path / "model").mkdir()
     names = {"models": "model", "problems": "gsm8k_train.jsonl", "folder": "runs", "output": "lines.jsonl"}
     return [
@@ -49,7 +49,7 @@ def words(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def started(words: list[str], tmp_path: Path) -> Run:
-    """A run that was cut after two rollouts."""
+    """Make the folder of a run that was interrupted after two rollouts."""
     main(words)
     [run] = read_study(tmp_path / "runs" / "gsm8k_verl.yaml").runs()
     for done, right in ((0, "0100"), (2, "0110")):

@@ -1,4 +1,4 @@
-"""The loss of a teacher is the one that TRL's DistillationTrainer computes of the same models and tokens."""
+"""Tests that the teacher's loss equals that of TRL's DistillationTrainer on the same models and tokens."""
 
 from __future__ import annotations
 

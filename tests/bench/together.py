@@ -1,9 +1,9 @@
-"""Benchmarks that start together and measure one after the other: python -m tests.bench.together 'A ...' 'B ...'
+"""Start benchmarks together that measure one after the other: python -m tests.bench.together 'A ...' 'B ...'
 
 An engine takes minutes to start, most of it on the host, and seconds to measure. Each argument is a module of
-tests/bench and its arguments, with variables of its environment before it as in a shell. Where all programs have come
-to what they measure, or have ended, they take turns, so none is measured beside another that works; but they hold their
-memory meanwhile, and all of it has to fit.
+tests/bench and its arguments; variables of its environment may stand before it, as in a shell. When every program is
+ready to measure, or has ended, the programs take turns, so none is measured while another one computes. The programs
+that wait keep their GPU memory, so all of them have to fit into it together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def is_together() -> bool:
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Wait until all programs are ready and no other has its turn; a program that was started alone waits for none."""
+    """Wait until all programs are ready and no other one has its turn; a program that was started alone does not
+    wait."""
     if not is_together():
         yield
         return
@@ -49,7 +50,7 @@ def turn() -> Iterator[None]:
 
 
 class Turn(Callback):
-    """Takes a turn for a training run, from when the engines of all ranks run to the end of training."""
+    """Makes a training run wait for its turn: from when the engines of all ranks run to the end of training."""
 
     def __init__(self) -> None:
         self._turn = ExitStack()
@@ -80,8 +81,8 @@ def run_together(
     """Start all programs, let them measure once all are ready, and wait for their end; exit if one failed.
 
     Args:
-        programs: name -> command line, and variables of its environment beside the present ones.
-        stdout: where what they print goes; None: where this process prints.
+        programs: name -> command line, and environment variables in addition to the present ones.
+        stdout: stream for what the programs print; None: this process's own.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
