@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def chromium() -> str | None:
-    """Path of the browser, or None where there is none."""
+    """Find the browser; returns its path, or None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -26,7 +26,7 @@ class Tab:
     """One page of a browser.
 
     Args:
-        socket: of the page's DevTools.
+        socket: connection to the DevTools of the page.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -70,17 +70,21 @@ class Tab:
         await self.call("Page.navigate", url=url)
 
     async def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, a promise's result where it is one."""
+        """Evaluate a JavaScript expression and return its value; if it is a promise, wait for the promise's result.
+
+        Raises:
+            RuntimeError: the expression threw an exception.
+        """
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
     async def wait_for(self, expression: str, *, seconds: float = 30) -> Any:
-        """Ask until an expression is true.
+        """Evaluate an expression until it is true, and return its value.
 
         Raises:
-            TimeoutError: it was not within so many seconds.
+            TimeoutError: the expression was not true within so many seconds.
         """
         for _ in range(round(seconds / 0.05)):
             if found := await self.value(expression):
@@ -98,16 +102,16 @@ class Tab:
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes.get(key, 0))
 
     async def screenshot(self, path: Path) -> None:
-        """Write what is seen as a PNG."""
+        """Write the visible part of the page as a PNG."""
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"]))
 
 
 @asynccontextmanager
 async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
-    """Start a browser with a profile of its own, and end it.
+    """Start a browser with an empty profile, yield one page of it, and end the browser.
 
     Args:
-        folder: of the profile; it must be new.
+        folder: folder for the profile; it must be new.
 
     Raises:
         RuntimeError: there is no browser, or it does not start.

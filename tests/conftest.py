@@ -23,10 +23,10 @@ parsed = cache(ast.parse)
 
 
 class ParsesOnce(_postponed_annotations.TypeCheckingVisitor):
-    """Parses each module once per process.
+    """Makes jsonargparse parse each module's source once per process.
 
-    jsonargparse parses whole modules, Lightning's trainer among them, 130 times per command line. That is half of the
-    time that reading a configuration takes, and the tests read several hundred.
+    Without it, jsonargparse parses whole modules, for example Lightning's trainer, 130 times per command line. This
+    takes half of the time for reading a configuration, and the tests read several hundred configurations.
     """
 
     def update_aliases(self, module_source: str, module: str, aliases: dict, logger: Any = None) -> None:
@@ -43,16 +43,18 @@ OWN_BYTES = 3 * 2**30
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests will start vLLM on a CPU, import it first, so that engines do not collect garbage in its modules."""
+    """Import vLLM before the tests if any of them starts it on a CPU: modules that are imported now are left out of the
+    garbage collections that every engine makes."""
     if not torch.cuda.is_available() and any(item.get_closest_marker("vllm") for item in session.items):
         import_module("tests.imports")
 
 
 @pytest.fixture(autouse=True)
 def _no_phases_before() -> None:
-    """Let each test's first phase follow no other, as in a process of its own.
+    """Reset the time of the last output before each test, as if the test had a process of its own.
 
-    Otherwise the silence of the tests before counts, and a command that is called in a test names its first phase.
+    Otherwise the time since an earlier test's output would count as time without output, and a command that is called
+    in a test would print the name of its first phase.
     """
     _Silence.ended = -math.inf
 

@@ -1,4 +1,4 @@
-"""A small configuration of each model family, with what sets the family apart switched on."""
+"""A small configuration of each model family, with everything switched on that distinguishes the family."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ WHOLE = {
 
 
 def with_vision(text: PretrainedConfig) -> PretrainedConfig:
-    """A model whose text part is ``text``, one of ``WHOLE``, as its family's checkpoints are published."""
+    """Make the configuration of a whole model with a vision part, as checkpoints of its family are published; its text
+    part is ``text``, whose type is a key of ``WHOLE``."""
     kind = WHOLE[text.model_type]
     vision = {**VISION, "patch_size": 14, **({"head_dim": 16} if kind == "mistral3" else {})}
     whole: dict[str, Any] = {"text_config": text.to_dict(), "vision_config": vision, "image_token_index": 60}
@@ -106,7 +107,7 @@ def with_vision(text: PretrainedConfig) -> PretrainedConfig:
 
 
 def tiny_config(family: str, **sizes: Any) -> PretrainedConfig:
-    """Two blocks of a family, whose weights are a few hundred kilobytes unless ``sizes`` says otherwise."""
+    """Make a configuration of two blocks, whose weights have a few hundred kilobytes unless ``sizes`` changes them."""
     return CONFIG_MAPPING[family](**{**SIZES, **OWN.get(family, {}), **sizes})
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on a policy with random weights, as in tests/integration."""
+"""Config files that change the callbacks of runs like those of tests/integration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ __all__ = ["bases", "run", "with_arguments", "without_callback"]
 
 
 def without_callback(class_path: str, folder: Path) -> str:
-    """A config file that, given after those of a toy run, leaves one callback out."""
+    """Write a config file that removes one callback when it is given after the files of a toy run; returns its path."""
     kept = [callback for callback in callbacks() if callback["class_path"] != class_path]
     assert len(kept) == len(callbacks()) - 1
     return given_callbacks(kept, folder / f"without-{class_path}.yaml")
 
 
 def with_arguments(class_path: str, arguments: dict[str, object], folder: Path) -> str:
-    """One that gives one callback these arguments, and no others."""
+    """Write a config file that replaces all arguments of one callback by these, and keeps the other callbacks; returns
+    its path."""
     changed = callbacks()
     [callback] = (callback for callback in changed if callback["class_path"] == class_path)
     callback["init_args"] = arguments
@@ -28,12 +29,12 @@ def with_arguments(class_path: str, arguments: dict[str, object], folder: Path) 
 
 
 def callbacks() -> list[dict[str, Any]]:
-    """Those of a toy run."""
+    """Read the callbacks of a toy run."""
     base, toy = (yaml.safe_load(path.read_text())["trainer"] for path in (ROOT / "configs" / "base.yaml", TOY))
     return [*base["callbacks"], *toy["callbacks+"]]
 
 
 def given_callbacks(chosen: list[dict[str, Any]], file: Path) -> str:
-    """The file's path."""
+    """Write a config file with these callbacks; returns its path."""
     file.write_text(yaml.safe_dump({"trainer": {"callbacks": chosen}}))
     return str(file)

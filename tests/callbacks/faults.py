@@ -1,4 +1,7 @@
-"""Engines that do not hold the policy that they are given, or do not compute with it."""
+"""Engines that do not hold the policy that they are given, or do not compute with it.
+
+A fault is a function of an engine and an adapter that returns a faulty engine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Adapter = dict[str, Tensor]
 
 
 class Instead:
-    """An object of which some methods are other functions."""
+    """Wraps an object and replaces some of its methods by other functions."""
 
     def __init__(self, real: Any, **others: Callable[..., Any]) -> None:
         self._real = real
@@ -30,18 +33,18 @@ class Instead:
 
 
 def loading(engine: Any, change: Callable[[Adapter], Adapter]) -> Any:
-    """What arrives of an adapter is changed."""
+    """Make an engine that loads a changed adapter instead of the given one."""
     return Instead(engine, load_adapter=lambda adapter: engine.load_adapter(change(adapter)))
 
 
 def old_adapter(engine: Any, adapter: Adapter) -> Any:
-    """Adapters no longer arrive."""
+    """Keep ``adapter`` for good; adapters that are loaded later never reach the engine."""
     old = {name: tensor.clone() for name, tensor in adapter.items()}
     return loading(engine, lambda _: old)
 
 
 def lost_update(engine: Any, adapter: Adapter) -> Any:
-    """The next adapter does not arrive, those after it do."""
+    """Lose the next adapter that is loaded; all later ones reach the engine."""
     arrived: list[Adapter] = []
 
     def load(new: Adapter) -> None:
@@ -53,24 +56,24 @@ def lost_update(engine: Any, adapter: Adapter) -> Any:
 
 
 def no_adapter(engine: Any, adapter: Adapter) -> Any:
-    """What arrives are zeros."""
+    """Load matrices of zeros instead of every adapter."""
     zeros = {name: torch.zeros_like(tensor) if ".lora_" in name else tensor for name, tensor in adapter.items()}
     return loading(engine, lambda _: zeros)
 
 
 def swapped_matrix(engine: Any, adapter: Adapter) -> Any:
-    """One matrix is that of another layer."""
+    """Load one matrix A of layer 0 in the place of that of layer 1."""
     wrong = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
     return loading(engine, lambda new: {**new, wrong: new[wrong.replace("layers.1", "layers.0")]})
 
 
 def unused_adapter(engine: Any, adapter: Adapter) -> Any:
-    """The adapter is there, and samples come from the base."""
+    """Load the adapter, but sample from the base without it."""
     return Instead(engine, generate=lambda *new: engine.generate(*new, adapter=False))
 
 
 def noise_left(engine: Any, adapter: Adapter) -> Any:
-    """Noise of an earlier rollout never comes off."""
+    """Keep noise on the norms when it should be removed, but report that no norm has any."""
 
     def set_norm_noise(noise: NormNoise) -> int:
         return engine.set_norm_noise(replace(noise, sigma=noise.sigma or 0.1)) * (noise.sigma > 0)
@@ -79,7 +82,7 @@ def noise_left(engine: Any, adapter: Adapter) -> Any:
 
 
 def noise_missing(engine: Any, adapter: Adapter) -> Any:
-    """Noise is said to be on, and is not."""
+    """Report that noise is on the norms, but remove it."""
 
     def set_norm_noise(noise: NormNoise) -> int:
         norms = engine.set_norm_noise(noise)
@@ -90,14 +93,15 @@ def noise_missing(engine: Any, adapter: Adapter) -> Any:
 
 
 def other_noise(engine: Any, adapter: Adapter) -> Any:
-    """Noise of another seed."""
+    """Add noise that is drawn with another seed."""
     return Instead(engine, set_norm_noise=lambda noise: engine.set_norm_noise(replace(noise, seed=noise.seed + 1)))
 
 
 def stale_prefixes(engine: Any, adapter: Adapter) -> Any:
-    """What was computed for the beginning of a prompt once is used for it ever after.
+    """Compute the beginning of each prompt only the first time, and use the result for good, whatever is loaded later.
 
-    Without a cache, all that follows the beginning comes from the adapter that was loaded when it was new.
+    vLLM's prefix cache does so if it is not reset. An engine without a cache imitates it: every completion comes from
+    the adapter that was loaded when the first 16 tokens of its prompt were first seen.
     """
     if isinstance(engine, VLLMEngine):
         engine._llm = Instead(engine._llm, reset_prefix_cache=lambda: True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,7 +137,8 @@ FAULTS: dict[str, Callable[[Any, Adapter], Any]] = {
 
 
 class Sabotage(Callback):
-    """Puts the fault into a run's engine when a rollout begins, or the first validation."""
+    """Puts a fault into a run's engine when rollout ``at`` begins or, with ``in_validation``, when any evaluation
+    begins."""
 
     def __init__(self, fault: str, at: int = 0, in_validation: bool = False) -> None:
         self.fault, self.at, self.in_validation = fault, at, in_validation

@@ -1,7 +1,8 @@
-"""Rollouts that are wrong in a way of their own: what an engine hands over, or the model it samples with, is changed.
+"""Faulty rollouts: either the engine's output or the model that it samples with is changed, in a different way per
+fault.
 
-A fault is a function of an engine and the policy that returns a faulty engine. Those of ``PARTIAL`` are wrong in some
-rows or prompts, after some tokens or in some rollouts, and right in what the canary samples (single tokens).
+A fault is a function of an engine and the policy that returns a faulty engine. Faults in ``PARTIAL`` change only some
+rows or prompts, only later tokens, or only some rollouts, and leave what the canary samples (single tokens) right.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Adapter = dict[str, Tensor]
 
 
 def sampled(wrong: Callable[..., Groups], when: Callable[[Sampling], bool] = lambda _: True) -> Fault:
-    """Make a fault of a function that samples instead of the engine: wrong(engine, policy, prompts, sampling, seed)."""
+    """Make a fault from wrong(engine, policy, prompts, sampling, seed), which samples instead of the engine if ``when``
+    of the sampling settings is true."""
 
     def fault(engine: Any, policy: Policy) -> Any:
         def generate(prompts: Prompts, sampling: Sampling, seed: Any, **options: Any) -> Groups:
@@ -44,7 +46,7 @@ def sampled(wrong: Callable[..., Groups], when: Callable[[Sampling], bool] = lam
 
 
 def in_training(wrong: Callable[..., Groups]) -> Fault:
-    """The same for training rollouts, which have several completions of several tokens."""
+    """Make a fault of training rollouts only: of those with several completions per prompt, of several tokens each."""
     return sampled(wrong, lambda sampling: sampling.max_tokens > 1 and sampling.num_completions > 1)
 
 
@@ -53,7 +55,7 @@ def only_in_training(fault: Fault) -> Fault:
 
 
 def changed_output(change: Callable[[Groups, Any, Prompts], Groups]) -> Fault:
-    """Rollouts of several tokens are changed after they were sampled."""
+    """Make a fault that changes the completions of several tokens after they were sampled."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, *arguments: Any, **options: Any) -> Groups:
         return change(engine.generate(prompts, *arguments, **options), engine, prompts)
@@ -66,7 +68,7 @@ def every_row(change: Callable[[Completion], Completion]) -> Fault:
 
 
 def some_rows(share: float, change: Callable[[Completion, Completion], Completion]) -> Fault:
-    """A share of the rows is changed, given the row and the one after it in the rollout."""
+    """Make a fault that changes a share of the rows; ``change`` gets a row and the next row of the rollout."""
 
     def changed(groups: Groups, *_: Any) -> Groups:
         rows = [row for group in groups for row in group]
@@ -79,7 +81,7 @@ def some_rows(share: float, change: Callable[[Completion, Completion], Completio
 
 
 def of_rows(share: float, fault: Fault) -> Fault:
-    """A share of the rows, drawn at random, comes from an engine with the fault."""
+    """Make a fault that takes a share of the rows, drawn at random, from an engine with another fault."""
 
     def wrong(engine: Any, policy: Policy, *arguments: Any) -> Groups:
         right, others = (source.generate(*arguments) for source in (engine, fault(engine, policy)))
@@ -93,7 +95,7 @@ def of_rows(share: float, fault: Fault) -> Fault:
 
 
 def of_prompts(share: float, fault: Fault) -> Fault:
-    """All rows of every n-th prompt come from an engine with the fault; n is 1 / share."""
+    """Make a fault that takes all rows of every n-th prompt from an engine with another fault; n is 1 / share."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         every = round(1 / share)
@@ -121,14 +123,14 @@ def in_every_other_rollout(fault: Fault) -> Fault:
 
 
 def altered(completion: Completion, share: float = 0.02) -> Completion:
-    """Some tokens are others; log-probabilities are of those that were sampled."""
+    """Replace some tokens by random ones, but keep the log-probabilities of the sampled tokens."""
     draw = random.Random(hash(completion.tokens))
     tokens = (draw.randrange(5, 200) if draw.random() < share else token for token in completion.tokens[:-1])
     return replace(completion, tokens=(*tokens, completion.tokens[-1]))  # it ends as before
 
 
 def rescored(engine: Any, prompts: Prompts, groups: Groups, **options: Any) -> Groups:
-    """With the engine's own scores, at temperature 1."""
+    """Replace the log-probabilities by the engine's scores of the same tokens, at temperature 1."""
     rows = [[*prompt, *row.tokens] for prompt, group in zip(prompts, groups, strict=True) for row in group]
     scores = iter(engine.score(rows, **options))
     return [
@@ -138,8 +140,9 @@ def rescored(engine: Any, prompts: Prompts, groups: Groups, **options: Any) -> G
 
 
 def growing_gap(engine: Any, policy: Policy) -> Any:
-    """Log-probabilities are off by 4 times the smallest gap that can be a jump (4e-5 nats in fp32), up and down in
-    turns, and by 4 times as much in each further rollout."""
+    """Add an error to the log-probabilities, with alternating signs from token to token. In the first rollout it is 4
+    times the smallest gap that can count as a jump (4e-5 nats in fp32), and it is 4 times as large in each further
+    rollout."""
     sizes = [GAP_FLOOR[policy.dtype] * 4 ** (1 + rollout) for rollout in range(10)]
 
     def change(groups: Groups, *_: Any) -> Groups:
@@ -158,7 +161,7 @@ def logprobs_by(change: Callable[[float], float]) -> Callable[..., Completion]:
 
 
 def scores_of(row: Completion, other: Completion) -> Completion:
-    """The log-probabilities of another row."""
+    """Replace a row's log-probabilities by those of another row."""
     return replace(row, logprobs=(*other.logprobs, *row.logprobs)[: len(row.tokens)])
 
 
@@ -168,19 +171,19 @@ def cut(row: Completion, length: int, *, finished: bool) -> Completion:
 
 
 def spliced(row: Completion, other: Completion) -> Completion:
-    """The first half of one completion and the second half of another."""
+    """Join the first half of one completion and the second half of another."""
     one, two = len(row.tokens) // 2, len(other.tokens) // 2
     tokens, logprobs = row.tokens[:one] + other.tokens[two:], row.logprobs[:one] + other.logprobs[two:]
     return Completion(tokens, logprobs, finished=other.finished)
 
 
 def with_tokens(row: Completion, tokens: Sequence[int]) -> Completion:
-    """Other tokens before the last, with the log-probabilities of the old ones."""
+    """Replace all tokens but the last, and keep the log-probabilities of the old ones."""
     return replace(row, tokens=(*tokens, row.tokens[-1]))
 
 
 def previous_completions(engine: Any, policy: Policy) -> Any:
-    """Every eighth group is that of the rollout before."""
+    """Replace every eighth group by the group at the same place in the previous rollout."""
     before: list[Groups] = []
 
     def changed(groups: Groups, *_: Any) -> Groups:
@@ -192,13 +195,13 @@ def previous_completions(engine: Any, policy: Policy) -> Any:
 
 
 def some_rows_exchanged(groups: Groups, *_: Any) -> Groups:
-    """The first completion of every other group belongs to the group before."""
+    """Replace the first completion of every second group by that of the group before it."""
     firsts = [group[0] for group in groups]
     return [[firsts[index - index % 2], *group[1:]] for index, group in enumerate(groups)]
 
 
 def some_rows_copied(groups: Groups, *_: Any) -> Groups:
-    """A tenth of the completions is the one before it in its group."""
+    """Replace a tenth of the completions by the completion before it in the group."""
 
     def is_copy(row: Completion, place: int) -> bool:
         return place > 0 and random.Random(hash(row.tokens) + place).random() < 0.1
@@ -210,7 +213,7 @@ def some_rows_copied(groups: Groups, *_: Any) -> Groups:
 
 
 def chosen(choose: Callable[[list[Completion], int], list[Completion]]) -> Fault:
-    """Of twice as many completions, some are kept."""
+    """Make a fault that samples twice as many completions per prompt, and keeps those that ``choose`` returns."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         size = sampling.num_completions
@@ -221,7 +224,8 @@ def chosen(choose: Callable[[list[Completion], int], list[Completion]]) -> Fault
 
 
 def best(key: Callable[[Completion], float]) -> Fault:
-    """The half with the smallest numbers is kept, in the order in which they were drawn."""
+    """Make a fault that samples twice as many completions per prompt, and keeps those with the smallest ``key`` in the
+    order of sampling."""
 
     def choose(group: list[Completion], size: int) -> list[Completion]:
         places = sorted(sorted(range(len(group)), key=lambda place: key(group[place]))[:size])
@@ -231,7 +235,7 @@ def best(key: Callable[[Completion], float]) -> Fault:
 
 
 def distinct(group: list[Completion], size: int) -> list[Completion]:
-    """Completions that are equal to an earlier one are left out as long as there are enough."""
+    """Choose ``size`` completions: all different ones first, and copies of earlier ones only if there are too few."""
     places: dict[tuple[int, ...], int] = {}
     for place, row in enumerate(group):
         places.setdefault(row.tokens, place)
@@ -240,7 +244,7 @@ def distinct(group: list[Completion], size: int) -> list[Completion]:
 
 
 def sorted_half(key: Callable[[Completion], float]) -> Fault:
-    """The completions of every other group are sorted."""
+    """Make a fault that sorts the completions of every second group by ``key``."""
     return changed_output(
         lambda groups, *_: [sorted(group, key=key) if place % 2 else group for place, group in enumerate(groups)]
     )
@@ -258,7 +262,7 @@ def unlikely(row: Completion) -> float:
 
 
 def honest(**settings: Any) -> Fault:
-    """Tokens by other settings, with the log-probabilities of those."""
+    """Make a fault that samples with other settings, and reports the log-probabilities under these settings."""
     return sampled(
         lambda engine, policy, prompts, sampling, seed, **options: engine.generate(
             prompts, replace(sampling, **settings), seed, **options
@@ -267,7 +271,7 @@ def honest(**settings: Any) -> Fault:
 
 
 def other_sampling(**settings: Any) -> Fault:
-    """Tokens by other settings, scored at temperature 1 afterwards."""
+    """Make a fault that samples with other settings, and reports the log-probabilities at temperature 1."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any, **options: Any) -> Groups:
         if settings.get("temperature") == 0:
@@ -283,7 +287,7 @@ def other_sampling(**settings: Any) -> Fault:
 def shorter_limit(
     engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any, **options: Any
 ) -> Groups:
-    """Completions are cut at a quarter of the limit, and reported as finished."""
+    """Cut completions at a quarter of the limit, and report them as finished."""
     limit = max(1, sampling.max_tokens // 4)
     groups = engine.generate(prompts, replace(sampling, max_tokens=limit), seed, **options)
     return [[replace(row, finished=True) for row in group] for group in groups]
@@ -292,13 +296,13 @@ def shorter_limit(
 def constant_seed(
     engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any, **options: Any
 ) -> Groups:
-    """Every completion of a group is drawn with one seed."""
+    """Draw all completions of a group with the same seed, so that they are equal."""
     one = engine.generate(prompts, replace(sampling, num_completions=1), 0, **options)
     return [group * sampling.num_completions for group in one]
 
 
 def other_prompts(change: Callable[[Sequence[int]], Sequence[int]]) -> Fault:
-    """What is sampled follows other prompts."""
+    """Make a fault that samples completions of changed prompts."""
     return sampled(
         lambda engine, policy, prompts, *arguments, **options: engine.generate(
             [change(prompt) for prompt in prompts], *arguments, **options
@@ -307,7 +311,7 @@ def other_prompts(change: Callable[[Sequence[int]], Sequence[int]]) -> Fault:
 
 
 def exchanged_middle(prompt: Sequence[int]) -> list[int]:
-    """Two tokens in the middle of the prompt change places."""
+    """Exchange the two tokens in the middle of a prompt."""
     half = len(prompt) // 2
     return [*prompt[: half - 1], prompt[half], prompt[half - 1], *prompt[half + 1 :]]
 
@@ -316,7 +320,8 @@ def in_two_parts(
     later: Fault = lambda engine, policy: engine,
     prompt: Callable[[Sequence[int]], Sequence[int]] = lambda prompt: prompt,
 ) -> Fault:
-    """After 8 tokens, completions go on by another engine, or as after another prompt."""
+    """Make a fault that continues completions after their first 8 tokens with the fault ``later``, or as completions of
+    a changed prompt."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         begun = engine.generate(prompts, replace(sampling, max_tokens=8), seed)
@@ -344,12 +349,12 @@ def copied(adapter: Adapter) -> Adapter:
 
 
 def scaled_b(adapter: Adapter, factor: float, layer: str = "") -> Adapter:
-    """The matrices B, of all layers or of one, multiplied by a factor."""
+    """Multiply the matrices B, of all layers or of one, by a factor."""
     return {name: t * factor if ".lora_B" in name and layer in name else t for name, t in adapter.items()}
 
 
 def other_adapter(change: Callable[[Adapter], Adapter]) -> Fault:
-    """What is sampled comes from a changed adapter; the right one is loaded again afterwards."""
+    """Make a fault that samples with a changed adapter, and loads the right one again afterwards."""
 
     def wrong(engine: Any, policy: Policy, *arguments: Any, **options: Any) -> Groups:
         adapter = copied(policy.adapter_state())
@@ -362,7 +367,7 @@ def other_adapter(change: Callable[[Adapter], Adapter]) -> Fault:
 
 
 def adapter_before(engine: Any, policy: Policy) -> Any:
-    """Half of the rows is sampled with the adapter of the rollout before."""
+    """Sample half of the rows with the adapter of the previous rollout."""
     before: list[Adapter] = []
 
     def wrong(engine: Any, policy: Policy, *arguments: Any) -> Groups:
@@ -374,7 +379,8 @@ def adapter_before(engine: Any, policy: Policy) -> Any:
 
 
 def random_adapter(engine: Any, policy: Policy) -> Any:
-    """B gets random numbers of the size that gives the adapter the strength 0.25 of the canary's probe adapters."""
+    """Sample with random numbers added to the matrices B. Their size is that of a probe adapter of the canary with
+    strength 0.25."""
     size = 0.25 / policy.lora_scaling / policy.peft_config.r**0.5
 
     def change(adapter: Adapter) -> Adapter:
@@ -388,7 +394,8 @@ def random_adapter(engine: Any, policy: Policy) -> Any:
 
 
 def old_where_several(engine: Any, policy: Policy) -> Any:
-    """The adapter of when the fault began, but only for the later completions of a group."""
+    """Sample the second half of each group with the adapter that was loaded when the fault began. Single completions
+    per prompt, which the canary samples, come from the right adapter."""
     old = copied(policy.adapter_state())
     loaded = dict(old)
 
@@ -410,8 +417,8 @@ def old_where_several(engine: Any, policy: Policy) -> Any:
 
 
 def changed_while_sampling(engine: Any, policy: Policy, prompts: Prompts, *arguments: Any, **options: Any) -> Groups:
-    """The second half of the prompts gets the adapter with random numbers in the matrices of one layer, of a size that
-    is seen whether or not the policy has learned anything."""
+    """Sample the second half of the prompts with random numbers added to the matrices B of one layer. They are so large
+    that the change can be detected even if the policy has not learned anything yet."""
 
     def change(adapter: Adapter) -> Adapter:
         return {
@@ -436,7 +443,7 @@ def old_in_one_layer(engine: Any, policy: Policy) -> Any:
 
 
 def noisy(engine: Any, policy: Policy, *arguments: Any, **options: Any) -> Groups:
-    """Rollouts have noise that they should not have."""
+    """Sample with noise on the norms where there should be none."""
     engine.set_norm_noise(NormNoise(sigma=0.01, seed=3))
     groups = engine.generate(*arguments, **options)
     engine.set_norm_noise(NormNoise())
@@ -451,12 +458,14 @@ def without_adapter(engine: Any, policy: Policy) -> Any:
 
 
 def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]], *, late: bool) -> Fault:
-    """The engine computes with other weights than those that it holds.
+    """Make a fault of an engine that computes with other weights than it was given.
 
     Args:
-        change: name -> (the live tensor, its value in the engine).
-        late: change the tensors before each forward pass, for those that the engine itself writes at the beginning of a
-            call (adapter, norms of the blocks); else for the whole call, for those that are also used outside (head).
+        change: returns name -> (the tensor in use, the value that it has while the engine computes).
+        late: change the tensors only during each forward pass. This is needed for tensors that the engine itself
+            writes at the beginning of a call (the adapter, and the blocks' norms). Otherwise they are changed during
+            the whole call, which is needed for tensors that are also used outside of the model's forward pass (the
+            head).
     """
 
     def fault(engine: Any, policy: Policy) -> Any:
@@ -493,7 +502,8 @@ def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]], *,
 
 
 def weights(policy: Policy, part: str) -> dict[str, Tensor]:
-    """Of the model, floating point, those with this in their names."""
+    """Find the model's floating-point parameters and buffers with ``part`` in their names; there must be at least
+    one."""
     named = [*policy.causal_lm.named_parameters(), *policy.causal_lm.named_buffers()]
     tensors = {name: tensor for name, tensor in named if part in name and tensor.is_floating_point()}
     assert tensors, f"nothing is called {part}"
@@ -516,7 +526,8 @@ def swapped(one: str, other: str) -> Fault:
 
 
 def other_logits(change: Callable[[Tensor], Tensor], *, is_scored: bool) -> Fault:
-    """Tokens are drawn from changed logits [B, V], and scored afterwards or not."""
+    """Make a fault that samples from changed logits [B, V]. With ``is_scored`` it reports the log-probabilities of the
+    right logits."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, *arguments: Any, **options: Any) -> Groups:
         head = policy.causal_lm.get_output_embeddings()
@@ -529,7 +540,7 @@ def other_logits(change: Callable[[Tensor], Tensor], *, is_scored: bool) -> Faul
 
 
 def without_second(logits: Tensor) -> Tensor:
-    """The second most likely token is never drawn."""
+    """Make the second most likely token so unlikely that it is never drawn."""
     return logits.scatter(1, logits.topk(2, dim=1).indices[:, 1:], -1e4)
 
 

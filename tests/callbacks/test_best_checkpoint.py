@@ -1,4 +1,4 @@
-"""The best validation's policy outlives what interrupts a run."""
+"""The checkpoint of the best validation is still there after a run was interrupted, however that happened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.callbacks.test_last_checkpoint import AT_ONCE, Counts, fit, kept
 
 
 class Scored(Counts):
-    """Validates after every third step, with given scores."""
+    """Module whose validation after every third step logs given scores."""
 
     def __init__(self, scores: Mapping[int, float]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def fit_scored(folder: Path, steps: int, scores: Mapping[int, float], *, ckpt_pa
 
 
 def best(folder: Path) -> tuple[int, float]:
-    """The step that it is of, and its score."""
+    """Return the step of the best checkpoint, and its score."""
     states = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)["callbacks"]
     [state] = [state for name, state in states.items() if name.startswith("BestCheckpoint")]
     return kept(folder)["best"], round(state["best_model_score"].item(), 6)

@@ -1,4 +1,5 @@
-"""Every callback shows how a YAML file names it, marks Lightning's hooks, and refuses settings that mean nothing."""
+"""Every callback's docstring shows how YAML names it, its hooks are marked as Lightning's, and it refuses impossible
+settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout engine that is not the current policy stops the run, whatever is wrong; a healthy one never does."""
+"""The canary stops a run whose engine does not sample from the current policy, and never a healthy run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOCK = ("--model.engine.init_args.block_size", "32")  # prompts and fixed token
 
 
 def make_policy(base: Path, *, train_norms: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
-    """As it is in the middle of a run: B is not 0."""
+    """Make a policy as it is in the middle of a run, with matrices B that are not 0."""
     lora = LoraSettings(rank=4, alpha=8, train_norms=train_norms)
     policy = load_policy(str(base), dtype=dtype, lora=lora, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -190,7 +190,8 @@ class TestChecks:
 
 
 def sharp_policy(base: Path, dtype: torch.dtype, sharpness: float, *targets: str) -> Policy:
-    """A policy whose norms multiply by ``sharpness``, so that it magnifies small changes, as pretrained ones do."""
+    """Make a policy whose norms multiply by ``sharpness``, so that it magnifies small changes as pretrained models
+    do."""
     policy = load_policy(str(base), dtype=dtype, lora=LoraSettings(rank=4, targets=targets or PROJECTIONS), seed=0)
     with torch.no_grad():
         for weight in policy.norm_weights().values():
@@ -250,7 +251,8 @@ class TestStrength:
 
 
 IN_A_RUN = [
-    # Fault, rollout at whose start it is put in, rollout that it stops. Rollouts 0 and 1 are without noise.
+    # Fault, rollout before which it is put in, rollout in which the run has to stop, and the fault in words. Rollouts 0
+    # and 1 have no noise.
     ("lost_update", 2, 2, "the adapter from before the last update"),
     ("old_adapter", 2, 2, "another adapter was loaded"),
     ("no_adapter", 2, 2, "no adapter"),

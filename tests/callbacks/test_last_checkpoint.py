@@ -1,4 +1,4 @@
-"""What is kept of a run, and that training does not wait for it to be written."""
+"""Which checkpoints of a run are kept, and that training does not wait while they are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AT_ONCE = {"background_bytes": 2**30}
 
 
 class Counts(LightningModule):
-    """Its parameter is the number of steps."""
+    """Module with one parameter, whose value is the number of steps done."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class Counts(LightningModule):
 
 
 class Disk(Callback):
-    """Writes nothing until one of some steps is about to end, and is done with it then; and when the run ends.
+    """Imitates a slow disk: checkpoints are written only at the ends of the steps ``at`` and at the end of the run.
 
-    What waits for it at another time gets an error after 20 seconds.
+    Training that waits for a checkpoint at any other time gets an error after 20 seconds.
     """
 
     def __init__(self, at: tuple[int, ...] = (), is_full: bool = False) -> None:
@@ -88,7 +88,8 @@ class Disk(Callback):
 
 
 class _Block:
-    """Is pickled, as an empty dict, when the disk writes."""
+    """Object whose pickling waits until the disk writes, or fails if the disk is full; it is pickled as an empty
+    dict."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -110,7 +111,8 @@ class _Block:
 
 
 class Counter(Callback):
-    """Counts validations, in a list that its state refers to."""
+    """Counts validations in a list that its state contains by reference, so that a later change could reach a
+    checkpoint."""
 
     def __init__(self) -> None:
         self.counted = [0]
@@ -123,7 +125,7 @@ class Counter(Callback):
 
 
 class Stops(Callback):
-    """Fails when a step begins, or in the middle of it; or has validation stop the run after it."""
+    """Ends a run at step ``at``: by an error when the step begins or in the middle of it, or by validation after it."""
 
     def __init__(self, how: str, at: int) -> None:
         self.how = how
@@ -164,7 +166,8 @@ def fit(
 
 
 def kept(folder: Path) -> dict[str, int]:
-    """The step of each checkpoint, by its name; its state must be that step's."""
+    """Return the step of each checkpoint by the checkpoint's name, after checking that its weights are those of this
+    step."""
     steps = {}
     for path in (folder / "checkpoints").iterdir():
         checkpoint = torch.load(path, weights_only=True)
@@ -266,7 +269,7 @@ def test_what_could_not_be_written_is_told_and_nothing_else_gets_its_name(tmp_pa
 
 
 def fit_on_rank(rank: int, folder: Path) -> int:
-    """As a process that torchrun started; returns the number of ranks."""
+    """Train as one of two processes that torchrun started; returns the number of ranks."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     fit(folder, Disk((3,)), strategy="ddp", devices=2)
     return dist.get_world_size()
@@ -274,6 +277,7 @@ def fit_on_rank(rank: int, folder: Path) -> int:
 
 @pytest.mark.slow
 def test_two_ranks_leave_out_the_same_checkpoints(tmp_path):
-    # Ranks that disagree wait for one another for ever, or save what is not one step's.
+    # If ranks disagreed about which checkpoints to leave out, they would wait for each other for ever, or save weights
+    # of different steps.
     assert on_two_ranks(partial(fit_on_rank, folder=tmp_path), tmp_path) == [2, 2]
     assert kept(tmp_path) == {"last": 6, "previous": 3}

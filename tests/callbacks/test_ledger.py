@@ -1,4 +1,4 @@
-"""The parts of the difference between trainer and sampler are what they are named after, and they add up."""
+"""The ledger's parts of the difference between trainer and sampler have the causes they are named after, and add up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def policy(bases) -> Policy:
 
 
 def rows() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, sampled and lengths of rows of different lengths, with prompts of 3 tokens."""
+    """Draw four rows of different lengths with prompts of 3 tokens; returns tokens, mask of sampled tokens, and
+    lengths."""
     lengths = torch.tensor([9, 5, 12, 4])
     tokens = torch.randint(0, 250, (4, 14), generator=torch.Generator().manual_seed(0))
     column = torch.arange(14)
@@ -47,7 +48,8 @@ def test_both_sides_see_the_same_tokens(policy):
 
 
 def by_keyed_noise(policy: Policy, seeds: Tensor, *, temperature: float) -> Tensor:
-    """Rows as in ``rows`` whose sampled tokens the policy gave one after another, with noise keyed by the seeds."""
+    """Return the tokens of ``rows`` with the sampled ones replaced by draws from the policy, one after another, with
+    noise that is keyed by the seeds."""
     tokens, sampled, _ = rows()
     for row, column in sampled.nonzero().tolist():
         logits = policy.model(input_ids=tokens[row : row + 1, :column]).logits[:, -1].float() / temperature
@@ -105,7 +107,7 @@ LEDGER = "callbacks.ledger.MismatchLedger"
 
 
 def every_row(folder: Path, *, every: int = 1) -> tuple[str, ...]:
-    """Arguments of a run with 8 rows a rollout: those that the ledger looks at are all there are."""
+    """Return arguments of a run with so few rows per rollout, 8, that the ledger looks at all of them."""
     return "--data.batch_size", "2", "-c", with_arguments(LEDGER, {"every": every}, folder)
 
 

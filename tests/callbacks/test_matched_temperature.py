@@ -1,4 +1,4 @@
-"""A temperature that follows a curve of entropies, and is the same after a resume."""
+"""The temperature of rollouts follows a curve of entropies, and is the same in a resumed run."""
 
 from __future__ import annotations
 

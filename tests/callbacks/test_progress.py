@@ -1,4 +1,4 @@
-"""The line of progress on a terminal, and what is printed while it is there."""
+"""The line that shows progress on a terminal, and what else is printed while it is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from callbacks.progress import Progress
 
 
 class Terminal(io.StringIO):
-    """Text that was written to a terminal."""
+    """Stream that counts as a terminal and keeps what is written to it."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What callbacks print and log of rollouts and evaluations."""
+"""What callbacks print and log about rollouts and evaluations."""
 
 from __future__ import annotations
 

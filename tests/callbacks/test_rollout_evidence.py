@@ -1,4 +1,4 @@
-"""Completions that are no draws from the policy stop the run in their rollout; draws never do, resumed or not."""
+"""A run stops in the rollout in which completions are not samples of the policy, and does not stop for true samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AT = 1
 
 
 def sabotage(fault: str, at: int = AT) -> tuple[str, ...]:
-    """Arguments of a run with a fault that begins in a rollout."""
+    """Return arguments of a run whose engine gets a fault when a given rollout begins."""
     callback = "--trainer.callbacks+=tests.correctness.faults.RolloutFault"
     return callback, f"--trainer.callbacks.fault={fault}", f"--trainer.callbacks.at={at}"
 

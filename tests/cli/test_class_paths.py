@@ -1,4 +1,4 @@
-"""What a class path names is checked before it is called."""
+"""What a class path names is checked before it is called, and refused if it cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What libraries say to everybody is held back, and nothing else is."""
+"""Messages of libraries that no user needs are suppressed, and no others are."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_own_warnings_are_a_line_and_others_keep_their_place():
 
 
 class Writer(threading.Thread):
-    """Fails as TensorBoard's thread that writes curves does on a full disk."""
+    """Thread that fails as TensorBoard's thread does when the disk is full: it keeps its error for the main thread."""
 
     exception: BaseException | None = None
 

@@ -1,4 +1,4 @@
-"""Errors of the command line fit on a screen and name what to change."""
+"""Errors of the command line fit on a screen and name the setting or option to change."""
 
 from __future__ import annotations
 

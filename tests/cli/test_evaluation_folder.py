@@ -1,4 +1,4 @@
-"""An evaluation's folder is free or has the results of the same evaluation."""
+"""An evaluation writes to a folder that is new, or that has the results of an evaluation with the same settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_value(value: object, *keys: str) -> dict[str, Any]:
 
 
 def evaluate(wanted: Path, config: dict[str, Any]) -> str:
-    """The name of the folder that an evaluation takes, and writes its config.yaml to."""
+    """Choose the folder of an evaluation and write config.yaml to it; returns the folder's name."""
     folder = evaluation_folder(wanted, config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -1,4 +1,4 @@
-"""``--help`` of the training commands: readable by somebody who has never seen the program."""
+"""The ``--help`` of the training commands can be understood by somebody who has never seen the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel, used from an empty folder: every command, shipped configurations by name, the vLLM plug-in."""
+"""The installed wheel in an empty folder: all commands, shipped configurations by name, and the plug-in for vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel was installed into; built of the files that Docker's build sees, without network."""
+    """Build the wheel from the files that a Docker build would see, without network, and install it; returns the
+    folder."""
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -40,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def qerl(installed, tmp_path):
-    """``qerl("plan", ...)``: the console script, from an empty folder."""
+    """Return a function that runs the console script in an empty folder: ``qerl("plan", ...)``."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -63,7 +64,8 @@ def test_the_wheel_has_all_that_a_run_needs(installed):
 
 
 def both_in_one_process(installed: Path, folder: Path, *commands: list[str]) -> list[str]:
-    """What each of these command lines of the console script prints; its imports take ten seconds."""
+    """Run several command lines of the console script in one process, because its imports take ten seconds; returns
+    what each printed."""
     script = f"""
 import sys
 from qerl_pl.__main__ import main

@@ -1,4 +1,5 @@
-"""Configurations are found by name or as files, and what YAML lets pass is refused with the file and the line."""
+"""Configurations are found by name or as files; YAML's silent mistakes, such as double keys, are refused with file and
+line."""
 
 from __future__ import annotations
 

@@ -1,24 +1,25 @@
-"""Which faults of rollouts stop a run, and how many healthy rollouts do: python -m tests.correctness.faults
+"""Test which faults of rollouts stop a run, and how many healthy runs stop: python -m tests.correctness.faults
 
-Each fault of tests/callbacks/rollout_faults.py is put into the engine of a quickstart run of its own when one of the
-rollouts 2 to 7 begins, in turns; the run has to stop before the update of the first rollout that the fault changes. One
-JSON line per fault: "stopped", "warned" (of a gap) or "silent", in which rollout and with which words.
-`--healthy N` makes a run of N rollouts without a fault for each of five seeds, every other one with noise, and counts
-those that stop or warn; these lines also have the seconds of a step and of each check in it.
+Each fault of tests/callbacks/rollout_faults.py is put into the engine of its own quickstart run when a rollout begins;
+which of the rollouts 2 to 7 this is differs among the faults. The run has to stop before the update of the first
+rollout that the fault changes. There is one JSON line per fault: "stopped", "warned" (of a gap) or "silent" (neither),
+with the rollout and the message. `--healthy N` makes a run of N rollouts without a fault for each of five seeds, every
+second one with noise, and records whether it stopped or warned; these lines also have the seconds of a step and of each
+check in it.
 
     python -m tests.correctness.faults > docs/results/faults.jsonl
     python -m tests.correctness.faults --healthy 100 >> docs/results/faults.jsonl
 
 With `--model` and `--problems`, runs are of a pretrained model on GSM8K instead. One healthy run makes a checkpoint at
-the beginning of rollout 2 (a second one, with noise, for the faults that are about noise), and each fault resumes from
-it in the same process, with an engine of its own.
+the beginning of rollout 2 (a second run, with noise, makes one for faults of the noise), and each fault resumes from it
+in the same process, with a new engine.
 
     python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl --engine vllm
 
-Of N processes, each can do a part: `--part 1/8` to `--part 8/8`. With `--healthy N`, each makes one run of N rollouts
-without a fault, with a seed of its own; those of even parts have noise. A fault is found if its run stops in the
-rollout `appears`, the first that it changes, or in the one after; the last line of a process counts these as
-`within_two`, and the runs that only warned as `warned`.
+The work can be divided among N processes: `--part 1/8` to `--part 8/8`. With `--healthy N`, each process makes one run
+of N rollouts without a fault, with a different seed; runs of even parts have noise. A fault is found if its run stops
+in the rollout `appears`, the first one that the fault changes, or in the next one. The last line of a process counts
+the faults that were found as `within_two`, and the runs that only warned as `warned`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class RolloutFault(Callback):
 
 
 class StopAt(Callback):
-    """Ends a run, with a checkpoint, before this rollout."""
+    """Ends a run, with a checkpoint, before rollout number ``rollout``."""
 
     def __init__(self, rollout: int = AT) -> None:
         self.rollout = rollout
@@ -84,7 +85,7 @@ class StopAt(Callback):
 
 
 class Watch(Callback):
-    """Notes which rollout a run is at, and the seconds that its steps and each check in them take."""
+    """Records the current rollout of a run, and the seconds of its steps and of each check in them."""
 
     rollout: ClassVar[int] = 0
     seconds: ClassVar[dict[str, list[float]]] = defaultdict(list)
@@ -140,10 +141,11 @@ def outcome(
 
 
 def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str, Any]:
-    """Run a command of the program, with a fault; returns whether it stopped or warned, when, and in which words.
+    """Run a command of the program, with a fault or without; returns whether it stopped or warned, in which rollout,
+    and with which message.
 
-    A run that stops counts as stopped, whatever it warned of before. With a fault, only the warning of a gap counts: a
-    policy that learns gives the others, too.
+    A run that stops counts as stopped, even if it warned before. With a fault, only the warning about a gap counts,
+    because a healthy policy that learns causes the other warnings, too.
     """
     words = WARNINGS if fault is None else OF_A_GAP
     if fault is not None:
@@ -172,7 +174,7 @@ def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str
 
 
 def sources(problems: Path) -> dict[str, str]:
-    """Name GSM8K's training problems and, next to them, its test problems."""
+    """Return the paths of GSM8K's training problems and of its test problems, which lie in the same folder."""
     return {
         "train_path": str(problems.resolve()),
         "validation_path": str(problems.resolve().with_name("gsm8k_test.jsonl")),
@@ -180,22 +182,23 @@ def sources(problems: Path) -> dict[str, str]:
 
 
 def of_chance(prompts: Sequence[Any], completions: Sequence[Completion]) -> list[float]:
-    """A number in [0, 1] from each completion's checksum: it differs in every group, so that every update changes the
-    policy, and cannot be learned, so that lengths and rewards of a healthy run stay what they are."""
+    """Reward each completion by a number in [0, 1] from its checksum. The rewards of a group differ, so every update
+    changes the policy; and they cannot be learned, so lengths and rewards of a healthy run do not drift."""
     return [zlib.crc32(row.text.encode()) / 2**32 for row in completions]
 
 
 def aqn(num_stages: int) -> dict[str, Any]:
-    """Make the configuration of the paper's noise with so many stages."""
+    """Make the configuration of AQN, the noise of the QeRL paper, with so many stages."""
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": num_stages}
     return {"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}
 
 
 class OfRealModel:
-    """Runs of a pretrained model on GSM8K that begin with one healthy run, in one process.
+    """Runs of a pretrained model on GSM8K in one process; runs with a fault resume from the checkpoint of a healthy
+    run.
 
     Args:
-        options: those of the command.
+        options: options of the command line.
         seed: seed of the runs.
         folder: folder for the runs.
     """
@@ -207,7 +210,11 @@ class OfRealModel:
         """Checkpoint of the healthy run without noise (False) and with it (True)."""
 
     def outcome(self, fault: str, *, noise: bool) -> dict[str, Any]:
-        """Do what the function ``outcome`` does for the quickstart."""
+        """Resume the healthy run with a fault; returns what the function ``outcome`` does.
+
+        Raises:
+            RuntimeError: a check stopped the healthy run.
+        """
         if noise not in self.healthy:
             stop = ["--trainer.callbacks+=tests.correctness.faults.StopAt"]
             result = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None)
@@ -220,7 +227,8 @@ class OfRealModel:
             return heard_in(command, fault, at=AT + (fault == "lost update"))
 
     def without_fault(self, *, noise: bool) -> dict[str, Any]:
-        """Do a run without a fault; returns what ``outcome`` does, and the seconds of ``shares``."""
+        """Do a run without a fault; returns what the function ``outcome`` does, and the seconds that ``shares``
+        computes."""
         return heard_in(self._command(f"without-{noise}", noise), None) | shares()
 
     def _command(self, run: str, noise: bool) -> list[str]:
@@ -259,7 +267,7 @@ class OfRealModel:
 
 
 def shares() -> dict[str, Any]:
-    """Median seconds of a step, and what each check takes of it."""
+    """Return the median seconds of a step, and of each check in it."""
     step = statistics.median(Watch.seconds["step"])
     checks = {name: values for name, values in Watch.seconds.items() if name != "step"}
     return {"step_s": step, "check_s": {name: statistics.median(values) for name, values in checks.items()}}
@@ -306,7 +314,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
-    """Print a line per fault in runs of a pretrained model, and one with the number of faults that were found."""
+    """Print a line per fault of runs of a pretrained model, and a last line with the number of faults that were
+    found."""
     shape = {"completions": args.prompts * COMPLETIONS, "max_tokens": args.tokens, "engine": args.engine}
     shape |= {"model": args.model.name}
     lines = []

@@ -1,7 +1,8 @@
-"""How far the trainer is from the policy that samples, and why: python -m tests.correctness.gaps
+"""Measure how far the trainer is from the policy that samples, and why: python -m tests.correctness.gaps
 
-Short runs of configs/quickstart.yaml with vLLM, in several settings, with every row in the ledger. One JSON line per
-setting, for docs/results/correctness.jsonl; none, and exit status 1, where a gap is larger than it may be.
+Does short runs of configs/quickstart.yaml with vLLM in several settings, with every row in the ledger. Prints one JSON
+line per setting, for docs/results/correctness.jsonl; a setting whose gap exceeds its limit gets no line, and the exit
+status is then 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write docs/correctness.md from docs/results: python -m tests.correctness.page
 
-The text is correctness.md beside this file. Its numbers and tables come from the lines of ``tests.correctness.gaps``,
-``tests.correctness.faults`` and ``tests.bench.bench_canary``.
+The page's text is correctness.md in this folder. Its numbers and tables come from the lines of
+``tests.correctness.gaps``, ``tests.correctness.faults`` and ``tests.bench.bench_canary``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def document() -> str:
 
 
 def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
-    """Make the table of the gap and its parts per run, and the numbers of the text below it."""
+    """Make the table of the gap and its parts per run, and the numbers of the text below the table."""
     stages = [(result, name, result[name]) for result in results for name in STAGES if name in result]
     fp32 = [(result, name, summary) for result, name, summary in stages if result["dtype"] == "float32"]
     quiet = [summary for result, name, summary in fp32 if name == "quiet" and result["shape"]["temperature"] == 1]
@@ -86,7 +86,7 @@ def canary_tables(results: Sequence[Line]) -> str:
 
 
 def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
-    """Summarise which faults were noticed, how healthy rollouts fared, and the cost of the checks."""
+    """Summarise which faults stopped a run or warned, whether healthy runs did, and how long the checks take."""
     faults = [line for line in lines if not line["name"].startswith("healthy")]
     healthy = [line for line in lines if line["name"].startswith("healthy")]
     by_engine = {(line["name"], line["shape"]["engine"]): line for line in faults}

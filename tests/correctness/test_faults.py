@@ -1,4 +1,4 @@
-"""What a run with a fault counts as."""
+"""Whether a run with a fault counts as stopped, as warned or as neither."""
 
 from __future__ import annotations
 

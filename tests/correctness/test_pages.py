@@ -1,4 +1,4 @@
-"""docs/correctness.md and docs/scorers.md are what the scripts make of the measured lines."""
+"""Tests that docs/correctness.md and docs/scorers.md are what the scripts write from the recorded lines."""
 
 from __future__ import annotations
 

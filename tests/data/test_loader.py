@@ -1,4 +1,4 @@
-"""Prompt loaders: every prompt once an epoch, and a position that can be saved anywhere."""
+"""Prompt loaders give every prompt once per epoch, and their position can be saved at any step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mathematics: training sets, their filters, benchmarks, and keeping the two apart."""
+"""Mathematical training sets, their filters, benchmarks, and the removal of benchmark problems from training sets."""
 
 from __future__ import annotations
 

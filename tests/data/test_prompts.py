@@ -1,4 +1,5 @@
-"""The data module: one template, nothing cut, nothing lost in silence, and a run that resumes where it stopped."""
+"""The data module: one template for all prompts, none cut or dropped without a message, and a resumed run continues
+with the right prompts."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ THINKING = "{%- if add_generation_prompt %}{{- '<think>\\n' if enable_thinking i
 
 @pytest.fixture
 def thinking_path(tokenizer_path: str, tmp_path: Path) -> str:
-    """A tokenizer whose template opens the thoughts, unless ``enable_thinking`` is false."""
+    """Folder of a tokenizer whose template starts the completion with <think>, unless ``enable_thinking`` is false."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     tokenizer.chat_template += THINKING
     tokenizer.save_pretrained(tmp_path / "thinking")
@@ -353,7 +354,7 @@ def test_a_source_is_chosen_by_its_class_path_and_mistakes_are_refused(tokenizer
 
 
 class Recorder(LightningModule):
-    """Takes one optimizer step a batch by hand and remembers what it was given."""
+    """Takes one optimizer step per batch, and records the answers of the prompts that it got."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tables: numbers of any column type, nulls, layouts of published data, and rows that cannot be used."""
+"""Problems from tables: numbers in columns of any type, nulls, layouts of published data sets, and unusable rows."""
 
 from __future__ import annotations
 

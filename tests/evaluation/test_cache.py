@@ -1,4 +1,5 @@
-"""What a kept evaluation is found by: settings and sources of engine and rewards, end tokens and tokenizer."""
+"""A recorded evaluation is used again only with the same settings and source code of engine and rewards, the same end
+tokens and the same tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Flat:
 
 
 def imported(path: Path) -> Any:
-    """A module read from its file anew, as in a process of its own."""
+    """Import a module from its file again, as a new process would."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

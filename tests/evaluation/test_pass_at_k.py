@@ -1,4 +1,4 @@
-"""pass@k equals its definition by enumeration; the bootstrap interval covers as often as it says."""
+"""Tests that pass@k equals its definition by enumeration, and that the bootstrap interval has its stated coverage."""
 
 from __future__ import annotations
 
