@@ -1,4 +1,4 @@
-"""What processes of tests are forked with: the imports of a run, vLLM's included."""
+"""Import everything that a run needs, vLLM included, once for all processes that the tests fork."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ with warnings.catch_warnings(action="ignore"):
 
 
 def freeze_heap() -> None:
-    """Keep all objects that exist now, modules above all, out of garbage collection for good.
+    """Exclude all objects that exist now, mostly modules, from garbage collection for good.
 
-    vLLM collects garbage eight times per engine, and takes half a second each time to look at the modules of a run. It
-    freezes and unfreezes the heap itself, which would undo this, so neither does anything from here on.
+    vLLM collects garbage eight times per engine, and would take half a second each time to look at the modules of a
+    run. vLLM also freezes and unfreezes the heap, which would undo this, so afterwards gc.freeze and gc.unfreeze do
+    nothing.
     """
     gc.collect()
     gc.freeze()

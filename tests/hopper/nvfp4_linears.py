@@ -1,4 +1,4 @@
-"""What the kernels for NVFP4 linears are tested with, and the laws that they share."""
+"""Random NVFP4 linear layers for the tests of the Hopper kernels, and checks that several of these kernels share."""
 
 from __future__ import annotations
 
@@ -38,19 +38,21 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def random_linear(outputs: int, inputs: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N, K], and scales [N, K / 16] from zero and the smallest subnormal number to the largest."""
+    """Draw codes [N, K] and scales [N, K / 16]; the scales include zero, the smallest subnormal number and the largest
+    number."""
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
     scales = torch.randint(0, 127, (outputs, inputs // 16), dtype=torch.uint8, device=device)
     return codes, scales.view(torch.float8_e4m3fn)
 
 
 def rows_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Output rows of a weight in tile order, from one multiple of 64 to another, as views."""
+    """Return output rows ``start`` to ``stop``, both multiples of 64, of a weight in tile order, as views."""
     return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], weight.global_scale)
 
 
 def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], schedules: dict[int, Any]) -> None:
-    """With every number of tokens it is given a schedule for, with a bias and without; twice the same bits."""
+    """Check a kernel's product for each number of tokens in ``schedules``, with bias and without, and that a second
+    call gives the same bits."""
     outputs, inputs = shape
     codes, scales = random_linear(outputs, inputs, "cuda")
     weight, ordered = fragments(codes, scales)
@@ -67,7 +69,7 @@ def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], sc
 def assert_nothing_else_is_written(
     linear: Callable[..., Tensor], shape: tuple[int, int], schedule: Any, *token_counts: int
 ) -> None:
-    """The product is right, and the rows before it and after it are as they were."""
+    """Check that the product is right, and that the rows of memory before and after it keep their values."""
     outputs, inputs = shape
     codes, scales = random_linear(outputs, inputs, "cuda")
     weight, ordered = fragments(codes, scales)

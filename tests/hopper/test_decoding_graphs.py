@@ -1,4 +1,4 @@
-"""Decoding steps that run as CUDA graphs give the bits that vLLM's own launches give."""
+"""Decoding steps that run as CUDA graphs of this project give the same bits as steps that vLLM launches itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_hopper = pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0
 
 @pytest.fixture(scope="module", params=["qwen2"])
 def engine(unpadded, tmp_path_factory, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    """Engine of a Qwen2 in NVFP4, with or without speculation, or, where a test says so, of another family in bf16."""
+    """Engine of a Qwen2 in NVFP4, with or without speculation, or of another family in bf16 if a test names one."""
     base, speculation = unpadded, "off"
     if request.param == "speculation":
         speculation = "on"
@@ -47,7 +47,8 @@ def graphs(engine: VLLMEngine) -> Any:
 
 
 def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> tuple[list, list]:
-    """Completions and log-probabilities by vLLM's own launches, and by graphs that an equal call has captured."""
+    """Return completions and log-probabilities of vLLM's own launches, and those of graphs that an equal call has
+    captured."""
     from qerl_pl.hopper import decoding_graphs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -63,8 +64,8 @@ def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> t
 @pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 @pytest.mark.parametrize("copies", [1, 2, 7, 20, 40])
 def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
-    """Completions end at different steps, and the KV cache becomes full, so numbers of sequences and their order change
-    during a call."""
+    """The numbers of sequences and their order change during a call, because completions end at different steps and the
+    KV cache becomes full."""
     scheduler, preempted = engine._scheduler(), []
     preempt = scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k))[1])
@@ -79,7 +80,8 @@ def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["mistral", "gemma3_text", "olmo3"], indirect=True)
 def test_equal_bits_with_sliding_windows(engine):
-    """One family with windows in all layers; two with windows in some, one of which is transformers' code in vLLM."""
+    """One family has windows in all layers, and two have windows in some layers; vLLM runs one of these two by
+    transformers' code."""
     plain, found = plain_and_by_graphs(engine, Sampling(num_completions=5, max_tokens=WINDOW + 16))
     assert found == plain
     assert graphs(engine).steps
@@ -109,7 +111,8 @@ def test_steps_are_run_by_graphs(engine, monkeypatch):
 @pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3}], ids=str)
 def test_equal_bits_with_each_way_to_sample(engine, settings):
-    """One after another, so a graph of another way of sampling must not be used."""
+    """The calls follow each other in one engine, so a graph that was captured for other sampling settings must not be
+    used."""
     for more in ({}, settings):
         plain, found = plain_and_by_graphs(engine, Sampling(num_completions=1, max_tokens=12, **more))
         assert found == plain

@@ -1,4 +1,4 @@
-"""The kernel that dequantises weights in tile order: on the GPU where there is one, else in Triton's interpreter."""
+"""The kernel that dequantises weights in tile order, run on the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA sources are compiled together, once a machine."""
+"""All CUDA sources are compiled at the same time, and only once per machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qerl_pl.hopper import driver, lora_hopper
 
 @pytest.fixture
 def loaded(monkeypatch, tmp_path) -> Iterator[list[bytes]]:
-    """Cubins that were loaded on a device that is not there; the cache is empty."""
+    """Imitate a device and an empty cache of kernels; collects the cubins that were loaded."""
     from triton import knobs
 
     found: list[bytes] = []

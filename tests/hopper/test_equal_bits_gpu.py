@@ -1,4 +1,4 @@
-"""Equal calls of the vLLM engine on Hopper give equal bits, in this process and in another."""
+"""Equal calls of the vLLM engine on Hopper give equal bits, in the same process and in another one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine(unpadded, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
 
 
 def samples(engine: VLLMEngine, count: int) -> list:
-    """Completions of as many prompts of 40 tokens, with their log-probabilities."""
+    """Sample completions of ``count`` prompts of 40 tokens, with log-probabilities."""
     return engine.generate(some_prompts(*[40] * count), Sampling(num_completions=1, max_tokens=12), 5)
 
 
@@ -85,7 +85,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["before", "anew"])
 def test_another_process_gives_equal_bits(engine, unpadded, tmp_path, compiled):
-    """As a run that is resumed does, where the kernels of the first one are found and where they are not."""
+    """A resumed run is such a process; it may find the kernels of the first process, or has to compile them again."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
     if compiled == "anew":
         environment |= {name: str(tmp_path / name) for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}

@@ -1,4 +1,5 @@
-"""Drafts change no token: sequences sampled with any drafts equal those sampled one token at a time, bit for bit."""
+"""Speculation changes no token: sequences sampled with any drafts equal those sampled one token at a time, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ class Way(NamedTuple):
 
 @cache
 def model(prefix: tuple[int, ...], way: Way) -> Tensor:
-    """Logits [V] after a prefix, random but always the same, as vLLM's sampler adds noise to them; repetitions are
-    likely."""
+    """Compute logits [V] after a prefix, as they are when vLLM's sampler adds the noise: divided by the temperature and
+    -inf for tokens that top_k and top_p leave out. They are random, always the same for one prefix, and favour
+    repetitions."""
     digest = hashlib.sha256(repr((prefix, way.seed % 2)).encode()).digest()
     logits = 2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "big")))
     logits[prefix[-1]] += 2
@@ -44,14 +46,14 @@ def model(prefix: tuple[int, ...], way: Way) -> Tensor:
 
 
 class Sampler:
-    """Samples rows of logits as vLLM does. Mistakes of other rows than the first: noise of another position, and
-    log-probabilities of another row."""
+    """Samples rows of logits as vLLM does. It can be given two mistakes: noise of the previous position in all rows but
+    the first, and log-probabilities of the previous row."""
 
     def __init__(self, *, noise_shifted: bool = False, scores_shifted: bool = False) -> None:
         self.noise_shifted, self.scores_shifted = noise_shifted, scores_shifted
 
     def __call__(self, prefixes: Sequence[Sequence[int]], ways: Sequence[Way]) -> tuple[Tensor, Tensor]:
-        """A token [R] int64 and its log-probability [R] for each prefix."""
+        """Sample for each of R prefixes a token, [R] int64, and return its log-probability, [R]."""
         logits = torch.stack([model(tuple(prefix), way) for prefix, way in zip(prefixes, ways, strict=True)])
         positions = torch.tensor([len(prefix) - 1 for prefix in prefixes])
         positions[1:] -= int(self.noise_shifted)
@@ -66,7 +68,7 @@ Found = list[tuple[list[int], list[float]]]
 
 
 def one_by_one(sampler: Sampler, ways: Sequence[Way]) -> Found:
-    """Tokens and log-probabilities of each sequence, sampled alone, one row at a time."""
+    """Sample each sequence alone, token by token; returns tokens and log-probabilities."""
     found: Found = []
     for way in ways:
         tokens, scores = [0] * PROMPT, []
@@ -82,7 +84,7 @@ Drafter = Callable[[int, list[int], int], list[int]]
 
 
 def with_drafts(accept: Any, sampler: Sampler, ways: Sequence[Way], drafter: Drafter, most: int) -> Found:
-    """The same with up to ``most`` drafts for each of the sequences, which are sampled together."""
+    """Sample all sequences together, each with up to ``most`` drafts per step; returns tokens and log-probabilities."""
     tokens, scores = [[0] * PROMPT for _ in ways], [[] for _ in ways]
     while min(map(len, tokens)) < PROMPT + LENGTH:
         drafts = [drafter(index, each, most) for index, each in enumerate(tokens)]
@@ -149,7 +151,7 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(kernels, plain, n
 
 
 def test_sequences_differ_in_every_way(plain):
-    """Else the other tests would compare little."""
+    """If sequences were alike, the other tests would not detect values of the wrong row or position."""
     assert len({tuple(tokens) for tokens, _ in plain}) == len(WAYS)
     assert sum(len({*tokens}) for tokens, _ in plain) > 5 * len(WAYS)
 
@@ -185,7 +187,8 @@ def test_every_mistake_is_found(kernels, plain, mistake):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_are_taken_as_the_definition_says(kernels, seed):
-    """Few different tokens, so drafts are often right by chance, also after a wrong one; any number of rows each."""
+    """There are few different tokens, so drafts are often right by chance, even after a wrong one; each sequence has
+    any number of rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(most: int, *shape: int) -> Tensor:

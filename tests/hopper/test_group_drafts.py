@@ -1,5 +1,5 @@
-"""Drafts are what followed the longest match in the sequence itself or a sibling: on the GPU where there is one, else
-in Triton's interpreter."""
+"""Drafts are the tokens that followed the longest match in the sequence itself or in another completion of its prompt.
+The kernels run on the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def _small_blocks(kernels, monkeypatch) -> None:
 
 
 def table(seed: int, *, num_rows: int = 7, length: int = 40, columns: int = 3, alphabet: int = 3) -> list[Tensor]:
-    """Texts of few different tokens, so that there are matches of every length; their lengths; and candidates."""
+    """Draw texts with few different tokens, so that they match in every length; returns texts, their lengths, and for
+    each row the rows in which drafts are looked for."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(alphabet, (num_rows, length), generator=generator, dtype=torch.int32)
     lengths = torch.randint(1, length + 1, (num_rows,), generator=generator, dtype=torch.int32)
@@ -86,7 +87,7 @@ def test_text_of_other_groups_is_not_read(kernels):
 
 
 def test_drafts_do_not_depend_on_where_rows_are(kernels):
-    """Candidates stay in the order of their requests; vLLM may put a request into any row."""
+    """vLLM may put a request into any row of its table; the candidates keep the order of their requests."""
     tokens, lengths, candidates = table(3, alphabet=2)
     moved = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
     back = moved.argsort()

@@ -1,4 +1,5 @@
-"""Without the folder qerl_pl/hopper everything else works: imports, plans, training, and rollouts by vLLM's kernels."""
+"""If the folder qerl_pl/hopper is missing, everything else works: imports, plans, training, and rollouts by vLLM's
+kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(fin
 
 
 def run(product: Path, script: str, *arguments: object) -> str:
-    """What a process prints that finds the product there, and the tests here."""
+    """Run a program in a process that imports a copy of this repository without the folder; returns what it prints."""
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # vLLM may be found there
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(product), str(ROOT), *filter(None, others)])}
     command = [sys.executable, "-c", HERE_ALONE + script, *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""An adapter in the NVFP4 kernels: what they take, and that base and adapter together are the formula."""
+"""Adapters in the NVFP4 kernels: what the kernels accept, and that base and adapter together equal the formula."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def with_adapter(
     parts: Schedule | None,
     out: Tensor,
 ) -> Tensor:
-    """The linear with its adapter; ``parts`` is the schedule of the kernel for h, where h has its own kernel."""
+    """Multiply by a linear layer with its adapter. ``parts`` is the schedule of the kernel that computes h = x A^T; the
+    decode kernel computes h itself and needs none."""
     if name == "decode":
         return nvfp4_decode.decode_linear(x, *weights, bias, schedule, out=out, adapter=adapter)
     assert parts is not None
@@ -41,7 +42,7 @@ def with_adapter(
 
 
 def adapter(widths: tuple[int, ...], inputs: int, rank: int, device: str = "cuda") -> tuple[list[Tensor], list[Tensor]]:
-    """A and B of each slice."""
+    """Draw the matrices A and B of each slice."""
     a = [draw(rank, inputs, device=device) for _ in widths]
     return a, [draw(width, rank, device=device) for width in widths]
 
@@ -49,12 +50,12 @@ def adapter(widths: tuple[int, ...], inputs: int, rank: int, device: str = "cuda
 def blocks(
     num_tokens: int, a: list[Tensor], b: list[Tensor], *, spare: int = 132, seconds: float = 1.0
 ) -> Schedule | None:
-    """By the rule, for a base that leaves much room and takes long."""
+    """Return the schedule that the rule chooses; by default 132 SMs are free, for one second until h is needed."""
     return lora_hopper.choose_schedule(num_tokens, a, b, lora_hopper.SpareSMs(spare, seconds))
 
 
 def all_blocks(num_tokens: int, slices: int) -> list[Schedule]:
-    """Of all sizes, one tile after another, in pairs and all at a time."""
+    """List schedules with tiles of all sizes, and with one cluster, one per two tiles, and one per tile."""
     tiles = {size: -(-num_tokens // size) for size in CHUNKS_IN_FLIGHT[slices]}
     return sorted({Schedule(size, clusters) for size in tiles for clusters in (1, -(-tiles[size] // 2), tiles[size])})
 
@@ -126,7 +127,8 @@ def test_shrink_is_the_product_and_zero_without_the_adapter(inputs, slices, rank
 def assert_base_and_adapter(
     name: str, widths: tuple[int, ...], inputs: int, rank: int, token_counts: tuple[int, ...]
 ) -> None:
-    """Of one kernel's schedules, at all numbers of tokens for which it has one: also in a CUDA graph."""
+    """Check all schedules of one kernel at all numbers of tokens for which it has one, called directly and in a CUDA
+    graph."""
     from qerl_pl.kernels.lora import add_lora_reference
 
     module = MODULES[name]
@@ -222,7 +224,8 @@ def test_base_and_adapter_with_64_tokens_in_the_kernel_for_few():
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("between", ["kernel", "early kernel", "nothing"])
 def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
-    """Kernels that start early, one after another in a graph, and the input of each is the output of the one before."""
+    """In a CUDA graph each kernel may start before the previous one has ended, and reads the output of the previous
+    one."""
     module = MODULES[name]
     size, rank, tokens = 2048, 32, 64 if name == "batch" else 8
     codes, scales = random_linear(size, size, "cuda")

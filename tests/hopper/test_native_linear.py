@@ -1,4 +1,4 @@
-"""Our kernels in vLLM's linears: where they are used, and how torch.compile sees them."""
+"""This project's kernels in vLLM's linear layers: for which layers they are used, and how torch.compile treats them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DENSE = E2M1[CODES.long()] * SCALES.float().repeat_interleave(16, 1) * 2**-9  # 
 
 
 class Linear(nn.Module):
-    """As vLLM has it when it has read the first rows and columns of the weight."""
+    """Linear layer in the state in which vLLM leaves it after reading the first rows and columns of the weight."""
 
     def __init__(self, bias: Tensor | None = None, outputs: int = N, inputs: int = K) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Linear(nn.Module):
 
 
 def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K, device: str = "cpu") -> tuple[Any, Any]:
-    """Our kernel object and the linear that it has prepared."""
+    """Make a kernel object of this project and a linear layer that it has prepared; returns both."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
     from qerl_pl.hopper.native_linear import NativeLinear
@@ -57,24 +57,25 @@ def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K, devi
 
 
 def in_order_of(tokens: int, bias: Tensor | None) -> Tensor | None:
-    """The bias [N] as it is added: the native kernels, which are replaced here, get it in the order of the tiles."""
+    """Return the bias [N] in the order in which it is passed on: the native kernels, which these tests replace, get it
+    in tile order; products of more tokens than they take get it unchanged."""
     return bias if bias is None or tokens > nvfp4_batch.MOST_TOKENS else nvfp4_decode.humming_bias(bias)
 
 
 def product(x: Tensor, bias: Tensor | None) -> Tensor:
-    """In x's dtype."""
+    """Multiply x by the dense weight; the result has x's dtype."""
     return (x.float() @ DENSE.T.to(x.device) + (0 if bias is None else bias)).to(x.dtype)
 
 
 def silu_and_mul(y: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Compute silu(gate) * up; ``y`` has gate and up next to each other."""
     gate, up = y.chunk(2, dim=1)
     return F.silu(gate) * up
 
 
 @pytest.fixture
 def capable(monkeypatch) -> None:
-    """A machine that has all that our kernels need."""
+    """Imitate a machine that has everything that this project's kernels need."""
 
     monkeypatch.setattr(driver, "is_available", lambda device: True)
     monkeypatch.setattr(native, "why_off", lambda: None)
@@ -82,7 +83,8 @@ def capable(monkeypatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
-    """Which native kernel served how many tokens; all multiply by the dense weight here."""
+    """Replace the native kernels by products with the dense weight; records which kernel was called with how many
+    tokens."""
     from qerl_pl.hopper import native_linear
     from qerl_pl.kernels import lora
 
@@ -240,7 +242,8 @@ def test_other_activations_stay_where_they_are(calls, kind):
 
 
 def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128), device: str = "cpu") -> Any:
-    """As vLLM wraps a linear; of four tokens the second and the third are without the adapter."""
+    """Wrap a linear layer as vLLM does for LoRA. Of every four tokens, the second and the third do not use the
+    adapter."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels
 
     wrapper: Any = object.__new__(OneAdapterKernels)

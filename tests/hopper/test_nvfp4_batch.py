@@ -1,4 +1,4 @@
-"""The kernel for a batch of tokens: it compiles, its schedules fit the GPU, its product is right."""
+"""The batch GEMM: it compiles, its schedules fit the GPU, and its product is right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chosen(tokens: int, outputs: int, inputs: int) -> Schedule:
 
 
 def widths(schedule: Schedule, outputs: int) -> list[int]:
-    """Columns of the blocks along the outputs."""
+    """List the widths, in tiles, of the thread blocks along the outputs."""
     wide = schedule.wide(outputs)
     return [schedule.variant.tiles] * wide + [schedule.variant.tiles - 1] * (schedule.blocks - wide)
 
@@ -92,7 +92,8 @@ def test_a_number_of_tokens_has_the_schedule_of_the_next_one_with_as_many_token_
 
 
 def test_the_rule_is_what_the_sweep_found():
-    """Of the schedules that were measured on an H200 or, with 256 tokens or more, on an H100, the fastest ones."""
+    """The expected schedules were the fastest of all in measurements, on an H100 for 256 tokens or more, and on an H200
+    for fewer."""
     found = {
         (128, 37888, 3584): (128, 5, 1, 119),
         (192, 37888, 3584): (96, 5, 1, 132),

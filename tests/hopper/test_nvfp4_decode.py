@@ -1,4 +1,4 @@
-"""The kernel for few tokens: it compiles, its schedules fit the GPU, its layout is Humming's, its product right."""
+"""The decode GEMM: it compiles, its schedules fit the GPU, its layout is Humming's, and its product is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's weights in tile order, and linears of vLLM that use their memory."""
+"""The trainer's weights are put in tile order, and vLLM's linear layers use their memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ pytestmark = pytest.mark.vllm
 
 
 def packed(outputs: int, inputs: int) -> FrozenLinear:
-    """A random one; its scales are as large as those of a whole group."""
+    """Make a random packed linear layer; the scale of its tensor is large enough for a group of fused layers."""
     linear = FrozenLinear(inputs, outputs)
     linear.packed = formats.quantize(torch.randn(outputs, inputs), NVFP4, torch.tensor(2e-3, dtype=torch.float64))
     return linear
 
 
 def test_the_trainers_linears_become_views_of_the_engines_weights():
-    """As vLLM would fuse them; one that vLLM would pad, and a group with such a number of outputs, stay."""
+    """Layers that vLLM fuses become views of one weight. A layer whose number of outputs vLLM would pad keeps its row
+    order, and so does a whole group with such a number."""
     shapes = {"q_proj": (128, 128), "k_proj": (64, 128), "v_proj": (64, 128), "o_proj": (160, 128), "out": (256, 128)}
     linears = {f"a.{name}": packed(*shape) for name, shape in shapes.items()}
     dense = {name: linear.dense(torch.bfloat16) for name, linear in linears.items()}
@@ -49,7 +50,7 @@ def test_the_trainers_linears_become_views_of_the_engines_weights():
 
 
 def test_linears_that_were_moved_apart_are_fused_again():
-    """As by moving a module to another device and back."""
+    """Moving a module to another device and back copies the weight of each linear layer separately."""
     linears = {f"a.{name}": packed(rows, 128) for name, rows in {"gate_proj": 128, "up_proj": 128}.items()}
     dense = [linear.dense(torch.bfloat16) for linear in linears.values()]
     one_copy.put_in_tile_order(linears)
@@ -71,7 +72,7 @@ def test_gradients_are_those_of_the_other_order():
 
 
 class Converted(LinearBase):
-    """A linear of vLLM after its weights were converted."""
+    """A linear layer of vLLM after its weights were converted to tile order."""
 
     def __init__(self, weight: PackedWeight) -> None:
         nn.Module.__init__(self)
@@ -102,7 +103,7 @@ def test_the_engine_takes_the_trainers_memory_if_it_holds_the_same_bits():
 
 
 class Read(LinearBase):
-    """A linear of vLLM before it reads its weights."""
+    """A linear layer of vLLM before it reads its weights."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         nn.Module.__init__(self)
@@ -133,7 +134,7 @@ def test_a_linear_that_is_not_read_takes_no_memory_until_it_is_given_the_trainer
 
 
 class Adopted(NamedTuple):
-    """A worker whose model has one fused linear, and the trainer's two linears, of which it uses the memory."""
+    """A worker whose model has one fused linear layer, and the trainer's two linear layers whose memory it uses."""
 
     worker: Any
     linears: dict[str, FrozenLinear]
@@ -169,7 +170,8 @@ def test_a_linear_with_the_trainers_memory_is_compared_whole(adopted):
 
 
 def test_parameters_that_vllm_has_moved_are_put_into_the_trainers_memory_again(adopted):
-    """vLLM moves a parameter that it has created in host memory back there, if conversion has not renamed it."""
+    """After conversion vLLM moves every parameter that it had created in host memory back there, if its name is still
+    the same."""
     model = adopted.worker.get_model()
     layer, scales = model.mlp.gate_up_proj, adopted.linears["mlp.gate_proj"].block_scale
     layer.weight_scale.data = layer.weight_scale.data.clone()

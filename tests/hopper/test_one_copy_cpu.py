@@ -1,6 +1,7 @@
-"""One copy of the packed base in a real engine on a CPU, with the linears that it has on Hopper.
+"""Trainer and a real engine on a CPU share one copy of the packed base, with the linear layers that are used on Hopper.
 
-The native kernels do not run here, so every step is dequantised, as steps with more than 2048 tokens are on Hopper.
+The native kernels do not run on a CPU, so every step dequantises the weights, as on Hopper steps with more than 2048
+tokens do.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def engine(policy, row_order) -> Iterator[VLLMEngine]:
 
 @pytest.fixture(autouse=True)
 def _check_trainers(engine, policy, row_order) -> Iterator[None]:
-    """No test may change or move the trainer's base."""
+    """Check after each test that the trainer's base has its old values and its old place in memory."""
     places = [linear.codes.data_ptr() for linear in policy.packed_linears().values()]
     yield
     assert all(torch.equal(policy.packed_linears()[name].dense(torch.bfloat16), row_order[name]) for name in row_order)

@@ -1,4 +1,5 @@
-"""One copy of the packed base on Hopper: the engine computes with the trainer's memory, and never frees or moves it."""
+"""Trainer and engine share one copy of the packed base on Hopper; the engine never frees or moves the trainer's
+memory."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def _out_of_memory(*args: object) -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_pass_that_runs_out_of_memory_while_the_engine_sleeps_harms_neither_side(engine, level):
-    """All memory that torch has cached is given back, and used by others, before the pass is repeated."""
+    """Before the pass is repeated, torch gives back all memory that it has cached, and other tensors overwrite this
+    memory."""
     engine.sleep_level = level
     dense = {name: linear.dense(torch.bfloat16) for name, linear in engine._policy.packed_linears().items()}
     held, samples = engine.fingerprint(), engine.generate(PROMPTS, SAMPLING, 5)

@@ -1,4 +1,5 @@
-"""What vLLM's sampler on a GPU gets from this project for the log-probability of a sampled token."""
+"""This project's log-probabilities of sampled tokens in vLLM's sampler on a GPU, and the requests that it leaves to
+vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def draw(rows: int = 3, vocabulary: int = 300) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def sampler(monkeypatch) -> ModuleType:
-    """The module; without a GPU its kernels are interpreted."""
+    """Import the module of the sampler; without a GPU its kernels run in Triton's interpreter."""
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return import_module("qerl_pl.hopper.sampler")

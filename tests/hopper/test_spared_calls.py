@@ -1,4 +1,5 @@
-"""Calls to vLLM's KV-cache manager that are skipped change nothing: such a manager ends up like another."""
+"""Calls of vLLM's KV-cache manager that this project skips have no effect: with and without them the manager's state is
+the same."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def make_manager(num_blocks: int, *, caching: bool, spared: bool) -> Any:
 
 
 def admit(manager: Any, request: Any) -> bool:
-    """The way of a request that waits: what is cached is shared, the rest gets blocks."""
+    """Admit a waiting request: it shares the blocks that are cached, and gets new blocks for the rest. False if there
+    are too few blocks."""
     blocks, cached = manager.get_computed_blocks(request)[:2]
     new = manager.allocate_slots(
         request, request.num_tokens - cached, num_new_computed_tokens=cached, new_computed_blocks=blocks
@@ -46,7 +48,7 @@ def admit(manager: Any, request: Any) -> bool:
 
 
 def decode(manager: Any, request: Any, token: int) -> bool:
-    """The way of a request that runs."""
+    """Add a token to a running request; False if there is no block for it."""
     request.append_output_token_ids(token)
     new = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
     if new is not None:
@@ -93,8 +95,8 @@ def test_a_spared_manager_holds_the_same_blocks_at_every_step(seed, caching):
 @pytest.mark.parametrize("most_drafts", [1, 7])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_spared_manager_holds_the_same_blocks_when_drafts_are_rejected(core, most_drafts, seed):  # noqa: F811
-    """Steps are scheduled ahead, as if all drafts of the last step were accepted, so computed tokens also become
-    fewer."""
+    """A step is scheduled before the results of the last one are known, as if all drafts were accepted, so a request's
+    number of computed tokens can also decrease."""
     both = [Played(make_scheduler(core, num_blocks=16), most_drafts, seed) for _ in range(2)]
     engine.spare(both[1].scheduler)
     while both[0].requests < 30 or both[0].scheduler.has_unfinished_requests():

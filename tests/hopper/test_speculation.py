@@ -1,4 +1,4 @@
-"""What vLLM is told about speculation, and in which texts drafts are looked for."""
+"""The settings of speculation that vLLM gets, and the texts in which drafts are looked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {"max_num_reqs": 6, "max_model_len": 40, "max_num_batche
 
 @pytest.fixture
 def speculation(monkeypatch) -> Any:
-    """The module; without a GPU its kernels are interpreted."""
+    """Import the module of speculation; without a GPU its kernels run in Triton's interpreter."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     from qerl_pl.hopper import speculation
@@ -40,7 +40,7 @@ def test_steps_with_drafts_fit_the_graphs(speculation, most):
 
 @pytest.fixture
 def drafts(speculation) -> Any:
-    """A drafter for vLLM's table of 6 requests."""
+    """Make an object that finds drafts for vLLM's table of 6 requests."""
     from vllm.v1.worker.gpu.states import RequestState
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,7 +97,7 @@ def test_a_large_group_is_read_in_part(drafts, speculation, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_candidates_are_those_that_the_rows_hold(drafts, seed):
-    """Whatever requests come, end and are preempted."""
+    """Requests come, end and are preempted in random order."""
     draw, alive, number, held = random.Random(seed), {}, 0, {}
     for _ in range(80):
         if len(alive) == 6 or (alive and draw.random() < 0.4):

@@ -1,4 +1,4 @@
-"""On a GPU, speculation changes no token of a policy in fp32, and equal calls give equal bits."""
+"""On a GPU, speculation does not change the tokens of a policy in fp32, and equal calls give equal bits."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def flat(groups: list[list[Completion]]) -> list[Completion]:
 
 
 def test_no_token_of_100_000_is_another_in_fp32(checkpoints):
-    """At most 1 completion in 1000 may differ: one that takes another of two tokens whose sums of logit and noise are
-    equal up to rounding. Of such a completion, the log-probabilities before that token are compared."""
+    """At most 1 completion in 1000 may differ, because the sums of logit and noise of two tokens can be equal up to
+    rounding. The log-probabilities of such a completion are compared up to the first token that differs."""
     found: dict[bool, list[Completion]] = {}
     for speculation in (False, True):
         engine = start(checkpoints["dense"], torch.float32, speculation=speculation, cache=3 * 2**20)
@@ -92,7 +92,7 @@ def test_scores_are_those_without_speculation_also_of_a_cached_prompt(engine, un
 
 
 def test_most_of_a_text_that_repeats_itself_is_drafted(engine):
-    """Greedy completions of a small random model run into loops."""
+    """Greedy completions of a small random model soon repeat the same tokens."""
     scheduler = engine._scheduler()
     scheduler.verified.clear()
     scheduler.emitted.clear()

@@ -1,4 +1,4 @@
-"""Tile order: the engine's order of codes and scales, there and back."""
+"""Conversion of codes and scales to tile order, the order in which the kernels read them, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = [(64, 16), (128, 48), (192, 272)]
 
 
 def draw(rows: int, cols: int) -> PackedWeight:
-    """Every byte as codes and as scales."""
+    """Draw a weight whose codes and scales can be any byte."""
     generator = torch.Generator().manual_seed(rows * cols)
     codes = torch.randint(256, (rows, cols // 2), generator=generator, dtype=torch.uint8)
     scale = torch.randint(256, (rows, cols // 16), generator=generator, dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""Scores of sampled tokens against their definition: on the GPU where there is one, else in Triton's interpreter."""
+"""Log-probabilities of sampled tokens against their definition, on the GPU if there is one, else in Triton's
+interpreter."""
 
 from __future__ import annotations
 

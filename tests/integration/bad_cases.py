@@ -1,4 +1,4 @@
-"""Cases of bad input: a command line each, with its files, environment and limits of the process."""
+"""Cases of bad input: each has a command line, and the files, environment and limits of its process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
         return f"{self.words.replace(FIT, 'fit')} {self.what} {self.environment or ''}{limit}".strip()
 
     def arguments(self, bases: Bases, folder: Path) -> list[str]:
-        """The words of the command line, whose files are written to the folder."""
+        """Write the files of the case to a folder; returns the words of its command line."""
         (folder / "some").mkdir()
         for name in ("file", "some/config.yaml", "problems.jsonl"):
             (folder / name).write_text("{}\n")
@@ -62,10 +62,11 @@ class Case(NamedTuple):
 
 
 class Bases:
-    """What cases change one thing in, each made when a case first needs it.
+    """Two checkpoints and a finished run, in copies of which cases change one thing. Each is made when it is first
+    needed.
 
     Args:
-        folder: for all of it.
+        folder: folder for all of them.
         dense: folder of a checkpoint of the toy policy; None makes one.
     """
 
@@ -82,7 +83,7 @@ class Bases:
 
     @cached_property
     def nvfp4(self) -> Path:
-        """The same checkpoint in 4 bits."""
+        """The dense checkpoint, quantised to NVFP4."""
         assert command(["quantize", "--model", str(self.dense), "--output", str(self.folder / "nvfp4")]) == 0
         return self.folder / "nvfp4"
 
@@ -363,7 +364,7 @@ def in_copy(part: str, name: str, change: Callable[[Path], object], bases: Bases
 
 
 def replaced(by: Callable[[Path], object], path: Path) -> None:
-    """Put something else in place of a file or folder."""
+    """Delete a file or folder, and have ``by`` make something else at its path."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

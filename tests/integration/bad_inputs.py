@@ -1,10 +1,11 @@
-"""Bad input: python -m tests.integration.bad_inputs [--number 300] [--first 0].
+"""Start commands with bad input: python -m tests.integration.bad_inputs [--number 300] [--first 0].
 
 Every case of ``bad_cases`` calls a command with one thing wrong, in a fork of this process, so that packages are
-imported once and a case may change its environment, privileges and limits. It prints one JSON line: ``refused`` (a
-message of at most ten lines), ``ran``, ``raw`` (an exception that is no message, or a crash), ``long`` (a longer
-message), ``late`` (refused after a rollout), ``slow`` (more than 10 s of CPU time) or ``timeout``. All but the first
-mean that something is to be mended; so the command ends with status 1 if there was one.
+imported only once and a case may change its environment, privileges and limits. Each case prints one JSON line with its
+outcome: ``refused`` (the program ended with a message of at most ten lines), ``ran`` (it did not fail), ``raw`` (an
+exception without a message for users, or a crash), ``long`` (a longer message), ``late`` (refused after a rollout),
+``slow`` (refused after more than 10 s of CPU time) or ``timeout``. Every outcome but ``refused`` is a fault of the
+program, and if there is one, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def outcome(case: Case, arguments: list[str]) -> tuple[str, str, float]:
     """Call the program in a fork of this process.
 
     Returns:
-        What became of it, as one of the words above; what it said; and the seconds of CPU time that it took.
+        The outcome, one of the words above; the program's message; and its CPU time in seconds.
     """
     reading, writing = os.pipe()
     if not (child := os.fork()):
@@ -122,7 +123,7 @@ def try_cases(numbers: range, bases: Bases, folder: Path) -> list[dict[str, obje
 
 
 def main() -> int:
-    """Print a line a case, and how many there were of each outcome."""
+    """Print a line per case, and the number of cases with each outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)

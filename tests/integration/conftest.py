@@ -24,7 +24,7 @@ IN_BACKGROUND = ("--trainer.callbacks+=tests.integration.toy.InBackground",)
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoint folders: "dense" and the same in "nvfp4", with random weights."""
+    """Make two folders of the same random checkpoint, "dense" and "nvfp4"."""
     folder = tmp_path_factory.mktemp("bases")
     make_tiny(folder / "dense", seed=0, sft_steps=0)
     files = ["--model", str(folder / "dense"), "--output", str(folder / "nvfp4")]
@@ -34,7 +34,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def run(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., train.QeRLCLI]:
-    """``run("fit", run_dir, *more)``: the program in this process."""
+    """Return a function that runs the program in this process: ``run("fit", run_dir, *more)``."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["train.py"])
 
@@ -50,7 +50,7 @@ def arguments(subcommand: str, base: Path, run_dir: Path, *more: str) -> list[st
 
 
 def launch(*args: Any, **kwargs: Any) -> Program:
-    """The program in a process of its own: ``arguments`` as there."""
+    """Start the program in its own process; positional arguments are those of ``arguments``."""
     return Program(arguments(*args), **kwargs)
 
 
@@ -65,7 +65,7 @@ batches of a validation that a resumed run has behind it, and does not restore t
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Where two nested structures of tensors and builtins differ, to the last bit."""
+    """List the paths at which two nested structures of tensors and builtins differ in any bit."""
     if isinstance(left, torch.Tensor):
         return [] if isinstance(right, torch.Tensor) and torch.equal(left, right) else [path]
     if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
@@ -79,14 +79,15 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
 
 
 def scalars(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of the curves that a run repeats exactly."""
+    """Read steps and values of those curves that are the same in every repetition of a run; times and memory are left
+    out."""
     curves = read_curves(run_dir)
     return {tag: (curve.steps, curve.values) for tag, curve in curves.items() if not tag.startswith(NOT_EXACT)}
 
 
 def without_places(state: Any, run_dir: Path) -> Any:
-    """Replace the run's folder in the texts of a checkpoint, and leave out the seconds of ``Timer`` and the settings,
-    which name the callbacks that interrupt a run."""
+    """Replace the run's folder in the texts of a checkpoint, and leave out the state of ``Timer``, which has seconds,
+    and the settings, which name the callbacks that interrupt a run."""
     if isinstance(state, str):
         return state.replace(str(run_dir), "RUN")
     if isinstance(state, dict):
@@ -101,8 +102,8 @@ def without_places(state: Any, run_dir: Path) -> Any:
 
 
 def different_parts(straight: Path, resumed: Path) -> list[str]:
-    """Where the last checkpoints, curves and completions of two runs differ, to the last bit; the folders of the runs
-    and seconds are left out."""
+    """List the parts of the last checkpoints, curves and completions in which two runs differ in any bit; the folders
+    of the runs, and times, may differ."""
     one, other = (without_places(load_last(run_dir), run_dir) for run_dir in (straight, resumed))
     found = differences(one, other, "checkpoint")
     found = [path for path in found if not any(part in path for part in OF_THE_LAST_VALIDATION)]
@@ -114,13 +115,13 @@ def different_parts(straight: Path, resumed: Path) -> list[str]:
 
 
 def assert_same_run(straight: Path, resumed: Path) -> None:
-    """Two runs end with the same checkpoint, curves and completions, to the last bit."""
+    """Check that two runs end with the same checkpoint, curves and completions, bit for bit."""
     assert different_parts(straight, resumed) == []
 
 
 @pytest.fixture(scope="session")
 def finished(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole toy run; copy it before changing anything."""
+    """Folder of a finished toy run; a test that changes anything in it has to copy it first."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     process = launch("fit", bases["nvfp4"], run_dir)
     output, _ = process.communicate()

@@ -1,4 +1,4 @@
-"""What a user can get wrong is refused before any rollout, with the reason."""
+"""Mistakes of users are refused before the first rollout, with the reason."""
 
 from __future__ import annotations
 

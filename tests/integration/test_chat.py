@@ -1,4 +1,5 @@
-"""Talking to a run: its policy and its base answer as the engine has them, and a model cannot steer the terminal."""
+"""Chats with a run: its policy and its base answer as in the engine, and a model's output cannot control the
+terminal."""
 
 from __future__ import annotations
 

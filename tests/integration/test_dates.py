@@ -1,4 +1,5 @@
-"""The date that a chat template writes is one of the run, and not of the day, time zone and locale of a start."""
+"""The date that a chat template writes is fixed for a run: it does not depend on the day, time zone or locale of a
+start."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ CHAT = (
 
 @pytest.fixture
 def day(monkeypatch):
-    """``day(28)`` sets the clocks of transformers' templates and of this program to that day of November 2026."""
+    """Return a function that sets the clocks of transformers' templates and of this program to a day of November
+    2026."""
 
     def move(number: int) -> None:
         class Moved(datetime):
@@ -56,7 +58,7 @@ def day(monkeypatch):
 
 @pytest.fixture
 def dated(bases, tmp_path) -> Path:
-    """A base whose chat template writes the date."""
+    """Folder of a base whose chat template writes the date."""
     base = tmp_path / "dated"
     base.mkdir()
     for file in bases["nvfp4"].iterdir():

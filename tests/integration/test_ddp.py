@@ -1,4 +1,4 @@
-"""Several ranks do what one does: the same rollouts, the same steps, the same files."""
+"""Runs with several ranks do what a run with one rank does: the same rollouts, the same steps, and the same files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ NOT_EQUAL = ("time/", "throughput/", "memory/", "epoch", "ledger/")  # the ledge
 
 
 def finish(process: Program, *, status: int = 0) -> str:
-    """What the process printed; it must end with this status."""
+    """Wait for a process, check its exit status, and return what it printed."""
     output, _ = process.communicate()
     assert process.returncode == status, output
     return output
 
 
 def start_node(launcher: str, node: int, port: int, args: list[str]) -> Program:
-    """One process on one of two nodes, both of which are this machine, with the variables of torchrun or SLURM."""
+    """Start a process with the variables that torchrun or SLURM sets on one of two nodes; both nodes are this
+    machine."""
     if launcher == "torchrun":
         ranks = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node}
         variables = {name: str(value) for name, value in (ranks | {"MASTER_PORT": port}).items()}
@@ -42,7 +43,7 @@ def start_node(launcher: str, node: int, port: int, args: list[str]) -> Program:
 
 
 def launch_two(*args: Any) -> Program:
-    """Two ranks of the program on a CPU."""
+    """Start the program with two ranks on a CPU."""
     return launch(*args, *TWO_RANKS, environment=os.environ | {"MASTER_PORT": str(free_port())})
 
 

@@ -1,4 +1,5 @@
-"""Whole runs with a teacher: without rewards, with a falling coefficient, killed and resumed, and refused."""
+"""Whole runs with a teacher: without rewards, with a decreasing coefficient, killed and resumed, and with bad
+settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The doctor tries a configuration without training: what would stop it later is said now, nothing is written."""
+"""The command ``doctor`` checks a configuration without training: it reports what would stop a run, and writes
+nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ WORDS = {"class_path": "datamodules.table.Table", "init_args": {"train_path": "r
 
 
 def diagnosed(base, folder, capsys, changes, *more):
-    """Exit status, and the lines on the configuration by the name of their check."""
+    """Run ``doctor`` on a configuration; returns its exit status, and its lines about the configuration by the check's
+    name."""
     (folder / "rows.jsonl").write_text("".join(f'{{"question": "a{n}", "answer": "word"}}\n' for n in range(40)))
     (folder / "level_of_rows.py").write_text(MINE)
     (folder / "changes.yaml").write_text(yaml.safe_dump(changes))

@@ -1,4 +1,4 @@
-"""The page on own data, rewards and callbacks: its files, run as it says."""
+"""The files on the documentation's page about own data, rewards and callbacks work as the page says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ PAGE = ROOT / "docs" / "extending.md"
 
 
 def files() -> dict[str, str]:
-    """The files on the page, by name: whole blocks, of which those of code and settings begin with their name."""
+    """Read the files on the page: texts of code blocks by file name. A block of Python or YAML has the name in its
+    first line."""
     page = PAGE.read_text()
     [problems] = re.findall(r"`problems\.jsonl`:\n\n```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     named = re.findall(r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -32,7 +33,7 @@ def files() -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files in a folder, with the quickstart's base."""
+    """Write the files to a folder, and copy the quickstart's base to it."""
     for name, text in files().items():
         (tmp_path / name).write_text(text)
         sys.modules.pop(Path(name).stem, None)  # of another test

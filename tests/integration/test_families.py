@@ -1,4 +1,4 @@
-"""Each model family through a whole run: quantised at first use, trained on what vLLM samples, resumed, exported."""
+"""Whole runs of each model family: quantised at first use, trained on vLLM's samples, resumed, and exported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ GPU_ENGINE = ("--model.engine.max_num_seqs", "16", "--model.engine.kv_cache_byte
 
 @pytest.fixture
 def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Folder of a random model of a family, as it is published, with the quickstart's tokenizer."""
+    """Return a function that writes a random model of a family as the family is published, with the quickstart's
+    tokenizer."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
 
     def make(family: str, **sizes: Any) -> Path:
@@ -81,7 +82,7 @@ def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def arguments(base: Path) -> tuple[str, ...]:
-    """Arguments of a run of three steps on a base that is quantised first."""
+    """Return arguments of a run of three steps that quantises its base first."""
     return "--model.base", str(base), *QUANTIZE, *SHORT, *STAGES, *VLLM
 
 
@@ -101,7 +102,8 @@ for lora in (None, *(LoRARequest("adapter", 1, adapter) for adapter in adapters)
 
 
 def assert_stock_libraries_agree(base: Path, *adapters: Path) -> None:
-    """Stock vLLM and stock transformers continue a prompt with equal greedy tokens; so does PEFT with each adapter."""
+    """Check that stock vLLM and stock transformers continue a prompt with the same greedy tokens, and that vLLM and
+    PEFT do so with each adapter."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     command_line = [sys.executable, "-c", STOCK, base, json.dumps(query_scaling(model.config)), *adapters]
     process = subprocess.run(command_line, capture_output=True, text=True, check=False)
@@ -115,9 +117,10 @@ def assert_stock_libraries_agree(base: Path, *adapters: Path) -> None:
 
 
 def assert_exports_are_served(base: Path, run_dir: Path, folder: Path) -> None:
-    """Stock vLLM serves what was exported with the tokens of stock PEFT or transformers.
+    """Check that stock vLLM samples from an exported policy the tokens that stock PEFT or transformers sample.
 
-    Neither reads NVFP4 on a CPU, so the adapter is served on the packed base written in bf16.
+    Neither library reads NVFP4 on a CPU, so the adapter is served on the packed base written in bf16. If vLLM's LoRA
+    loader cannot load adapters of the family, the merged model is served instead.
     """
     untrained = load_policy(str(base), dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
     write_merged(untrained, folder / "bf16")
@@ -131,10 +134,10 @@ def assert_exports_are_served(base: Path, run_dir: Path, folder: Path) -> None:
 
 
 def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap: float) -> Path:
-    """Quantise, train three steps with noise, the canary and the ledger, and export; notes each part that works.
+    """Quantise, train three steps with noise, the canary and the ledger, and export; records each part that works.
 
     Returns:
-        Folder of the quantised base; the run's is ``folder / "run"``, the exported adapter's ``folder / "out"``.
+        Folder of the quantised base. The run is in ``folder / "run"``, the exported adapter in ``folder / "out"``.
     """
     cli = run("fit", folder / "run", *arguments(base), *more)
     metrics, policy = cli.trainer.callback_metrics, cli.model.policy

@@ -1,4 +1,4 @@
-"""The page on use from Python: its blocks are one program, which runs as it stands."""
+"""The code blocks of the documentation's page about use from Python are one program, which runs unchanged."""
 
 from __future__ import annotations
 

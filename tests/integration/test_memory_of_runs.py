@@ -1,4 +1,4 @@
-"""Runs that meet the end of their memory, and runs that plan with it."""
+"""Runs that run out of memory and go on, and runs that follow a memory plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = ("--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
 
 
 class SmallDevice(Callback):
-    """A device that takes no training pass of more than so many tokens."""
+    """Imitates a device that runs out of memory in every training pass of more than so many tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens

@@ -1,4 +1,4 @@
-"""Mistakes that newcomers make each end in a few lines that name the place and say what to do."""
+"""Each mistake that newcomers make ends with a few lines that name the place of the mistake and say what to do."""
 
 from __future__ import annotations
 

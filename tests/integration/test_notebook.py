@@ -1,4 +1,4 @@
-"""The notebook, run from its first cell to its last."""
+"""The notebook runs from its first cell to its last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on bases that others publish."""
+"""Whole runs on bases that were quantised and published by others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = ("--trainer.callbacks.num_stages", "3")
 
 @pytest.fixture
 def published(bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A mixed NVFP4 and FP8 export of ModelOpt with an FP8 cache."""
+    """Folder of a checkpoint as ModelOpt exports it, with NVFP4 and FP8 linear layers and an FP8 cache."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "published"
     shutil.copytree(bases["dense"], path)

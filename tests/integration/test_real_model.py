@@ -1,6 +1,7 @@
 """Real pretrained models through whole runs.
 
-`make test-real` downloads the smallest. The environment variable QERL_MODELS names a folder with GGUF files of others.
+`make test-real` downloads the smallest model. The environment variable QERL_MODELS names a folder with GGUF files of
+other models.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ON_GPU = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 
 
 def model_file(name: str) -> Path:
-    """The GGUF file of a model; skips the test if it is not there."""
+    """Return the path of a model's GGUF file; skips the test if there is no such file."""
     if not (file := MODELS / f"{name}.gguf").is_file():
         pytest.skip(f"{file} is not there: `make test-real` gets smollm2-135m; QERL_MODELS names a folder with others")
     return file
@@ -40,8 +41,8 @@ def model_file(name: str) -> Path:
 
 @pytest.mark.timeout(1200)
 def test_the_smallest_model_through_a_whole_run_on_a_cpu(run, tmp_path, monkeypatch):
-    """Dequantised, quantised to NVFP4, trained with noise and every check, resumed, exported, and served by stock vLLM
-    and PEFT; SmolLM2-135M has the widths (576, 1536) and the norms of a real model."""
+    """The model is dequantised, quantised to NVFP4, trained with noise and every check, resumed, exported, and served
+    by stock vLLM and PEFT. SmolLM2-135M has the widths (576, 1536) and the norms of a real model."""
     base = model_file("smollm2-135m")
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     used = assert_whole_run(run, "llama", base, tmp_path, *TOY, gap=1e-4)

@@ -1,4 +1,4 @@
-"""A run that was killed and resumed is the run that was not."""
+"""A run that was killed and resumed equals a run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ def test_settings_of_the_optimizer_are_those_of_the_start_that_goes_on(finished,
 
 @pytest.mark.slow
 def test_a_scalar_belongs_to_the_step_that_measured_it_and_not_to_later_ones(run, tmp_path):
-    # One prompt of two completions, of which the reward looks at one token: many rollouts have no signal.
+    # Each rollout has one prompt with two completions of one token, so the rewards of many rollouts are equal and give
+    # no gradient.
     rare = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2", "--data.batch_size", "1")
     rare += ("--trainer.limit_val_batches", "0", "--trainer.max_steps", "10")
     run("fit", tmp_path / "straight", *rare)
@@ -204,7 +205,7 @@ def test_a_start_says_what_it_changes_though_the_runs_own_file_was_edited_or_is_
 
 @pytest.mark.slow
 def test_dynamic_sampling_drops_groups_without_signal_and_resumes_exactly(run, tmp_path):
-    # Two tokens of which the reward looks at one: many groups of two are equal.
+    # Groups have two completions of one token, so the rewards of many groups are equal.
     often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
     dynamic = (*often_equal, "--model.dynamic_sampling.max_refills", "3", "--trainer.max_steps", "5")
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")

@@ -1,4 +1,4 @@
-"""``fit --smoke`` runs every part of a configuration, small, beside the run that it is of."""
+"""``fit --smoke`` runs every part of a configuration on a small scale, and leaves the files of the real run alone."""
 
 from __future__ import annotations
 

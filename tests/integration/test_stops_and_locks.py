@@ -1,4 +1,4 @@
-"""Signals, locks and changed settings of whole runs."""
+"""Signals that stop whole runs, locks on their folders, and settings that a new start changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runs of these tests are made of, beside the real parts."""
+"""Rewards, a logger and callbacks of the runs in these tests."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from qerl_pl.common.types import Completion, Prompt
 
 
 def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Share of the sampled tokens in the lower half of the vocabulary: a policy with random weights gets some of it."""
+    """Reward each completion by the share of its tokens in the lower half of the vocabulary; a random policy has
+    some."""
     return [sum(token < 128 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
 def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Share of the sampled tokens with an even number: about half of any model's."""
+    """Reward each completion by its share of even tokens, which is about a half for any policy."""
     return [sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
 def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Scores every second row."""
+    """Score every second row by 1, and leave the other rows unscored."""
     return [1.0 if row % 2 else None for row in range(len(prompts))]
 
 
 class NamedLogger(DummyLogger):
-    """Has a folder, a name and a version of its own, as Weights & Biases' has."""
+    """Logger with a folder, a name and a version that it chooses itself, as the logger of Weights & Biases does."""
 
     def __init__(self, save_dir: str = ".") -> None:
         super().__init__()
@@ -50,12 +51,11 @@ class NamedLogger(DummyLogger):
 
 
 class Killed(Callback):
-    """Kills its own process, in a phase of the rollout that begins with, or of the step that comes after, so many
-    optimizer steps.
+    """Kills its own process in a phase of training, after ``at`` optimizer steps.
 
-    Phases: "rollout" (the engine has the policy and was asked for completions), "scored" (before the update),
-    "update" (before an optimizer step), "saving" (the checkpoint is written and not yet renamed), "validation" (in its
-    second batch).
+    Phases: "rollout" (the engine has the policy and was asked for completions), "scored" (before the update), "update"
+    (before an optimizer step), "saving" (the checkpoint is written and not yet renamed), "validation" (in its second
+    batch).
     """
 
     def __init__(self, phase: str, at: int) -> None:
@@ -100,14 +100,15 @@ class CtrlC(Callback):
 
 
 class CtrlCAtTheStart(Callback):
-    """Presses Ctrl-C before the first rollout, as somebody does who does not want to wait for the engine."""
+    """Presses Ctrl-C before the first rollout, as a user does who does not want to wait for the engine."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
 class SigtermEarly(Callback):
-    """Sends SIGTERM when the hook of this name is called, as the first callback and before training has begun."""
+    """Sends SIGTERM when the named hook is called, before the same hook of all other callbacks and before training
+    begins."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -117,7 +118,7 @@ class SigtermEarly(Callback):
 
 
 class SpoilGradient(Callback):
-    """Multiplies the gradient of one matrix in one rollout."""
+    """Multiplies the gradient of one matrix B by a factor, from one rollout on."""
 
     def __init__(self, at: int, factor: float) -> None:
         self.at = at
@@ -130,14 +131,14 @@ class SpoilGradient(Callback):
 
 
 class InBackground(Callback):
-    """Every checkpoint is written while training goes on, however small it is."""
+    """Makes the run write every checkpoint in the background while training goes on, even a small one."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         last_checkpoint(trainer).background_bytes = 0
 
 
 class StoppedByValidation(Callback):
-    """Validation ends the run after a step that is due no checkpoint."""
+    """Makes validation end the run after step ``at``, for which no checkpoint is due."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -151,7 +152,7 @@ class StoppedByValidation(Callback):
 
 
 def last_checkpoint(trainer: Any) -> LastCheckpoint:
-    """The trainer's one."""
+    """Find the trainer's ``LastCheckpoint`` callback."""
     [last] = [callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint)]
     return last
 

@@ -1,4 +1,4 @@
-"""For the tests of kernels: interpreted where there is no GPU, and into memory that starts as NaN."""
+"""Run kernels in Triton's interpreter if there is no GPU, and fill uninitialised memory with NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The module that a test file calls KERNELS: Triton looks at the variable when its kernels are defined."""
+    """Import the module that a test file names in KERNELS; Triton reads TRITON_INTERPRET when the kernels are
+    defined."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")

@@ -1,4 +1,4 @@
-"""The dequantising kernels against their definition: on the GPU where there is one, else in Triton's interpreter."""
+"""The dequantising kernels against their definition, on the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ KERNELS = "qerl_pl.kernels.dequantize"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 16), (3, 48), (5, 1040), (2, 4096), (5, 4112)]  # less than a program, one whole one, a short last one
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# The reciprocal of a divisor; products that are denormal; that overflow fp16; that overflow fp32.
+# The reciprocal of a checkpoint's divisor; scales whose products with codes are denormal, overflow fp16, and overflow
+# fp32.
 GLOBAL_SCALES = [1 / 2688, 3.3e-38, 97.0, 1e37]
 
 
 def draw(rows: int, cols: int, global_scale: float = 1 / 2688) -> PackedWeight:
-    """Random codes, finite random scales."""
+    """Draw a weight with random codes and random finite scales."""
     generator = torch.Generator().manual_seed(rows * cols)
     codes = torch.randint(256, (rows, cols // 2), generator=generator, dtype=torch.uint8)
     scale = torch.randint(255, (rows, cols // 16), generator=generator, dtype=torch.uint8)
@@ -29,14 +30,15 @@ def draw(rows: int, cols: int, global_scale: float = 1 / 2688) -> PackedWeight:
 
 
 def once_rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 to another dtype as the hardware does; Triton's interpreter cuts bf16 off instead."""
+    """Round fp32 to another dtype as the kernel does: as the hardware on a GPU, but Triton's interpreter truncates to
+    bf16."""
     if DEVICE == "cpu" and dtype == torch.bfloat16:
         return (exact.view(torch.int32) & -0x10000).view(torch.float32).bfloat16()
     return exact.to(dtype)
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
-    """Equal, signs of zeros included; NaN in the same places."""
+    """Return whether dtypes and values are equal, signs of zeros included, with NaN in the same places."""
     nan = expected.isnan()
     signs = found.signbit() == expected.signbit()
     return bool(((found == expected) & signs | (found.isnan() & nan)).all()) and found.dtype == expected.dtype

@@ -1,4 +1,4 @@
-"""``launch`` runs what an ordinary launch of the Triton kernel would run, whatever its arguments."""
+"""``launch`` does what Triton's own launch of a kernel does, for all kinds of arguments."""
 
 from __future__ import annotations
 

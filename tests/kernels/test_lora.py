@@ -1,4 +1,4 @@
-"""The adapter's kernels against their definition: on the GPU where there is one, else in Triton's interpreter."""
+"""The adapter's kernels against their definition, on the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 KERNELS = "qerl_pl.kernels.lora"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter multiplies bits of bf16 as if they were integers; on a GPU, fp32 is rounded to tf32.
+# Triton's interpreter multiplies the bits of bf16 values as if they were integers; on a GPU, products of fp32 are
+# rounded to tf32.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 REAL = [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (27648, (5120,))]  # inputs and widths of fused linears
 WIDTHS = [(40,), (33, 33), (70, 20, 9)]  # one linear, gate/up, q/k/v
 
 
 class Problem:
-    """Random operands of one linear; every third token is without the adapter."""
+    """Random operands of one linear layer; every third token does not use the adapter."""
 
     def __init__(self, tokens: int, inputs: int, rank: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
         generator = torch.Generator(DEVICE).manual_seed(tokens * inputs + rank)
@@ -31,10 +32,12 @@ class Problem:
         self.with_adapter = self.indices[:tokens] >= 0
 
     def check(self, kernels: ModuleType, y: Tensor) -> None:
-        """Every element within the roundings between it and the exact one, and the other rows untouched."""
+        """Check that the error of every element is below a bound for its roundings, and that rows without adapter are
+        unchanged."""
         assert torch.equal(y[~self.with_adapter], self.y[~self.with_adapter])
         exact = kernels.add_lora_reference(self.y, self.x, self.a, self.b, self.indices)
-        # What |a| and |b| make of |x| bounds each sum, and so the error of fp32 sums and of the rounding of x A^T.
+        # The same product of absolute values bounds each sum, and so the error of fp32 sums and of the rounding of x
+        # A^T.
         sizes = [[matrix.abs() for matrix in matrices] for matrices in (self.a, self.b)]
         size = kernels.add_lora_reference(self.y.abs(), self.x.abs(), *sizes, self.indices)
         hidden = [(self.x.double() @ first.double().t()).abs() for first in self.a]
@@ -61,7 +64,7 @@ def test_kernels_equal_their_definition(kernels, tokens, rank, widths, dtype):
 
 
 def test_a_fourth_slice_is_added_too(kernels):
-    """A delta net's queries, keys, values and gate are four slices; the kernels take three."""
+    """A delta net's queries, keys, values and gate are four slices; one call of the kernels takes at most three."""
     problem = Problem(17, 300, 24, (40, 33, 20, 70), DTYPES[1])
     y = problem.y.clone()
     kernels.add_lora(y, problem.x, problem.a, problem.b, problem.indices)

@@ -1,4 +1,4 @@
-"""The softmax kernels against their definitions: on the GPU where there is one, else in Triton's interpreter."""
+"""The softmax kernels against their definitions, on the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
