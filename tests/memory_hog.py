@@ -1,4 +1,4 @@
-"""Take and free memory of a GPU until killed, as other people's programs do: python -m tests.memory_hog --gib 20"""
+"""Take and free memory of a GPU until killed, like programs of other users: python -m tests.memory_hog --gib 20"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights and the linears that hold them, for tests and benchmarks."""
+"""Packed weights, and the linear layers that hold them, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 
 
 def frozen_linear(weight: PackedWeight, bias: Tensor | None = None, fmt: Format = NVFP4) -> FrozenLinear:
-    """A layer that holds these tensors, not copies of them."""
+    """Make a frozen linear layer that holds these tensors themselves, not copies."""
     num_rows, num_bytes = weight.codes.shape
     layer = FrozenLinear(2 * num_bytes, num_rows, fmt, device="meta")
     layer.packed = weight

@@ -1,4 +1,5 @@
-"""The program in processes of their own, forked from one that has imported it: each would import for ten seconds."""
+"""Runs of the program in processes that are forked from one that has imported it, because the imports take ten
+seconds."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ ROOT = Path(__file__).parent.parent
 
 
 class Program:
-    """``python train.py ARGUMENTS``, started at once. The methods are those of ``subprocess.Popen``.
+    """``python train.py ARGUMENTS`` in a process that starts at once. The methods are those of ``subprocess.Popen``.
 
     Args:
-        arguments: of the command line.
-        environment: all variables of the process; None: those of this one.
-        before: called in the process first.
-        script: what is run: "train.py", or "qerl_pl" for its other commands.
+        arguments: words of the command line.
+        environment: all variables of the process; None: those of this process.
+        before: function that the process calls first.
+        script: "train.py", or "qerl_pl" for the other commands.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, minus the number of the signal that killed it, or None while it runs."""
+        """Exit status; minus the number of the signal that killed the process; or None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
@@ -59,13 +60,13 @@ class Program:
         os.kill(self._process.pid, signal.SIGINT)
 
     def wait(self) -> int:
-        """Wait until it has ended; returns the exit status."""
+        """Wait until the process has ended; returns the exit status."""
         self._process.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
     def communicate(self) -> tuple[str, None]:
-        """Wait until it has ended; returns what it and its children wrote to both of its streams."""
+        """Wait until the process has ended; returns what the process and its children wrote to stdout and stderr."""
         self.wait()
         text = self._output.read_text(errors="replace")
         self._output.unlink()

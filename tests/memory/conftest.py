@@ -1,4 +1,4 @@
-"""Small models whose memory can be counted."""
+"""Small random models, and a count of the memory that their tensors take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
 def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
-    """Of one of ``FAMILIES``, with widths in the proportions of a real one."""
+    """Make the configuration of a small model of one of ``FAMILIES``; its widths have the proportions of a real
+    model."""
     sizes = {
         "hidden_size": 128,
         "intermediate_size": 512,
@@ -45,7 +46,7 @@ def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
 
 
 def recurrent_config(num_recurrent: int, num_attention: int = 1) -> PretrainedConfig:
-    """Of Qwen3.5, with heads of its real size; recurrent layers come first."""
+    """Make a small configuration of Qwen3.5 whose recurrent layers, which come first, have heads of the real size."""
     kinds = num_recurrent * ["linear_attention"] + num_attention * ["full_attention"]
     return Qwen3_5TextConfig(
         hidden_size=128,
@@ -62,7 +63,7 @@ def recurrent_config(num_recurrent: int, num_attention: int = 1) -> PretrainedCo
 
 
 def policy_of(config: PretrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] = {}, **settings: Any) -> Policy:
-    """Random, with an adapter of rank 8."""
+    """Make a random policy with an adapter of rank 8."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -70,7 +71,7 @@ def policy_of(config: PretrainedConfig, dtype: torch.dtype, lora: Mapping[str, A
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that were made inside and are alive, and the most there ever were."""
+    """Counts the bytes of the tensors that were made in this context and still exist, and the largest number so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def masks_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout that keeps a mask of one byte per value, as on a GPU; on a CPU torch keeps one in the input's dtype."""
+    """Make dropout keep a mask of one byte per value, as on a GPU; on a CPU torch keeps a mask in the input's dtype."""
 
     def dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
         assert not inplace

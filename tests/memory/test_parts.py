@@ -1,4 +1,4 @@
-"""The formulas against what torch really allocates, on the CPU and as it was measured on a GPU."""
+"""The formulas for memory against what torch allocates on a CPU, and against measurements on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ TOKENS = 1024
 
 @contextmanager
 def kept_bytes(policy: Policy) -> Iterator[list[int]]:
-    """Bytes of what autograd keeps inside the block, parameters and what is shared with them left out."""
+    """Count the bytes that autograd keeps for the operations in this context; the policy's parameters and buffers, and
+    views of them, are not counted."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*policy.parameters(), *policy.buffers())}
     storages: dict[int, int] = {}
 
@@ -59,7 +60,8 @@ def kept_per_block(
     fused: bool = False,
     **lora: Any,
 ) -> float:
-    """Bytes that a further block keeps for backward: of all tensors alive, or of those that autograd saves."""
+    """Return the bytes that each additional block keeps for backward. With ``alive`` all tensors that exist are
+    counted, otherwise those that autograd saves."""
     kept = []
     for num_layers in (1, 3):
         policy = policy_of(config_of(num_layers), dtype, lora=lora)
@@ -96,7 +98,7 @@ def test_a_block_keeps_what_the_formulas_list(family, targets, dtype, fused, how
         predicted = parts.block_kept_selectively(shape, TOKENS, dtype.itemsize, **options)
     else:
         predicted = parts.block_kept(shape, TOKENS, dtype.itemsize, rank=8, **options)
-    # A CPU pads for its attention, so that the unpadded output and what is set aside of the inputs are there twice.
+    # Attention on a CPU pads, so its output exists padded and unpadded, and inputs that are kept exist twice.
     padding = 0 if dropout and not how.selective else shape.query_width
     if how.selective and not dropout:
         twice = ["v_proj", *(("q_proj", "k_proj") if fused and family != "qwen3" else ())]
@@ -122,7 +124,8 @@ def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how, dropout):
     shape = config_shape(config, None, torch.float32)
     _, blocks = parts.blocks_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS, how=how, dropout=dropout > 0)
     kept_twice = shape.num_layers - how.blocks if how.selective else 0
-    # As above, in the blocks that there are; the one that goes backward has its output twice in any case.
+    # The same holds for the blocks that are not recomputed; the block whose backward runs has its output twice in any
+    # case.
     outputs_twice = kept_twice if dropout else max(1, shape.num_layers - how.blocks)
     values_twice = 0 if dropout else kept_twice
     padding = 4 * TOKENS * (outputs_twice * shape.query_width + values_twice * shape.key_width)

@@ -1,4 +1,4 @@
-"""What a plan adds up, chooses, and advises."""
+"""What a memory plan adds up, which settings it chooses, and what it advises."""
 
 from __future__ import annotations
 

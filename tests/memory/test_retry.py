@@ -1,4 +1,4 @@
-"""A run goes on when memory runs out, and learns the same."""
+"""A run that runs out of memory goes on with smaller passes or more recomputation, and its updates do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = 4
 
 
 def experience() -> Experience:
-    """Eight rows of different lengths in groups of two."""
+    """Make eight rows of different lengths in groups of two."""
     generator = torch.Generator().manual_seed(0)
     rows, width = len(LENGTHS), max(LENGTHS)
     column = torch.arange(width)
@@ -47,7 +47,8 @@ def experience() -> Experience:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_other_tests_left() -> Iterator[None]:
-    """A budget collects garbage; without this it would look at all objects of the tests before, which takes seconds."""
+    """Exclude the objects of earlier tests from garbage collection. ``MicroBatchBudget`` collects garbage, and would
+    take seconds to look at all of them."""
     gc.collect()
     gc.freeze()
     yield
@@ -56,7 +57,7 @@ def what_other_tests_left() -> Iterator[None]:
 
 @pytest.fixture
 def policy() -> Policy:
-    """Random; B is not 0, so that A has a gradient too."""
+    """Make a random policy whose matrices B are not 0, so that the matrices A have a gradient, too."""
     torch.manual_seed(0)
     policy = policy_of(small_config(), torch.float32, gradient_checkpointing=True)
     for name, parameter in policy.named_parameters():
@@ -66,7 +67,7 @@ def policy() -> Policy:
 
 
 def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[UpdateReport, list[Tensor]]:
-    """Two updates on one batch from the same weights: the report, and each update's gradient."""
+    """Do two updates on one batch, and restore the weights; returns the report, and the gradient of each update."""
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
     start = {name: value.clone() for name, value in policy.adapter_state().items()}
     gradients: list[Tensor] = []
@@ -98,12 +99,12 @@ def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[Upda
 
 @contextmanager
 def memory_for(policy: Policy, tokens: int, *, fails: str, unless: str = "") -> Iterator[list[int]]:
-    """A device on which a pass of more than so many tokens runs out of memory; yields the sizes of all passes.
+    """Imitate a device that runs out of memory in passes of more than so many tokens; yields the sizes of all passes.
 
     Args:
-        policy: whose passes run there.
-        tokens: most that fit.
-        fails: when memory runs out, in the forward or the backward pass.
+        policy: the policy whose passes are limited.
+        tokens: largest number of tokens of a pass that fits.
+        fails: whether memory runs out in the "forward" or the "backward" pass.
         unless: a setting of gradient checkpointing with which any pass fits.
     """
     model, seen = policy.causal_lm.model, []

@@ -1,4 +1,4 @@
-"""What a run does about its memory when it starts, and when it ends."""
+"""What a run does about its memory when it starts and when it ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_engine_tells_what_its_memory_depends_on():
 
 
 def module_of(bases, **settings: Any) -> QeRLModule:
-    """A module that samples with transformers, not set up."""
+    """Make a module that samples with transformers and whose ``setup`` has not been called."""
     rewards = [WeightedReward("format", think_answer_format)]
     return QeRLModule(TransformersEngine(), rewards, base=str(bases["dense"]), **settings)
 

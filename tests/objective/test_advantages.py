@@ -20,7 +20,8 @@ BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 @st.composite
 def rewards_and_scored(draw) -> tuple[Tensor, Tensor]:
-    """Few distinct values, so that groups of equal rewards and of one scored row are common."""
+    """Draw rewards and which of them are scored. There are few different values, so that groups of equal rewards, and
+    groups with one scored row, are common."""
     prompts, completions = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     value = st.sampled_from([0.0, 0.1, 0.2, 0.7, 1.0, -0.5])
     row = st.lists(value, min_size=completions, max_size=completions)
@@ -91,7 +92,8 @@ def test_shapes_are_checked(rewards, scored):
 
 @st.composite
 def rewards_and_penalties(draw) -> tuple[Tensor, Tensor, Tensor]:
-    """[P, G] rewards, penalties and scored; every second case has groups of equal rewards alone."""
+    """Draw rewards, penalties and which rows are scored, all [P, G]; in every second case, all rewards of a group are
+    equal."""
     rewards, scored = draw(rewards_and_scored())
     if draw(st.booleans()):
         rewards = rewards[:, :1].expand_as(rewards)

@@ -1,4 +1,4 @@
-"""Laws of the importance weights and of the mismatch statistics."""
+"""Laws of the importance weights, and of the statistics of the difference between trainer and sampler."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_importance_weights_are_constants():
 
 
 def test_untruncated_sequence_weights_are_unbiased():
-    """The mean of f under the trainer's policy from the sampler's samples, by enumeration of all rows of two tokens."""
+    """The mean of weight x f over the sampler's distribution equals the mean of f over the trainer's; both are computed
+    exactly from all rows of two tokens."""
     generator = torch.Generator().manual_seed(0)
     trainer, sampler = torch.rand(2, 4, generator=generator).double().log_softmax(dim=1)
     first, second = torch.cartesian_prod(torch.arange(4), torch.arange(4)).unbind(1)

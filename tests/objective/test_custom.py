@@ -1,4 +1,4 @@
-"""A user's own surrogate and advantages, named by import path."""
+"""A surrogate loss and advantages that a user has written and names by their import path."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def own_module(tmp_path, monkeypatch):
 
 
 def inputs() -> LossInputs:
-    """Four rows, of whose tokens some are not in the loss, with anything outside of the mask."""
+    """Make four rows in which some tokens are left out of the loss; values outside of the mask are arbitrary."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(4, 6, generator=generator) < 0.7
     old = torch.where(mask, -torch.rand(4, 6, generator=generator), 3.0)

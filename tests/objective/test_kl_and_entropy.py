@@ -18,7 +18,7 @@ DENSITIES = st.sampled_from([0.0, 0.3, 0.8, 1.0])
 
 
 def draw_tokens(seed: int, density: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S] reference logprobs in nats, positive values and a mask."""
+    """Draw reference log-probabilities in nats, positive values and a mask, all [B, S]."""
     generator = torch.Generator().manual_seed(seed)
     rows, tokens = torch.randint(1, 7, (2,), generator=generator).tolist()
     logprobs, values, mask = torch.rand(3, rows, tokens, generator=generator, dtype=torch.float64)

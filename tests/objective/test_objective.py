@@ -1,4 +1,4 @@
-"""Which difference between trainer and sampler the loss makes up for, as YAML says."""
+"""Which differences between trainer and sampler the loss corrects, by the settings in YAML."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ ROWS, WIDTH, PROMPT = 4, 9, 3
 
 
 def sampled_elsewhere(policy: Policy) -> tuple[Experience, torch.Tensor]:
-    """A batch whose sampler is not the trainer, and log(trainer / sampler), [B, S] nats."""
+    """Make a batch that another policy than the trainer's sampled; returns it with log(trainer / sampler), [B, S]
+    nats."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 250, (ROWS, WIDTH), generator=generator)
     sampled = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
@@ -172,7 +173,7 @@ def test_bounds_are_checked_before_anything_is_loaded_and_the_key_is_named(setti
 
 
 def expected_kl_gradient(objective: Objective, policy: Tensor, reference: Tensor) -> Tensor:
-    """What the KL's part of the objective adds to the gradient of the logits, summed over the vocabulary, exactly."""
+    """Compute the exact gradient of the KL term with respect to the logits [V], as a sum over the vocabulary."""
     logits = policy.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     every = torch.ones(len(policy), 1, dtype=torch.bool)
@@ -253,7 +254,8 @@ def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_after_an_update_the_kl_term_is_that_of_the_policy_being_trained(kind):
-    """By enumeration: the mean over the old policy's tokens of the weighted gradient is that over the new one's."""
+    """Sums over the vocabulary: the mean of the gradient over tokens of the old policy, with importance weights, equals
+    the mean over tokens of the new policy."""
     generator = torch.Generator().manual_seed(0)
     reference, old, new = torch.randn(3, 6, 1, generator=generator).double().log_softmax(dim=1)
     every, one = torch.ones(6, 1, dtype=torch.bool), torch.ones(6).double()

@@ -1,4 +1,4 @@
-"""The teacher's term: its coefficient over a run, and settings that are refused."""
+"""The teacher's term of the loss: its coefficient in the course of a run, and settings that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of an update: what it does not depend on, and what it stays finite for."""
+"""What an update does not depend on, and what its loss, gradient and metrics stay finite for."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ OBJECTIVES = {
 
 
 def batch(policy: Policy, *, gap: float = 0.1) -> Experience:
-    """Three groups of completions of 1 to 6 tokens, after prompts of 1 to 4; one row has no score. The sampler differs
-    from the trainer by ``gap`` nats per token."""
+    """Make three groups of two completions of 1 to 6 tokens after prompts of 1 to 4 tokens; one row has no score. Per
+    token, the sampler's log-probability differs from the trainer's by a normal deviate with the standard deviation
+    ``gap`` in nats."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.tensor(PROMPTS).repeat_interleave(GROUP)
     lengths = prompts + torch.tensor(LENGTHS)
@@ -64,7 +65,7 @@ def batch(policy: Policy, *, gap: float = 0.1) -> Experience:
 
 
 def assert_same(one: tuple[UpdateReport, Tensor], other: tuple[UpdateReport, Tensor]) -> None:
-    """Equal metrics and gradients, up to rounding."""
+    """Check that metrics and gradients of two updates are equal up to rounding."""
     torch.testing.assert_close(other[1], one[1], rtol=1e-4, atol=1e-6)
     names = one[0].metrics.keys() - {"train/micro_batch_tokens"}
     assert names == other[0].metrics.keys() - {"train/micro_batch_tokens"}
@@ -119,11 +120,11 @@ def test_a_policy_that_is_its_base_has_no_kl_to_it(policy, kl_in):
     experience = batch(policy, gap=0.0)
     held = Objective(kl_in=kl_in, kl_coefficient=0.5)
     report, gradient = updated(policy, experience, held)
-    # Equal passes may round differently: on some processors a sum depends on where in memory its terms lie.
+    # Equal passes may round differently, because on some processors a sum depends on the memory addresses of its terms.
     assert abs(float(report.metrics["policy/kl_ref"])) < 1e-6
     assert abs(float(report.metrics["policy/kl_old"])) < 1e-6
     _, free = updated(policy, experience, Objective())
-    # Rounding errors of fp32 sums are in proportion to the largest terms, and differ among processors.
+    # Rounding errors of fp32 sums are proportional to the largest terms, and differ among processors.
     torch.testing.assert_close(gradient, free, rtol=1e-5, atol=1e-6 * float(free.abs().max()))
 
 
@@ -142,7 +143,7 @@ def test_a_teacher_that_is_the_policy_changes_nothing(policy, divergence):
 
 
 def test_without_advantages_the_sampled_term_is_the_policy_gradient_of_the_log_ratio(policy, teacher):
-    """The loss written as loops over tokens: - sum_t w_t importance_t (log q_t - log p_t) log p_t."""
+    """The expected loss is written as loops over tokens: - sum_t w_t importance_t (log q_t - log p_t) log p_t."""
     policy = away_from_its_base(policy)
     experience = batch(policy)
     objective = Objective(preset="grpo", teacher=TeacherTerm(coefficient=0.5))

@@ -1,4 +1,4 @@
-"""A choice among completions shows in the ways that they go, and draws go every way as often as they may."""
+"""The evidence detects completions that were chosen among several, and raises no more false alarms than it states."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST = 12
 
 
 def draw(rng: random.Random, prompt: int) -> tuple[list[int], list[float]]:
-    """A completion by a small Markov chain: tokens 1 to 3, whose probabilities depend on prompt, place and the last
-    token, until an end token."""
+    """Draw a completion from a small Markov chain over the tokens 1 to 3 and an end token. The probabilities depend on
+    the prompt, the place and the last token; returns tokens and log-probabilities."""
     tokens, logprobs = [], []
     for place in range(MOST):
         chain = random.Random(f"{prompt} {place} {tokens[-1:]}")
@@ -31,7 +31,8 @@ def draw(rng: random.Random, prompt: int) -> tuple[list[int], list[float]]:
 
 
 def evidence_of(rng: random.Random, choose, *, groups: int = 32, size: int = 8) -> float:
-    """Log of the probability that draws give this evidence or more."""
+    """Return the log of the probability that unchanged samples give at least as much evidence as the completions that
+    ``choose`` keeps."""
     found = [choose([draw(rng, prompt) for _ in range(2 * size)])[:size] for prompt in range(groups)]
     numbers = [[[len(tokens), float(tokens[0])] for tokens, _ in group] for group in found]
     return log_false_alarm(branch_evidence(found, numbers))
@@ -66,7 +67,8 @@ def test_a_certain_policy_and_one_that_never_repeats_give_no_evidence():
 
 
 def reference(group, numbers):
-    """The evidence of one group, from every earlier completion with the same prefix at every token."""
+    """Compute the evidence of one group by comparing each prefix of a completion with those of all earlier
+    completions."""
     found = []
     for number in range(len(numbers[0])):
         for sign in (1, -1):

@@ -19,7 +19,8 @@ from qerl_pl.policy.recompute import apply_recompute, recompute_of
 from tests.families import tiny_config
 from tests.reference.delta_net import delta_net
 
-# Rows shorter than the convolution, of one chunk of the recurrence (64 tokens), of more than one, and of one token.
+# Lengths of packed rows: shorter than the convolution, one chunk of the recurrence (64 tokens), more than one chunk,
+# and one token.
 CASES = [(2, 70, 1, 64, 3), (1, 1), (65,), (130, 2), (9, 150, 70)]
 
 

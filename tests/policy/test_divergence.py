@@ -1,4 +1,5 @@
-"""The divergence between student and teacher against a loop-written reference in fp64, and its gradient."""
+"""The divergence between student and teacher, and its gradient, against a reference in fp64 that is written with
+loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and SwiGLU as single operations: the same policy, whatever backward recomputes."""
+"""Norms, rotary embeddings and SwiGLU as single operations do not change the policy, whatever backward recomputes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = [
 
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest relative error of a tensor, by norms."""
+    """Return the largest relative error of any tensor: the norm of its difference over its expected norm."""
     pairs = zip(found, expected, strict=True)
     return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
 
@@ -90,7 +90,7 @@ def test_kernels_that_cannot_run_are_refused_where_they_are_asked_for():
 
 
 def on_device(family: str, dtype: torch.dtype, **settings: Any) -> Policy:
-    """A random policy on the GPU whose adapter does something."""
+    """Make a random policy on the GPU with an adapter that is not zero."""
     torch.manual_seed(0)
     policy = policy_of(small_config(family), dtype, **settings).cuda()
     for name, parameter in policy.named_parameters():
@@ -120,7 +120,7 @@ def test_the_librarys_kernels_are_as_close_to_exact_gradients_as_the_plain_chain
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rungs_on_a_gpu_have_one_anothers_gradients(family, fused):
-    """Attention's backward adds up in any order there, and its inputs are not copied as on a CPU."""
+    """On a GPU the backward pass of attention adds in no fixed order, so gradients are equal only up to rounding."""
     if fused:
         pytest.importorskip(PACKAGE)
     policy = on_device(family, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What holds for every model family: quantisation, packed rows, adapters, noise, memory."""
+"""Laws that hold for every model family, about quantisation, packed rows, adapters, noise and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module", params=NAMES)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random NVFP4 model of each family."""
+    """Folder of a random NVFP4 checkpoint, once for each model family."""
     folder = tmp_path_factory.mktemp(request.param)
     save_dense(folder / "dense", tiny_config(request.param))
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
@@ -40,7 +40,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def policy(base: Path) -> Policy:
-    """One whose adapter does something."""
+    """Load a policy with an adapter that is not zero."""
     policy = load_policy(str(base), dtype=torch.float32, lora=LoraSettings(rank=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     for tensor in policy.adapter_state().values():
@@ -60,7 +60,7 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """The dequantised weights, and all else, by the names that transformers has in memory."""
+    """Return all floating-point tensors, weights dequantised, by their names in transformers' model."""
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     for name, module in model.named_modules():
         if isinstance(module, FrozenLinear):
@@ -100,7 +100,8 @@ def test_a_base_is_loaded_as_transformers_loads_it(base):
 
 
 def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(policy):
-    """Sliding windows, divided logits and rotations by position show here: transformers makes its masks itself."""
+    """transformers computes each row alone and makes its own masks, so errors in sliding windows, in the scaling of
+    logits, or in the positions of rotary embeddings would be detected."""
     some, longest = rows(), max(LENGTHS)
     tokens = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in some])
     mask = torch.arange(longest) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -123,7 +124,7 @@ def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(p
 
 
 def test_a_shared_prompt_is_what_it_is_in_each_row_alone(policy):
-    """Families with sliding windows or recurrent layers share none."""
+    """Families with sliding windows or recurrent layers do not share prompts."""
     others = {"gemma3_text", "gemma4_text", "mistral", "olmo3", "qwen3_5_text"}
     assert attends_to_everything(policy.config) == (policy.config.model_type not in others)
     if not attends_to_everything(policy.config):

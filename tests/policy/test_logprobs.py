@@ -1,4 +1,4 @@
-"""Laws of the chunked log-probabilities: equal to the naive way in value and gradient, and no [T, V] is kept."""
+"""Chunked log-probabilities: values and gradients equal the definition's, and no tensor [T, V] is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from qerl_pl.policy.logprobs import HEAD_ROWS, fp32_logits, token_logprobs
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None):
-    """The definition: dense logits, log-softmax, and the entropy as a sum over the vocabulary."""
+    """Compute log-probabilities and entropies by their definition: dense logits, log-softmax, and a sum over the
+    vocabulary."""
     logits = hidden @ weight.t()
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
@@ -70,7 +71,7 @@ def test_the_entropy_alone_or_the_logprobs_alone_can_be_backpropagated(early):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Watches every operation for the most elements that one tensor holds."""
+    """Records the largest number of elements of any tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

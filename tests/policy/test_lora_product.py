@@ -1,4 +1,5 @@
-"""The frozen linear with its LoRA update as one node, against the sum of two linears."""
+"""The product of frozen weight and LoRA update, which is a single autograd node, against the sum of two linear
+layers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ N, K, R = 24, 40, 3
 
 
 class Weight:
-    """A frozen matrix that counts how often it is asked for."""
+    """A frozen matrix that counts how often its values are requested."""
 
     def __init__(self, rows: int = N, cols: int = K) -> None:
         self.values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -26,7 +27,7 @@ class Weight:
 
 
 def draw(*leading: int, dtype: torch.dtype = torch.float64, cols: int = K, rows: int = N) -> tuple[Tensor, ...]:
-    """x, A, B with gradients, and a bias without."""
+    """Draw x, A and B, which require gradients, and a bias, which does not."""
     generator = torch.Generator().manual_seed(1)
     shapes = (*leading, cols), (R, cols), (rows, R), (rows,)
     x, a, b, bias = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)

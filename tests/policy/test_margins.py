@@ -1,4 +1,5 @@
-"""Sampled tokens can be audited: the noise is vLLM's, and a sampler with a mistake takes tokens with large margins."""
+"""Sampled tokens can be checked: the trainer computes the same noise as vLLM, and a sampler with a mistake takes tokens
+whose sum of logit and noise is far below the largest."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def gumbel() -> Iterator[ModuleType]:
-    """vLLM's module of keyed noise; without a GPU, a copy whose kernels are interpreted."""
+    """Import vLLM's module of keyed noise; without a GPU, a copy of it whose kernels run in Triton's interpreter."""
     name = "vllm.v1.worker.gpu.sample.gumbel"
     if DEVICE == "cuda":
         yield importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What a step on the GPU may take at its peak, asserted."""
+"""Upper bounds of the memory that a training step takes on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLACK = 2**25  # roundings of the allocator, workspaces
 
 
 def make(*, packed: bool, **settings: Any) -> Policy:
-    """A random bf16 policy on the GPU."""
+    """Make a random bf16 policy on the GPU."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=4096,
@@ -53,7 +53,7 @@ def make(*, packed: bool, **settings: Any) -> Policy:
 
 
 def step(policy: Policy) -> tuple[int, int]:
-    """One forward and backward pass: bytes on top of what there was, at the peak and between the two."""
+    """Do one forward and backward pass; returns the additional bytes at the peak, and those between the two passes."""
     tokens = torch.randint(4096, (2, TOKENS // 2), device="cuda")
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, :64] = False
@@ -69,7 +69,7 @@ def step(policy: Policy) -> tuple[int, int]:
 
 
 def adapter_bytes(policy: Policy) -> int:
-    """Of the gradients that a step leaves."""
+    """Return the bytes of the gradients that a step leaves."""
     return sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
 
 
@@ -109,8 +109,8 @@ def test_the_peak_of_a_step_is_what_the_plan_says(how, fused):
 def test_the_peak_of_a_step_is_what_one_block_needs():
     policy = make(packed=True, gradient_checkpointing=True)
     peak, between = step(policy)
-    # Of a block, kept for its backward: the inputs of its linears, their outputs where an activation follows, and
-    # fp32 copies in the norms. Ten times [T, H] and five times [T, inner] bound them in bf16.
+    # A block keeps for its backward the inputs of its linear layers, their outputs if an activation follows, and fp32
+    # copies in the norms. In bf16 ten times [T, H] and five times [T, inner] are an upper bound.
     block = 2 * TOKENS * (10 * HIDDEN + 5 * INNER)
     head = 4 * TOKENS * 4096 * 2  # fp32 logits and their gradients: fewer bytes than a chunk may have
     assert peak <= between + adapter_bytes(policy) + 2 * LARGEST + max(block, head) + SLACK

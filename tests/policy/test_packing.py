@@ -1,4 +1,4 @@
-"""Packed rows say what each row says alone, forward and gradient."""
+"""Packed rows give the same values as each row alone, forward and gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = torch.tensor([5, 1, 13, 8])
 
 
 def make(family: str = "qwen2", dtype: torch.dtype = torch.float64, device: str = "cpu", **settings) -> Policy:
-    """A random policy whose adapter does something."""
+    """Make a random policy with an adapter that is not zero."""
     torch.manual_seed(0)
     config: PretrainedConfig = CONFIGS[family](**SIZES, **({"head_dim": 16} if family == "qwen3" else {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).to(device, dtype).requires_grad_(False)
@@ -41,7 +41,8 @@ def make(family: str = "qwen2", dtype: torch.dtype = torch.float64, device: str 
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Four rows: two tokens of prompt where there are two, all others wanted; the second row has none."""
+    """Make tokens of four rows, and a mask of all tokens after the first two of each row; the second row is too short
+    to have any."""
     tokens = torch.randint(64, (4, 13), generator=torch.Generator().manual_seed(1))
     column = torch.arange(13)
     return tokens, (column >= 2) & (column < LENGTHS.unsqueeze(1))
@@ -53,7 +54,7 @@ def trained_gradients(policy: Policy) -> list[Tensor]:
 
 
 def outcome(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Log-probabilities, entropies, and the gradients of a sum that weighs every token differently."""
+    """Return log-probabilities, entropies, and the gradients of a sum in which every token has a different weight."""
     policy.zero_grad()
     stats = policy.token_stats(tokens, mask, temperature=0.8)
     weights = torch.linspace(1, 2, mask.numel(), dtype=torch.float64).view(mask.shape).to(mask.device)

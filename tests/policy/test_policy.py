@@ -1,4 +1,4 @@
-"""The policy equals the Hugging Face model it is made of, and trains its adapter alone."""
+"""The policy equals the Hugging Face model that it consists of, and trains only its adapter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_policy(base: str, *, train_norms: bool = False, dtype: torch.dtype = to
 
 
 def with_adapter(policy, seed: int = 0):
-    """A policy whose adapter does something: B drawn too."""
+    """Make a policy with an adapter that is not zero, because B is drawn too."""
     generator = torch.Generator().manual_seed(seed)
     own = policy.adapter_state()
     state = {

@@ -1,4 +1,4 @@
-"""Every rung of gradient checkpointing has the gradients of keeping everything, and holds less."""
+"""Every setting of gradient checkpointing gives the same gradients as keeping everything, and keeps less memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNGS = ladder(NUM_LAYERS)
 
 
 def make(family: str = "qwen2", *, packed: bool = False, **lora: Any) -> Policy:
-    """A random fp32 policy whose adapter does something."""
+    """Make a random fp32 policy with an adapter that is not zero."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.float32).requires_grad_(False)
     for name, module in list(model.named_modules()):
@@ -38,7 +38,7 @@ def make(family: str = "qwen2", *, packed: bool = False, **lora: Any) -> Policy:
 
 
 def gradients(policy: Policy, how: Recompute, *, device: str = "cpu") -> list[Tensor]:
-    """Log-probabilities of three rows of different lengths, and the gradients of all trained values."""
+    """Return log-probabilities of three rows of different lengths, and the gradients of all trained values."""
     policy.set_recompute(how)
     policy.zero_grad()
     torch.manual_seed(0)
@@ -89,7 +89,9 @@ def test_products_run_again_in_whole_blocks_alone_and_the_last_of_a_block_nowher
     for how in RUNGS:
         with Products() as count:
             gradients(policy, how)
-        # Forward and backward; nothing comes before the first block's first three. A whole block makes six again.
+        # Each of 7 linear layers per block is multiplied once forward and once backward, but no gradient is needed
+        # before the first three layers of the first block. A block that is recomputed as a whole multiplies by six of
+        # them again.
         assert count.number == 2 * 7 * NUM_LAYERS - 3 + 6 * how.blocks, how
 
 

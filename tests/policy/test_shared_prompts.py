@@ -1,4 +1,5 @@
-"""Rows that share a prompt: the same log-probabilities and gradients as rows alone, with the prompt computed once."""
+"""Rows that share a prompt have the log-probabilities and gradients of rows alone, but their prompt is computed
+once."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S] tokens of seven rows with three prompts, whose completions come in any order; one of them is empty."""
+    """Draw tokens [B, S] of seven rows with three different prompts; completions of one prompt do not follow each
+    other, and one completion is empty. Returns tokens, lengths of prompts, and lengths of rows."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(1, 250, (num,), generator=generator) for num in (9, 4, 7)]
     of = torch.tensor([0, 1, 0, 2, 1, 0, 1])

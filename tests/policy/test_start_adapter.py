@@ -1,4 +1,5 @@
-"""A run that starts from an adapter of PEFT computes what stock PEFT does, and refuses what it would not compute."""
+"""A run that starts from a PEFT adapter computes what stock PEFT does, and refuses adapters that it would not
+compute."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def base(tmp_path_factory) -> str:
 
 
 def write_stock(base: str, folder: Path, **settings: Any) -> Tensor:
-    """Write an adapter by stock PEFT; returns its log-probabilities, [2, 19] nats."""
+    """Write an adapter with stock PEFT; returns the log-probabilities that PEFT computes with it, [2, 19] nats."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(
         model, LoraConfig(**{"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM", **settings})
@@ -50,7 +51,8 @@ def write_stock(base: str, folder: Path, **settings: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def stock(base, tmp_path_factory) -> tuple[Path, Tensor]:
-    """An adapter that stock PEFT wrote, and its log-probabilities, [2, 19] nats."""
+    """Write an adapter with stock PEFT; returns its folder and the log-probabilities that PEFT computes with it, [2,
+    19] nats."""
     folder = tmp_path_factory.mktemp("stock") / "adapter"
     return folder, write_stock(base, folder, target_modules=["q_proj", "down_proj"], use_rslora=True, lora_dropout=0.1)
 

@@ -1,4 +1,5 @@
-"""A teacher scores as a policy without an adapter does, and the policy's divergence from itself is 0."""
+"""A teacher gives the log-probabilities of a policy without an adapter, and the divergence of a policy from itself is
+0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the supported architectures, and a layer with outlier channels."""
+"""Small random checkpoints of the supported architectures, and a layer with outlier channels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _compressed_tensors_without_its_compiler():
 
 
 def add_tokenizer(path: Path) -> None:
-    """One token a letter or digit, so that the length of a text in tokens is known."""
+    """Write a tokenizer with one token per letter or digit, so that the length of a text in tokens is known."""
     vocabulary = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz0123456789")}
     tokenizer = Tokenizer(models.WordLevel({**vocabulary, "<unk>": 36, "<eos>": 37}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -71,7 +71,8 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
 
 
 def layer_with_outliers(rows: int, cols: int, num_inputs: int = 1024) -> tuple[Tensor, Tensor]:
-    """A weight [N, K], and the mean of x x^T [K, K] over correlated inputs; one channel in 64 is 20 times larger."""
+    """Draw a weight [N, K] and the mean of x x^T [K, K] over correlated inputs x; one input channel in 64 is 20 times
+    larger."""
     generator = torch.Generator().manual_seed(rows)
     weight = 0.02 * torch.randn(rows, cols, generator=generator)
     mixing = torch.randn(cols // 4, cols, generator=generator) / (cols // 4) ** 0.5

@@ -1,4 +1,4 @@
-"""Checkpoints laid out as those that NVIDIA and Red Hat publish, made of small random models."""
+"""Small random checkpoints in the layouts in which NVIDIA and Red Hat publish quantised models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_all(path: Path) -> dict[str, Tensor]:
 
 
 def rewrite(path: Path, tensors: Mapping[str, Tensor], *, shards: int = 1) -> None:
-    """Replace the weights of a folder, in one file or in several with an index."""
+    """Replace the weights of a folder, by one file or by several files with an index."""
     for file in [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]:
         file.unlink()
     names = sorted(tensors)
@@ -58,8 +58,9 @@ def group_of(name: str) -> list[str]:
 def compressed(
     path: Path, preset: Callable[[str], str | None] = lambda name: "NVFP4", *, shards: int = 1, head: bool = False
 ) -> dict[str, Tensor]:
-    """Compress a bf16 folder in place with compressed-tensors' classes, activations' scales included; return weights as
-    compressed-tensors decompresses them. ``preset`` maps a linear to its scheme, e.g. NVFP4, or None for bf16."""
+    """Compress a bf16 folder in place with the classes of compressed-tensors, with scales of activations, and return
+    the weights as compressed-tensors decompresses them. ``preset`` gives the scheme of a linear layer by its name, e.g.
+    NVFP4, or None to keep it in bf16."""
     tensors, decompressed = read_all(path), {}
     kinds = {name: preset(name) for name in linears(tensors)} | ({"lm_head": "NVFP4"} if head else {})
     schemes: dict[str, list[str]] = {}
@@ -113,9 +114,10 @@ def _scales(weight: Tensor, kind: str, scheme: QuantizationScheme, amax: Tensor)
 def modelopt(
     path: Path, *, in_config: bool = True, fp8: Callable[[str], bool] = lambda name: False
 ) -> dict[str, Tensor]:
-    """Rewrite a bf16 folder in place as ModelOpt exports one with NVFP4 linears, or with FP8 ones, and an FP8 cache;
-    return the weights as compressed-tensors decompresses them after its own conversion. In newer exports config.json
-    has the quantisation, and not hf_quant_config.json alone."""
+    """Rewrite a bf16 folder in place as ModelOpt exports a model with NVFP4 linear layers, FP8 ones where ``fp8`` of
+    the name is true, and an FP8 cache. Returns the weights as compressed-tensors decompresses them after its own
+    conversion. With ``in_config``, config.json describes the quantisation as in newer exports; hf_quant_config.json
+    does so in any case."""
     tensors, expected, layers = read_all(path), {}, {}
     largest = {name: tensors[f"{name}.weight"].abs().max().float() for name in linears(tensors)}
     for name in largest:

@@ -1,4 +1,5 @@
-"""AWQ: what is folded leaves the dense model alone, bit for bit, and lowers the error of the packed one."""
+"""AWQ: the scales that are folded into other weights leave the dense model's output alone, bit for bit, and reduce the
+error of the packed one."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def block_tensors(path: Path, block: str) -> dict[str, Tensor]:
 
 
 def small_weights_on_large_inputs(weight: Tensor) -> Tensor:
-    """Shrinks every eighth column in place, and gives a moment [K, K] by which those columns matter most."""
+    """Shrink every eighth column of a weight in place, and return second moments of inputs [K, K] by which these
+    columns matter most."""
     weight[:, 3::8] *= 0.05
     spread = torch.ones(weight.shape[1])
     spread[3::8] = 64

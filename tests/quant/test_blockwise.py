@@ -1,4 +1,4 @@
-"""A block at a time equals the whole model at once."""
+"""Running one block at a time gives the same hidden states as the whole model."""
 
 from __future__ import annotations
 

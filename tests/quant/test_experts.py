@@ -48,7 +48,8 @@ EXPERTS = "model.layers.0.mlp.experts"
 def random_mixture(
     number: int = 5, chosen: int = 2, *, normalised: bool = True, fmt: Format | None = NVFP4, inner: int = 96
 ) -> Mixture:
-    """One with stacked weights, that of the last expert far larger than the others, so that tensor scales differ."""
+    """Make a random mixture with stacked weights. Each expert's weights are larger than those of the one before, so
+    tensor scales differ."""
     generator = torch.Generator().manual_seed(0)
     config = SimpleNamespace(hidden_size=64, num_experts=number, num_experts_per_tok=chosen, norm_topk_prob=normalised)
     config.moe_intermediate_size = inner
@@ -168,7 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(source: Path, target: Path, tensors: dict[str, Tensor]) -> Path:
-    """Copy of a checkpoint with other tensors."""
+    """Copy a checkpoint and replace its tensors; returns the folder of the copy."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
     return target

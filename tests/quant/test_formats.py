@@ -1,4 +1,4 @@
-"""Laws that every four-bit format obeys, and each format against the library that defines it, bit for bit."""
+"""Laws that hold for every four-bit format, and each format against the library that defines it, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fm
 
 
 def random_weight(rows: int, cols: int, *, spread: float = 0.0, exponent: int = 0, seed: int = 0) -> Tensor:
-    """A weight whose blocks of 32 have different sizes."""
+    """Draw a weight whose blocks of 32 have different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     scale = 2.0**exponent * torch.exp(spread * torch.randn(rows, cols // 32, 1, generator=generator))
     return (torch.randn(rows, cols // 32, 32, generator=generator) * scale).flatten(1)
@@ -156,7 +156,7 @@ def test_tables_are_real_even_when_first_used_under_the_meta_device():
 
 
 def compressed(weight: Tensor, args: QuantizationArgs, divisor: Tensor | None = None) -> dict[str, Tensor]:
-    """What compressed-tensors writes for an fp32 weight in NVFP4, for which it needs a divisor, or MXFP4."""
+    """Compress an fp32 weight with compressed-tensors: to NVFP4 if there is a divisor of scales, otherwise to MXFP4."""
     blocks = weight.unflatten(1, (-1, args.group_size or 0))
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale=divisor)
     state = {"weight": weight, "weight_scale": scale, **({} if divisor is None else {"weight_global_scale": divisor})}

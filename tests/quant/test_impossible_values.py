@@ -1,4 +1,4 @@
-"""Values of a checkpoint that are possible as stored and impossible after conversion are refused by name."""
+"""Checkpoints with values that can be stored but not converted are refused, with the name of the tensor."""
 
 from __future__ import annotations
 

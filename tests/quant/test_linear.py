@@ -29,7 +29,7 @@ def packed_tensors(layer: FrozenLinear) -> list[Tensor]:
 
 
 def saved_by(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Output of a layer, and the tensors that autograd saves for its backward pass."""
+    """Call a layer; returns its output, and the tensors that autograd saves for the backward pass."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ def test_lower_precision_stays_within_the_rounding_of_its_format(dtype, epsilon)
     dy = torch.randn(5, 64).to(dtype)
     y.backward(dy)
     assert x.grad is not None
-    # One rounding of W, one of the result, and fp32 accumulation over K: each product errs by at most that share.
+    # The weight and the result are rounded once, and K products are added in fp32, so the relative error is below this
+    # share of the sum of the terms' magnitudes.
     share = 2.1 * epsilon + 128 * 2**-24
     bound = share * (x.detach().double().abs() @ weight.abs().T)
     assert ((y.double() - x.detach().double() @ weight.T).abs() <= bound).all()

@@ -39,7 +39,7 @@ def edit_weights(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> Non
 
 
 def as_modelopt(path: Path, quantization: dict, *, in_config: bool) -> None:
-    """Rewrite a compressed-tensors folder of ours under ModelOpt's names and conventions."""
+    """Rewrite a compressed-tensors folder of this project under ModelOpt's names and conventions."""
     renamed = {}
     for name, tensor in read_all(path).items():
         if name.endswith("weight_global_scale"):
@@ -187,7 +187,7 @@ UP, NORM, SCALE = "model.layers.1.mlp.up_proj", "model.norm.weight", "model.laye
 
 
 def number_at(name: str, *places: int, number: float) -> Callable[[dict[str, Tensor]], object]:
-    """An edit that replaces some elements of a tensor."""
+    """Make a function that sets some elements of a tensor to a number."""
 
     def edit(tensors: dict[str, Tensor]) -> None:
         changed = tensors[name].float()

@@ -1,4 +1,4 @@
-"""Published NVFP4 checkpoints become W4A16 bases whose weights are compressed-tensors', bit for bit."""
+"""Published NVFP4 checkpoints become W4A16 bases whose weights equal those of compressed-tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("_compressed_tensors_without_its_compiler")
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:
-    """Weights of the linears in bf16, as the trainer multiplies by them."""
+    """Return the weights of the linear layers in bf16, as the trainer multiplies by them."""
     weights = {}
     for name, module in load_base(path, dtype=torch.bfloat16, device="cpu").named_modules():
         if isinstance(module, FrozenLinear):
@@ -34,7 +34,7 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 
 def assert_base_of(path: Path, expected: dict[str, Tensor], output: Path) -> list[str]:
-    """Convert, compare the copy with the weights, and return the reasons."""
+    """Convert a checkpoint, check the weights of the result, and return the reasons for the conversion."""
     source = read_all(path)
     reasons = conversion_reasons(path)
     assert convert_checkpoint(path, output) == reasons
@@ -107,7 +107,8 @@ def test_fp8_in_blocks_is_dequantised_as_compressed_tensors_does(shape):
 
 
 def apart(path: Path, factor: float) -> None:
-    """Give each k_proj a tensor scale of its own: the reciprocal of a multiplier that is larger by ``factor``."""
+    """Give each k_proj another tensor scale than q_proj and v_proj: multiply its scale by ``factor``, which is stored
+    as a divisor."""
     tensors = read_all(path)
     for name in tensors:
         if name.endswith("k_proj.weight_global_scale"):

@@ -1,4 +1,5 @@
-"""What of a base is refused before any weight is read: families, values of config.json, tokenizers, index files."""
+"""What is refused about a base before any weight is read: families, values in config.json, tokenizers, and index
+files."""
 
 from __future__ import annotations
 

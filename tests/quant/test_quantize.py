@@ -1,4 +1,4 @@
-"""The offline quantiser: what it writes, what it shares, how it stops and continues."""
+"""The quantiser: what it writes, which tensors share a scale, and how it stops and continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.quant.published import read_all, rewrite
 
 
 def interrupted_at(name: str) -> Callable[..., Any]:
-    """The function that packs a file, which Ctrl-C interrupts at the file of this name."""
+    """Make a function for packing a file that raises KeyboardInterrupt for the file of this name."""
     original = quantize.pack_file
 
     def pack(file: OutputFile, *more: Any) -> Any:
@@ -305,7 +305,7 @@ def test_each_method_is_better_than_rounding_to_nearest(make_checkpoint, tmp_pat
     errors, gaps = {}, {}
     for method in methods:
         layers = quantize_checkpoint(path, tmp_path / method, method=method, calibration=CALIBRATION)
-        # The first block reads the same inputs whatever the method; those of later blocks are what the method left.
+        # Only in the first block do all methods have the same inputs; inputs of later blocks depend on the method.
         errors[method] = sum((layer.output_error or 0.0) ** 2 for layer in layers if "layers.0." in layer.name)
         packed = load_base(tmp_path / method, dtype=torch.float32, device="cpu")
         gaps[method] = (logits(packed) - dense).square().mean().item()

@@ -1,4 +1,4 @@
-"""Scale search, GPTQ and the ways of packing, against slow loops and on a layer with outlier channels."""
+"""The search for scales, GPTQ and the ways of packing, against slow loops and on a layer with outlier channels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_the_search_finds_the_best_of_the_nearby_scales_for_every_block(fmt, wei
 
 
 def gptq_reference(weight: Tensor, scale: Tensor, fmt: Format, moment: Tensor, damping: float) -> Tensor:
-    """Optimal brain quantisation, a column at a time: the inverse is taken anew over the columns that are left."""
+    """Quantise by Optimal Brain Quantisation, one column at a time, with a new inverse over the remaining columns each
+    time."""
     weight, scale, moment = weight.double().clone(), scale.double(), moment.double().clone()
     diagonal = moment.diagonal().clone()
     moment += torch.diag(torch.where(diagonal > 0, damping * diagonal.mean(), diagonal.mean()))

@@ -1,4 +1,4 @@
-"""Checkpoints with a vision part are bases of their text model's family."""
+"""Checkpoints with a vision part can be bases: their text model is used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROW = torch.arange(8, 40).unsqueeze(0)
 
 @pytest.fixture(params=WHOLE)
 def whole(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a random model with a vision part, one for each family."""
+    """Folder of a random model with a vision part, once for each family that has one."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     save_dense(tmp_path / "whole", with_vision(tiny_config(request.param)))
     return tmp_path / "whole"
@@ -38,7 +38,7 @@ def whole(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def expected(whole: Path) -> torch.Tensor:
-    """What transformers' own class for the whole checkpoint computes on text."""
+    """Compute the logits of a text by transformers' class for the whole checkpoint."""
     model = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(input_ids=ROW).logits
