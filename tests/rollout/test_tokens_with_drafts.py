@@ -177,7 +177,7 @@ def test_a_wrong_verifier_is_found(engine, plain, accept):
         compare(engine, case, plain["plain"], drafters(case, plain["plain"])["one in five wrong"], accept)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_no_token_of_100_000_is_another(checkpoints):
     cases = {str(seed): Case(some_prompts(*range(1, 33)), Sampling(40, 96), seed) for seed in range(5)}
