@@ -48,7 +48,7 @@ class Called(NamedTuple):
     """Result of one call of a reward, with the values that it logged."""
 
     scores: Any
-    """What the reward returned, not yet checked."""
+    """Return value of the reward, not yet checked."""
     notes: list[str]
     """[B] texts with the values that the reward logged for each row by ``log_extra``."""
     metrics: dict[str, list[float]]
