@@ -78,10 +78,10 @@ class GradientGuard(Callback):
             return
         shown = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
         raise CheckFailed(
-            f"the gradient's norm in rollout {pl_module.rollout_index} is {shown}; the step was not taken. Its prompts "
-            f"and completions: {self._write(trainer, pl_module)}. --ckpt_path last repeats the same rollout: raise "
-            "GradientGuard.max_ratio if this is not a fault, or resume from previous.ckpt or best.ckpt with a "
-            "lower learning rate"
+            f"the gradient's norm in rollout {pl_module.rollout_index} is {shown}; the step was not taken. "
+            f"Prompts and completions of the rollout: {self._write(trainer, pl_module)}. --ckpt_path last "
+            "repeats the same rollout: raise GradientGuard.max_ratio if this is not a fault, or resume from "
+            "previous.ckpt or best.ckpt with a lower learning rate"
         )
 
     def _write(self, trainer: Trainer, pl_module: QeRLModule) -> Path:

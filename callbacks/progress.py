@@ -52,7 +52,7 @@ class Progress(Callback):
         self._first, self._start = 0, 0.0
         self._rollouts: tqdm[Any] | None = None
         self._batches: tqdm[Any] | Phase | None = None
-        self._waits = ExitStack()  # closes the bar of batches, or ends the messages of the first rollout
+        self._waits = ExitStack()  # what closes the bar of batches, or the messages during the first rollout
         self._messages = ExitStack()
 
     @override

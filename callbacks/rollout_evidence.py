@@ -258,9 +258,9 @@ class RolloutEvidence(Callback):
         evidence = torch.tensor(ranks.gather_values(evidence.tolist()), dtype=torch.float64).sum(dim=0)
         if chance := self._small_chance("branches", evidence, pl_module):
             raise CheckFailed(
-                f"the completions up to rollout {pl_module.rollout_index} go the ways of others of their group that "
-                f"were short, long, good or bad more often than their probabilities say ({chance}): the engine chooses "
-                "among completions, or copies them"
+                f"completions up to rollout {pl_module.rollout_index} begin like others of their group that are short, "
+                f"long, good or bad more often than their probabilities say ({chance}): the engine chooses among "
+                "completions, or copies them"
             )
 
     def _check_sampling(self, evidence: Tensor, pl_module: QeRLModule) -> None:

@@ -34,7 +34,8 @@ class Filters:
         for column, values in (only or {}).items():
             if not values or any(map(is_null, values)):
                 raise ValueError(
-                    f"only has {[*values]} for {column!r}; expected values, and a row with null is left out"
+                    f"only has {[*values]} for {column!r}; expected at least one value and "
+                    "no null: rows with null are always left out"
                 )
         for column, (low, high) in (between or {}).items():
             if not low <= high:

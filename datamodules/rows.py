@@ -50,7 +50,7 @@ class Row(NamedTuple):
             if not isinstance(value, Mapping) or name not in value:
                 raise NoColumnError(
                     f"{self.where}: no column {column!r}; the row has {', '.join(map(repr, self._names()))}. The "
-                    "settings question, answer and system of datamodules.table.Table name other columns"
+                    "settings question, answer and system of datamodules.table.Table can name other columns"
                 )
             value = value[name]
         return value

@@ -69,7 +69,8 @@ class Evaluation:
         if self._loop.rewards and never_right(self._rows, name := self._loop.rewards[0].name):
             rank_zero_warn(
                 f"the reward {name}, the first of model.rewards, gives positive values and never 1: pass@k "
-                "counts a completion as right where it gives 1; list a reward first that gives right completions 1"
+                "counts a completion as right if this reward gives it 1; list a reward first that gives right "
+                "completions 1"
             )
         means = self._means.compute() | (self._pass_at_k.compute() if self._loop.rewards else {})
         return {} if means["completion_tokens"].isnan() else means

@@ -24,8 +24,8 @@ class Unit(NamedTuple):
     radians: int  # exponent of the radian in the unit; each leaves a factor 1 / pi out of ``size``
 
     def per(self, other: Unit) -> tuple[Fraction, int] | None:
-        """Divide this unit by another one; returns a rational factor and the exponent of pi, whose product is the
-        ratio. None if the units measure different things."""
+        """Divide this unit by another one; returns (factor, exponent) of the ratio factor * pi^exponent. None if the
+        units measure different things."""
         if self.dimension != other.dimension:
             return None
         return self.size / other.size, other.radians - self.radians

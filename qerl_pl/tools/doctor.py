@@ -184,7 +184,7 @@ def _package(name: str) -> str:
     try:
         importlib.import_module(name.replace("-", "_"))
     except ModuleNotFoundError:
-        optional = ", where it is wanted" if name in EXTRAS.values() else ""
+        optional = ", if a configuration needs it" if name in EXTRAS.values() else ""
         raise RuntimeError(f"not installed: pip install {name}{optional}") from None
     except ValueError as error:
         if variables := quoted_from_environment(error):  # no package can be loaded, and torch crashes at the second try

@@ -169,7 +169,7 @@ def quantize_options() -> CommandParser:
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
-        help="where the weights are computed (default: cuda if there is a GPU, else cpu)",
+        help="device on which the quantised weights are computed (default: cuda if there is a GPU, else cpu)",
     )
     return parser
 
@@ -199,9 +199,9 @@ def study_options() -> CommandParser:
 def plan_options() -> CommandParser:
     parser = CommandParser(
         prog=called_as("plan"),
-        description="Predict the GPU memory of a run, part by part, before it is started. Reads the settings as `fit` "
-        "does, and of the base its config.json and the headers of its weight files; a folder with config.json alone, "
-        "or a model's name, is enough. Further arguments are those of `fit`, e.g. --model.lora.rank 64.",
+        description="Predict the GPU memory of a run, part by part, before it is started. The settings are read as "
+        "by `fit`; of the base, config.json and the headers of its weight files are read. A folder with config.json "
+        "alone, or a model's name, is enough. Further arguments are those of `fit`, e.g. --model.lora.rank 64.",
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
     parser.add_argument(
@@ -268,9 +268,9 @@ def report_options() -> CommandParser:
 def chat_options() -> CommandParser:
     parser = CommandParser(
         prog=called_as("chat"),
-        description="Talk to the policy of a run and to its base model: both get the same questions. Sampled with "
-        "transformers, printed token by token. Each line is a question of its own, as in training, unless "
-        "--conversation is given. Ctrl-D ends the program.",
+        description="Talk to the policy of a run and to its base model: both get the same questions. Answers are "
+        "sampled with transformers and printed token by token. Each line is a question of its own, as in training, "
+        "unless --conversation is given. Ctrl-D ends the program.",
     )
     parser.add_argument("run", type=existing_run, help="run folder, with config.yaml and checkpoints/")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file (default: last)")

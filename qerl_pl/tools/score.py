@@ -37,9 +37,10 @@ NAMED = {
     "dapo": {"class_path": "qerl_pl.rewards.math.MathAnswer", "init_args": {"marker": "line"}},
 }
 _EPILOG = """\
-gsm8k and math accept unmarked answers: they read the first of a tagged answer, the last box, the #### line, a sentence
-that states the answer, and the last number or formula. In training the same rewards give unmarked answers 0 by default;
-to score that way: --reward math --reward.fallback none. --reward.marker answer accepts only the <answer> tag.
+gsm8k and math accept unmarked answers: they read the tagged answer, else the last box, else the #### line, else a
+sentence that states the answer, else the last number or formula. In training the same rewards give
+unmarked answers 0 by default; to score that way: --reward math --reward.fallback none. --reward.marker answer accepts
+only the <answer> tag.
 """
 
 Row = dict[str, object]

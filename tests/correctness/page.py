@@ -24,7 +24,7 @@ CHECKS = {  # what an error says -> which check it comes from
     "have a probability in the trainer": "gap",
     "more than chance explains": "numbers",
     "depends on their place": "order",
-    "go the ways of others": "choice",
+    "begin like others": "choice",
     "finished; ": "ends",
     "no draws from the distribution": "other sampling",
     "repeat others of the same prompt": "copies",

@@ -84,7 +84,7 @@ def test_blank_lines_are_counted(tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (row(question="q"), "no column 'answer'; the row has 'question'. The settings .* name other columns"),
+        (row(question="q"), "no column 'answer'; the row has 'question'. The settings .* can name other columns"),
         (row(question="q", answer=None), "column 'answer' is null; expected text or a number"),
         ('{"question": "q", "answer": NaN}', "column 'answer' is NaN; expected text or a number"),
         ('{"question": "q", "answer": -Infinity}', "column 'answer' is -inf; expected text or a finite number"),
@@ -139,8 +139,8 @@ def test_a_validation_share_splits_by_question_whatever_the_order(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "one of them"),
-        ({"validation_path": "v.jsonl", "validation_share": 0.1}, "one of them"),
+        ({}, "exactly one of"),
+        ({"validation_path": "v.jsonl", "validation_share": 0.1}, "exactly one of"),
         *[({"validation_share": share}, "validation_share") for share in (0.0, 1.0, -0.1)],
     ],
 )

@@ -226,8 +226,8 @@ def test_filters_read_numbers_of_any_type(tmp_path):
     [
         ({"between": {"x": [0.9, 0.1]}}, "expected the lower number first"),
         ({"between": {"x": [float("nan"), 1]}}, "expected the lower number first"),
-        ({"only": {"x": []}}, "expected values"),
-        ({"only": {"x": [None]}}, "a row with null is left out"),
+        ({"only": {"x": []}}, "expected at least one value"),
+        ({"only": {"x": [None]}}, "rows with null are always left out"),
         ({"question": []}, "expected a column, a list of columns, or null"),
         ({"bad_rows": "skip"}, "expected 'refuse' or 'drop'"),
     ],

@@ -2,11 +2,11 @@
 const ITEM = 52;
 const COLOURINGS = ["log-probability", "entropy", "gap", "teacher", "advantage", "none"];
 const KEY = {
-  "log-probability": "the redder, the less probable: full at -4.5 nats and less",
-  entropy: "the stronger, the less sure the policy was: full at 1.9 nats and more",
-  gap: "trainer against sampler: red where the trainer gives more, blue where it gives less; full at 0.23 nats",
-  teacher: "red where the teacher gives more than the policy, blue where it gives less; full at 1.5 nats",
-  advantage: "of the whole completion: red where it is encouraged, blue where it is discouraged; full at 1.5",
+  "log-probability": "the redder, the less probable; full colour at -4.5 nats and below",
+  entropy: "the stronger, the less sure the policy was; full colour at 1.9 nats and above",
+  gap: "red where the token is more probable in the trainer than in the sampler, blue where less; full colour at 0.23 nats",
+  teacher: "red where the token is more probable for the teacher than for the policy, blue where less; full colour at 1.5 nats",
+  advantage: "red where the whole completion is encouraged, blue where it is discouraged; full colour at 1.5",
   none: "",
 };
 const rows = [];
@@ -121,7 +121,7 @@ function drawDetail() {
       (row.v === undefined ? "" : `, advantage ${number(row.v)}`) + `, ${row.n} tokens${row.f ? "" : ", cut off at the limit"}`),
     table(["reward", "score", make("span", {}, "reason")], rewards),
     make("h3", {}, "Prompt"), make("div", { class: "text" }, row.p), make("h3", {}, "Completion"),
-    row.t ? buttons : make("p", { class: "hint" }, "Numbers of tokens were not written for this rollout."),
+    row.t ? buttons : make("p", { class: "hint" }, "Values of single tokens were not written for this rollout."),
     make("p", { class: "hint key" }, row.t ? KEY[COLOURINGS[colouring]] : ""), tokens(row),
     make("h3", {}, "Known answer"), make("div", { class: "text" }, row.a));
 }

@@ -87,8 +87,8 @@ def _noise(curves: Mapping[str, Curve]) -> Verdict:
     ratios = [value / at[step] for step, value in zip(real.steps, real.values, strict=True) if at.get(step)]
     off = abs(sum(ratios) / len(ratios) - 1)
     return off <= 0.05, (
-        f"Sigma went from {max(asked.values):.2g} to {asked.values[-1]:.2g}; the noise that acted differs from that by "
-        f"{off:.1%} on average over the run."
+        f"Sigma went from {max(asked.values):.2g} to {asked.values[-1]:.2g}; after rounding, the "
+        f"noise differed from sigma by {off:.1%} on average over the run."
     )
 
 
