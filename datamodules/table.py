@@ -21,8 +21,8 @@ class Table:
         train_path: a file of JSON lines (.jsonl, .ndjson, .json) or a .parquet file, a pattern such as
             ``data/*.parquet``, a hub name such as ``openai/gsm8k``, or a list of these.
         validation_path: the same for the validation rows; None takes a share of the training rows.
-        validation_share: share of the training rows used for validation if there is no validation_path. They are chosen
-            by a hash of the question, so they are the same in every run and for any order of the rows.
+        validation_share: share of the training rows used for validation if there is no validation_path. The rows are
+            chosen by a hash of the question, so the choice is the same in every run and for any order of the rows.
         question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``, which may
             be stored as JSON text. If several columns are named, their texts are joined by line breaks. None: the
             column ``question``, or ``prompt`` in a row without a column ``question``.

@@ -98,8 +98,8 @@ def _readings(gold: str, answer: str) -> list[str]:
 
 
 def _case_as(gold: str, answer: str) -> str:
-    """Change each letter of ``answer`` to the case that it has in ``gold``. A letter that occurs in both cases in
-    either text is left alone, because x and X may then be different variables."""
+    """Change each letter in names of up to three letters of ``answer`` to the case that it has in ``gold``. A letter
+    that occurs in both cases in either text is left alone, because x and X may then be different variables."""
     known, given = (
         {letter for run in re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side) for letter in run}
         for side in (gold, answer)

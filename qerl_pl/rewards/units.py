@@ -2,8 +2,8 @@
 it), and convert units.
 
 Words behind a number are accepted only if they are a unit or a plural noun, perhaps with words that refer to it ("miles
-per hour", "eggs in total"). An answer with other words behind its number is not read as a number, because they may
-change it in any way ("plus one", "is wrong").
+per hour", "eggs in total"). An answer with other words behind its number is not read as a number, because such words
+may change the number in any way ("plus one", "is wrong").
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="bfloat16", quantiza
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
     """Return the model card, in Markdown, of an adapter that was exported from a checkpoint to ``folder``. ``base`` is
-    the path or hub name of the base; its results are from the curves in the run's folder."""
+    the path or hub name of the base. Results are taken from the curves in the run's folder."""
     identity = checkpoint["identity"]
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(
