@@ -38,14 +38,15 @@ class MismatchLedger(Callback):
     The second column says which log-probabilities are subtracted: of the same tokens, in nats, at temperature 1,
     because engines score at temperature 1. "Reported by the engine" are those that it returned when it sampled. They
     are at the sampling temperature, so "decode" is left out unless that is 1; if it is 1, the first three differences
-    add up to the whole one. Each is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see
-    ``qerl_pl.objective.correction.Mismatch``) over the rows of all ranks. The engine scores the rows before the update,
-    without and with the rollout's noise, and has this noise again afterwards.
+    add up to that between trainer and sampler. Each is logged as
+    ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see ``qerl_pl.objective.correction.Mismatch``) over the
+    rows of all ranks. The engine scores the rows before the update, without and with the rollout's noise, and has this
+    noise again afterwards.
 
     If the random numbers that the engine sampled with can be computed again, as with vLLM on a GPU, and neither top_p
     nor top_k is set, ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to change so
     that the same random numbers give the sampled token (``qerl_pl.policy.margins``). In a correct run this is about as
-    much as the whole difference; it is more if the engine samples in another way than its log-probabilities say.
+    much as trainer and sampler differ; it is more if the engine samples in another way than its log-probabilities say.
 
     Args:
         num_rows: number of completions scored per measured rollout, spread evenly over it and over the ranks; at least

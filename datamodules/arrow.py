@@ -1,5 +1,5 @@
-"""Read rows of Arrow tables (Parquet files and data sets of the hub); a float of low precision keeps the digits it is
-printed with."""
+"""Read rows of Arrow tables (Parquet files and data sets of the hub); a 16- or 32-bit float keeps the digits with which
+it is printed."""
 
 from __future__ import annotations
 

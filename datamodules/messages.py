@@ -34,7 +34,7 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
     The role ``developer`` is read as ``system``, of which it is the newer name. A content may be a list of parts of
     text, ``[{"type": "text", "text": "..."}]``, which are joined by line breaks. A system message whose content is null
-    or blank is left out; tables in which every row has the same number of messages have such ones. ValueError, with
+    or blank is left out; tables in which every row has the same number of messages have such messages. ValueError, with
     ``where`` (file, line and column) in the message, if an entry is no message of text, or the last message is not the
     user's.
     """

@@ -24,7 +24,7 @@ from sympy.logic.boolalg import BooleanAtom
 from qerl_pl.rewards.latex import SEPARATOR, letters, split_top
 from qerl_pl.rewards.numbers import Number, decimal_places, is_decimal_of
 
-# it warns that its own time limit is off; the verifier has one
+# math-verify warns that its time limit is off, but the verifier sets one
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_BITS = 2**17  # bits of the largest power or factorial that is computed exactly, which takes milliseconds

@@ -25,7 +25,7 @@ _UNICODE = str.maketrans(
 )
 SEPARATOR = r",|;|\bor\b|\band\b"  # regex: separators of the values of a list
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("\\text{", "}"), ("{", "}"))
-_END = r"(?![A-Za-z])"  # end of a command's name
+_END = r"(?![A-Za-z])"  # matches at the end of a command's name
 # Names of LaTeX commands, separated by bars, followed by what replaces each of them.
 _NAMES = r"""
 dfrac|tfrac|cfrac \frac ; dbinom|tbinom \binom ; le|leqslant|leqq \leq ; ge|geqslant|geqq \geq ; ne \neq ; lt < ; gt >
