@@ -1,7 +1,8 @@
-"""Random checkpoints of real shapes, written on the device that draws them: python -m tests.random_checkpoints FOLDER
+"""Write random checkpoints with real shapes on the device that draws them: python -m tests.random_checkpoints FOLDER
 
-Speed and memory do not depend on the weights. Linears are drawn as NVFP4 (the dense form is the same weights rounded
-to bf16), so that the formats of one size hold one model. The tokenizer is the tiny policy's: bytes.
+Speed and memory do not depend on the weights. Linear layers are drawn in NVFP4, and a dense checkpoint has the same
+weights, rounded to bf16, so both formats of a size are the same model. The tokenizer is that of the tiny policy, whose
+tokens are bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ SHARD_BYTES = 4 * 2**30
 
 
 def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:
-    """Write a Qwen2.5-shaped checkpoint SIZE-FMT into ``folder`` that vLLM and the trainer load, unless it exists
-    already; ``num_layers`` replaces the size's number of blocks."""
+    """Write a checkpoint SIZE-FMT in the shape of Qwen2.5, which vLLM and the trainer can load, unless ``folder`` has
+    one already. ``num_layers`` replaces the size's number of blocks."""
     path = folder / f"{size}-{fmt}"
     if path.exists():
         return path

@@ -1,4 +1,4 @@
-"""Random frozen models with the shapes of Qwen2.5, and their parts; speed and memory do not depend on the weights."""
+"""Random frozen models with the shapes of Qwen2.5, and parts of them; speed and memory do not depend on the weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FUSED = {
 
 
 def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
-    """Make the configuration of one of ``SIZES``, with its own number of layers or another."""
+    """Make the configuration of one of ``SIZES``; ``num_layers`` replaces the number of blocks."""
     size = SIZES[name]
     return Qwen2Config(
         hidden_size=size.hidden,
@@ -60,13 +60,13 @@ def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
 
 
 def fused_shape(name: str, fused: str) -> tuple[tuple[int, ...], int]:
-    """Outputs of each part of a fused linear, and its inputs."""
+    """Return the number of outputs of each part of a fused linear layer, and the number of its inputs."""
     widths, inputs = zip(*(linear_shapes(name)[part] for part in FUSED[fused]), strict=True)
     return widths, inputs[0]
 
 
 def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
-    """Shapes of the linears of one block: name to (out, in)."""
+    """Return the shapes (out, in) of the linear layers of one block, by name."""
     size = SIZES[name]
     hidden, inner, keys = size.hidden, size.inner, size.hidden // size.num_heads * size.num_key_heads
     return {
@@ -81,14 +81,14 @@ def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
 
 
 def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
-    """Draw an NVFP4 weight of about 0.02 standard deviation; scales are spread over four octaves."""
+    """Draw an NVFP4 weight with a standard deviation of about 0.02; its scales are spread over four octaves."""
     codes = torch.randint(256, (rows, cols // 2), dtype=torch.uint8, device=device)
     scale = torch.randint(0x60, 0x7F, (rows, cols // 16), dtype=torch.uint8, device=device)
     return PackedWeight(codes, scale, torch.tensor(4e-5, dtype=torch.float64, device=device))
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
-    """Put random NVFP4 linears, with biases of 0 in ``dtype``, in the place of dense ones, the head excepted."""
+    """Replace the dense linear layers, except for the head, by random NVFP4 ones with biases of 0 in ``dtype``."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
@@ -97,7 +97,7 @@ def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
 
 
 def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Make a frozen random model, its linears packed as NVFP4, or dense for None; the head stays dense."""
+    """Make a frozen random model with linear layers in NVFP4, or dense ones for None; the head is always dense."""
     assert fmt in (None, NVFP4)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -116,7 +116,7 @@ def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype,
 
 
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Make a frozen linear that holds these tensors."""
+    """Make a frozen linear layer that holds these tensors."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta").requires_grad_(False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -125,7 +125,7 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def densify(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Replace packed linears by dense ones of the same weights, in place."""
+    """Replace packed linear layers by dense ones with the same weights, in place."""
     for name, module in list(model.named_modules()):
         if isinstance(module, FrozenLinear):
             model.set_submodule(name, dense_linear(module.dense(dtype), module.bias))

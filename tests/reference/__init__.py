@@ -1,1 +1,2 @@
-"""The formulas of the papers, written with loops over python floats: slow, obvious, and what the code is held to."""
+"""Formulas of the papers as loops over Python floats: slow, easy to check, and the reference for the tests of the
+code."""

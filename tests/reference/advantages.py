@@ -1,4 +1,4 @@
-"""Advantages of one group over python floats; None is an unscored row."""
+"""Advantages of one group, computed on Python floats; None is a row without a score."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fractions import Fraction
 
 
 def batch_std(rewards: list[float]) -> float:
-    """Unbiased std of the scored rewards of a batch."""
+    """Compute the unbiased standard deviation of the scored rewards of a batch."""
     if len(rewards) < 2:
         return 0.0
     mean = sum(map(Fraction, rewards)) / len(rewards)
@@ -14,7 +14,8 @@ def batch_std(rewards: list[float]) -> float:
 
 
 def advantages(rewards: list[float | None], baseline: str, eps: float, std: float = 0.0) -> list[float]:
-    """One group; ``std`` is the batch's. Exact rational arithmetic up to the square root."""
+    """Compute the advantages of one group, in exact rational arithmetic up to the square root. ``std`` is that of the
+    batch."""
     scored = [Fraction(reward) for reward in rewards if reward is not None]
     if len(scored) < 2:
         return [0.0] * len(rewards)

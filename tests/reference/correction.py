@@ -1,4 +1,5 @@
-"""Importance weights and mismatch statistics over python floats. Rows are lists without padding."""
+"""Importance weights, and statistics of the difference between trainer and sampler, computed on Python floats. Rows are
+lists without padding."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import math
 
 
 def weights(rows: list[list[float]], mode: str, level: str, low: float, high: float) -> tuple[list[list[float]], int]:
-    """The factor of every token, and how many units (tokens, or rows) were out of bounds."""
+    """Return the importance weight of every token, and how many ratios (one per token, or one per row) were out of
+    bounds."""
     factors, outside = [], 0
     for row in rows:
         ratios = [math.exp(value) for value in row]
@@ -26,7 +28,7 @@ def weights(rows: list[list[float]], mode: str, level: str, low: float, high: fl
 
 
 def rejected(row: list[float], level: str, low: float, high: float) -> bool:
-    """A row whose ratio, or its geometric mean per token, is out of bounds."""
+    """Return whether the row's ratio, or its geometric mean per token, is out of bounds."""
     if not row:
         return False
     ratio = math.prod(math.exp(value) for value in row)
@@ -34,7 +36,7 @@ def rejected(row: list[float], level: str, low: float, high: float) -> bool:
 
 
 def mismatch(values: list[float]) -> dict[str, float]:
-    """Statistics of the log-ratios of at least one token."""
+    """Compute statistics of the log-ratios of at least one token."""
     size = sorted(abs(value) for value in values)
     at_most = [sum(other <= value for other in size) / len(size) for value in size]
     return {

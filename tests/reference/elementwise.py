@@ -1,4 +1,4 @@
-"""Norms, rotations and SwiGLU in torch, with the rounding, saved tensors and in-place writes of liger-kernel."""
+"""Norms, rotary embeddings and SwiGLU in torch, which round, save tensors and write in place as liger-kernel's do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts by loops over tokens and experts, in float64."""
+"""A mixture of experts, computed by loops over tokens and experts in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ def mixture(
     normalised: bool,
     ids: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """For x [T, H], the router's weight [E, H], and each expert's gate, up [I, H] and down [H, I]."""
+    """Compute the mixture's output [T, H] for x [T, H].
+
+    Args:
+        x: inputs [T, H].
+        router: weight of the router [E, H].
+        experts: gate [I, H], up [I, H] and down [H, I] of each expert.
+        chosen: number of experts per token.
+        normalised: whether the shares of the chosen experts are divided by their sum.
+        ids: experts of each token, chosen already; a negative number leaves the choice to the router.
+    """
     out = []
     for number, token in enumerate(x.double()):
         scores = torch.stack([(row.double() * token).sum() for row in router])

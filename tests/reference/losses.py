@@ -1,7 +1,5 @@
-"""Objectives token by token, as the papers print them. Scalars are fp64 tensors, so autograd gives the gradients.
-
-Rows are lists of per-token scalars without padding: the reference has no masks.
-"""
+"""Policy objectives token by token, as the papers print them. Scalars are fp64 tensors, so autograd gives the
+gradients. Rows are lists of per-token scalars without padding, so the reference needs no masks."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ Objective = Callable[[Row, Row, float, Row], list[Tensor]]
 
 
 def clipped(clip_low: float, clip_high: float, max_ratio: float | None = None) -> Objective:
-    """min(r A, clip(r, 1 - low, 1 + high) A) for every token, with r capped at max_ratio in the first term."""
+    """Compute min(r A, clip(r, 1 - low, 1 + high) A) for every token; r in the first term is at most ``max_ratio``."""
 
     def objective(new: Row, old: Row, advantage: float, importance: Row) -> list[Tensor]:
         values = []
@@ -28,7 +26,7 @@ def clipped(clip_low: float, clip_high: float, max_ratio: float | None = None) -
 
 
 def sequence_clipped(clip_low: float, clip_high: float, max_ratio: float | None = None) -> Objective:
-    """The same with one ratio a row, (pi(y) / pi_old(y))^(1 / |y|)."""
+    """Compute the clipped objective with one ratio per row, (pi(y) / pi_old(y))^(1 / |y|)."""
 
     def objective(new: Row, old: Row, advantage: float, importance: Row) -> list[Tensor]:
         probability_ratio = torch.ones((), dtype=torch.float64)
@@ -41,7 +39,7 @@ def sequence_clipped(clip_low: float, clip_high: float, max_ratio: float | None 
 
 
 def cispo(clip_low: float, clip_high: float) -> Objective:
-    """sg(clip(r, 1 - low, 1 + high)) A log pi for every token."""
+    """Compute sg(clip(r, 1 - low, 1 + high)) A log pi for every token; sg stops the gradient."""
 
     def objective(new: Row, old: Row, advantage: float, importance: Row) -> list[Tensor]:
         values = []
@@ -65,7 +63,7 @@ def sequence_mean(rows: list[list[Tensor]]) -> Tensor:
 
 
 def constant_mean(max_tokens: int) -> Callable[[list[list[Tensor]]], Tensor]:
-    """Dr. GRPO: the mean over sequences of their sums over the longest possible length."""
+    """Dr. GRPO: the mean over sequences of the sum over their tokens, divided by the longest possible length."""
 
     def mean(rows: list[list[Tensor]]) -> Tensor:
         sums = [_total(row) / max_tokens for row in rows if row]

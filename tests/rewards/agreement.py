@@ -1,11 +1,11 @@
-"""How often the scorers agree with labels: docs/scorers.md.
+"""Measure how often the scorers agree with labels, for docs/scorers.md.
 
     python -m tests.rewards.agreement > docs/results/scorers.jsonl
     python -m tests.rewards.hanging --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
     python -m tests.rewards.agreement --write
 
-One JSON line per set and scorer: its confusion table, and the cases that are scored otherwise than labelled. The second
-command adds what hanging rows and killed workers cost.
+Prints one JSON line per set and scorer, with the confusion table and the cases whose score is not the label. The second
+command measures what rows that hang and workers that are killed cost, and the third one writes the page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Scorer = NumericAnswer | MathAnswer
 
 
 def make_scorers(time_limit: float) -> dict[str, Scorer]:
-    """Make the scorers as ``python -m qerl_pl score`` sets them up, but for the time limit."""
+    """Make the scorers with the settings of ``python -m qerl_pl score``, except for the time limit."""
     return {
         "gsm8k": NumericAnswer(marker="any", fallback="last_number"),
         "math": MathAnswer(fallback="last_math", num_workers=2, time_limit=time_limit),
@@ -42,14 +42,15 @@ def make_scorers(time_limit: float) -> dict[str, Scorer]:
 def read_cases(name: str) -> list[dict]:
     """Read the labelled rows of a set: kind, reward, completion, answer, label (1, 0, or null for unscored).
 
-    ``pad`` characters of other text stand before the completion.
+    A row's ``pad`` is the number of characters of other text that are put before the completion.
     """
     cases = [json.loads(line) for line in (FOLDER / f"{name}.jsonl").open()]
     return [{**case, "completion": _padding(case.get("pad", 0)) + case["completion"]} for case in cases]
 
 
 def confusion(scorer: Scorer, cases: Sequence[dict]) -> tuple[Counter[tuple], list[dict]]:
-    """How often each (label, score) came up, and the cases where they differ, with the score and its reason."""
+    """Count the rows with each (label, score), and list those in which they differ, with the score and the scorer's
+    reason."""
     verdicts = scorer.judge([case["completion"] for case in cases], [case["answer"] for case in cases])
     counts = Counter((case["label"], verdict.score) for case, verdict in zip(cases, verdicts, strict=True))
     wrong = [
@@ -85,7 +86,7 @@ def document(lines: Sequence[Line]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the lines, or write the document from what was measured."""
+    """Print the lines, or with ``--write`` make the page from the recorded lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/scorers.md from docs/results/scorers.jsonl")
     if parser.parse_args(argv).write:

@@ -1,8 +1,9 @@
-"""Verification of many rows, some of which hang, with workers killed meanwhile: python -m tests.rewards.hanging
+"""Verify many rows, some of which hang, while workers are killed: python -m tests.rewards.hanging
 
-For the numbers of docs/scorers.md: --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
-Prints one JSON line, and none (with exit status 1) if a row is lost or misjudged, a process is left behind, or a row
-is unscored, or one that hangs is not 0.
+The numbers of docs/scorers.md are from --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
+
+Prints one JSON line. Prints none, and exits with status 1, if a row is lost, misjudged or unscored, if a row that hangs
+is not scored 0, or if a process is left behind.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.bench.harness import emit
 
 
 def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, str]], list[float | None]]:
-    """Draw pairs to judge, half numbers and half algebra, a third of them wrong; and their scores."""
+    """Draw pairs of answers to compare, and their scores: half are numbers and half algebra, and a third are wrong. The
+    pairs that hang are inserted at random places and have the score 0."""
     rng = random.Random(seed)
     rows, scores = [], []
     for index in range(num_rows - num_hanging):

@@ -1,4 +1,5 @@
-"""Laws of the comparison over drawn answers: what is wrong is never right, however it is written, and the reverse."""
+"""Laws of the comparison of answers, on random answers: rewriting makes no wrong answer right and no right answer
+wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every answer of AIME24, AMC23, GAOKAO and GSM8K is equal to itself in other forms, and to nothing else."""
+"""Each answer of AIME24, AMC23, GAOKAO and GSM8K equals itself in other notations, and does not equal a wrong
+answer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[2].parent / "shar
 
 
 def other_forms(answer: str) -> list[str]:
-    """Three completions that answer the same in another way of writing."""
+    """Write three completions that give the same answer in other notations."""
     bare = re.sub(r"(?<!\\)\$", " ", answer.replace("$,", "$, ")).strip()
     number = exact_number(bare)
     if number is not None and not number.percent:
@@ -39,7 +40,8 @@ def other_forms(answer: str) -> list[str]:
 
 
 def wrong_value(answer: str) -> str:
-    """The answer with another first digit, or another letter or word where it has none."""
+    """Write a completion with a wrong answer: the number plus 1, or another first digit, or another letter or word if
+    the answer has no digit."""
     number = exact_number(answer.strip("$"))
     if number is not None:
         return f"\\boxed{{{number.value + Fraction(1)}}}"

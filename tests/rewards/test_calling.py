@@ -1,4 +1,4 @@
-"""Arguments of rewards are bound by name, to our objects or as TRL binds them."""
+"""Rewards get their arguments by parameter name: either this project's objects, or lists as TRL passes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward does wrong is named and over in time; what it changes in the process is undone."""
+"""A reward's mistakes end with an error that names the reward; what the reward changes in the process is undone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_numbers_of_other_kinds_are_scores(found):
 
 
 class Judging:
-    """A reward with a method ``judge``, which takes a while for each row."""
+    """Reward with a method ``judge`` that takes 0.3 seconds per row and reports each row as done."""
 
     def __init__(self, *verdicts: Any) -> None:
         self.verdicts = verdicts
@@ -148,7 +148,8 @@ def _double(value: int, results: Any) -> None:
 
 
 def with_processes_and_an_alarm(prompts, completions):
-    """A child that ends by os._exit, as multiprocessing's do, and a limit by SIGALRM, as math-verify has."""
+    """Reward that starts a child process, which ends by os._exit as multiprocessing's do, and sets SIGALRM as
+    math-verify does."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     child = context.Process(target=_double, args=(21, results))

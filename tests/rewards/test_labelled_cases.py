@@ -1,4 +1,4 @@
-"""The scorers against the labels of four sets: what a careful reader would say."""
+"""The scores of four sets of completions against labels, which say what a careful reader would decide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scorers() -> Iterator[Scorers]:
 
 
 def unlike(scorers: Scorers, cases: list[dict]) -> list[dict]:
-    """The cases that are not scored as labelled."""
+    """List the cases whose score is not the label."""
     return [
         row
         for name, scorer in scorers.items()
@@ -75,7 +75,8 @@ def test_no_set_is_scored_worse_than_the_documents_say(scorers, name, every):
     ("reward", "paid", "lost"), [("gsm8k", 0, 3), pytest.param("math", 7, 3, marks=pytest.mark.slow)]
 )
 def test_no_more_probes_of_a_hostile_reader_are_misread_than_before(scorers, reward, paid, lost):
-    # Written without looking at the scorers. The bounds are what is misread now; a mend lowers them.
+    # The probes were written without knowledge of the scorers. The bounds are the numbers of probes that are misread
+    # today; whoever improves the scorers lowers them.
     rows = [row for row in read_cases("probes") if row["reward"] == reward]
     assert len(rows) > 400
     misread = confusion(scorers[reward], rows)[1]

@@ -1,4 +1,4 @@
-"""NumericAnswer: which span counts, and which ways of writing a number are equal."""
+"""NumericAnswer: which part of a completion is the answer, and which notations of a number are equal."""
 
 import os
 import pickle
@@ -66,7 +66,7 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 
 def spelled(number: int, joint: str) -> str:
-    """English, below a million; ``joint`` stands after the hundreds."""
+    """Write a number below a million in English; ``joint`` is put between hundreds and the rest."""
     if number < 20:
         return BELOW_20.split()[number]
     if number < 100:

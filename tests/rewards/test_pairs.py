@@ -1,4 +1,4 @@
-"""Which text of a completion is its answer (readings.jsonl), and which answers are the same (pairs.jsonl)."""
+"""Which part of a completion is its answer (readings.jsonl), and which pairs of answers are equal (pairs.jsonl)."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The weighted sum, its YAML form, and the two rewards for form and length."""
+"""The weighted sum of rewards, its form in YAML, and the two rewards for form and length."""
 
 import math
 import textwrap

@@ -1,4 +1,4 @@
-"""python -m qerl_pl score: what it writes, what it refuses, and what it leaves alone when it fails."""
+"""python -m qerl_pl score: what it writes and refuses, and which files it leaves unchanged when it fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [
 
 @pytest.fixture
 def files(tmp_path):
-    """Input with ``ROWS``, and output that does not exist yet."""
+    """Write the input ``ROWS``; returns its path, and a path for the output, which does not exist yet."""
     source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     source.write_text("\n\n".join(map(json.dumps, ROWS)) + "\n")
     return source, target

@@ -1,4 +1,4 @@
-"""Marks of thoughts of every family mean the same to rewards, also where the tokenizer holds them as special tokens."""
+"""Rewards treat the marks of thoughts of every model family alike, even if they are special tokens of the tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ TOKENS = {
     "jais": ("<|think_start|>", "<|think_end|>"),
     "slash": ("<|thinking|>", "</|thinking|>"),
 }
-# Where these close nothing they have another meaning: an unused token, the header of an ordinary turn.
+# If no thought was opened, the closing marks of these families mean something else: an unused token, or the header of
+# an ordinary turn.
 ONLY_OPENED = {
     "medgemma": ("<unused94>thought\n", "<unused95>"),
     "granite": ("<|start_of_role|>thinking<|end_of_role|>", "<|start_of_role|>assistant<|end_of_role|>"),

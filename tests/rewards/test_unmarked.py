@@ -1,4 +1,5 @@
-"""What counts as the answer of a completion that marks none, and where its own text ends."""
+"""What counts as the answer of a completion that does not mark one, and where a completion goes on with a new
+question."""
 
 import time
 

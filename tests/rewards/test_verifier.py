@@ -1,4 +1,4 @@
-"""The pool of verifier processes: nothing is lost, whatever happens to a row or to a process."""
+"""The pool of verifier processes loses no row, whatever happens to a row or to a process."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ HANGING = ("5", "9^{9^{9^{9}}}")
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
-    """One pool for all tests: each has to leave it in working order."""
+    """One pool for all tests of this file; each test has to leave it in working order."""
     pool = Verifier(num_workers=2, time_limit=0.5)
     yield pool
     pool.close()
 
 
 def is_running(pid: int) -> bool:
-    """False for a process that is gone; a zombie counts as running: nobody has reaped it."""
+    """Return whether a process exists; one that has ended counts until its parent has waited for it."""
     return Path(f"/proc/{pid}").exists()
 
 
 def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
-    """Those that still run after so long."""
+    """Wait until all processes have ended; returns those that still run after so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(map(is_running, pids)):
         time.sleep(0.05)
@@ -45,7 +45,7 @@ def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
 
 
 def easy(count: int) -> tuple[list[tuple[str, str]], list[float]]:
-    """Rows and their scores: every third is wrong."""
+    """Make rows and their scores; every third answer is wrong."""
     rows = [(str(n), f"\\frac{{{2 * n}}}{{2}}" if n % 3 else str(n + 1)) for n in range(count)]
     return rows, [float(n % 3 != 0) for n in range(count)]
 
@@ -209,7 +209,7 @@ def test_no_worker_outlives_its_parent(ending):
 
 
 def test_a_row_that_eats_memory_is_unscored_and_ends_its_worker():
-    # The limit is set below what an interpreter takes.
+    # The limit of memory, 1 MiB, is less than the Python interpreter takes, so every row exceeds it.
     script = "import qerl_pl.rewards.worker as worker; worker.HEAVY = 2**20; worker.main()"
     row = '["5", "5", 1.0]\n'
     done = subprocess.run([sys.executable, "-c", script], input=2 * row, stdout=subprocess.PIPE, text=True)

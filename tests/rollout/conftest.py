@@ -1,4 +1,4 @@
-"""A small random policy in three forms, and both engines on each of them."""
+"""A small random policy as a dense model, in NVFP4 and with trained norms, and both engines on each of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ END_TOKENS = {5, 6, 7}  # of the config, the generation config and the tokenizer
 
 
 def small_qwen2(**sizes: Any) -> PretrainedConfig:
-    """A small Qwen2; ``sizes`` take the place of its own."""
+    """Make the configuration of a small Qwen2; ``sizes`` replace its values."""
     shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_key_value_heads": 2}
     shape = {**shape, "initializer_range": 0.15, **sizes}
     return Qwen2Config(
@@ -58,12 +58,13 @@ def small_qwen2(**sizes: Any) -> PretrainedConfig:
 
 
 def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any) -> None:
-    """A random model whose generation config would change every distribution, if it were obeyed.
+    """Write a random model and a tokenizer. Its generation config would change every distribution if an engine obeyed
+    it.
 
     Args:
         path: folder to write to.
-        config: of the model; None: ``small_qwen2``.
-        sizes: of that one's configuration, where they are other ones.
+        config: configuration of the model; None: ``small_qwen2``.
+        sizes: values of ``small_qwen2`` to replace.
     """
     torch.manual_seed(0)
     config = config or small_qwen2(**sizes)
@@ -84,7 +85,8 @@ def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any)
 
 
 def save_with_separate_scales(source: Path, target: Path) -> None:
-    """An NVFP4 checkpoint in which no two linears share a tensor scale, as other quantisers may write it."""
+    """Copy an NVFP4 checkpoint, with a different tensor scale for each linear layer, as other quantisers may write
+    it."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     checkpoint = Checkpoint(source)
     tensors = {name: checkpoint.read(name).clone() for name in checkpoint.names()}
@@ -94,7 +96,7 @@ def save_with_separate_scales(source: Path, target: Path) -> None:
 
 
 def random_adapter(policy: Policy, seed: int) -> dict[str, Tensor]:
-    """Matrices large enough that the policy is another one; trained norms near their old values."""
+    """Draw an adapter that changes the policy a lot; trained norms stay near their old values."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(tensor.shape, generator=generator) * 0.1 + (0.0 if ".lora_" in name else tensor)
@@ -104,7 +106,8 @@ def random_adapter(policy: Policy, seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Setup:
-    """A started engine, its policy, and the law that the one obeys: ``logprobs`` by the policy's own forward."""
+    """A started engine and its policy, whose own forward pass computes the log-probabilities that the engine should
+    have."""
 
     engine: RolloutEngine
     policy: Policy
@@ -114,7 +117,7 @@ class Setup:
     """The clean norm weights that belong to ``adapter``."""
 
     def reset(self) -> None:
-        """Trainer and engine both at ``adapter``, without noise."""
+        """Load ``adapter`` into trainer and engine, and remove all noise."""
         self.engine.wake()
         self.policy.load_adapter_state(self.adapter)
         self.engine.load_adapter(self.adapter)
@@ -122,7 +125,7 @@ class Setup:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], *, adapter: bool = True) -> Tensor:
-        """[S, V] fp32 of a whole sequence at once, without a cache."""
+        """Compute logits [S, V] in fp32, for a whole sequence at once and without a cache."""
         row = torch.tensor([list(tokens)])
         if adapter:
             return self.policy.model(input_ids=row).logits[0].float()
@@ -132,13 +135,14 @@ class Setup:
     def logprobs(
         self, prompt: Sequence[int], tokens: Sequence[int], *, temperature: float = 1.0, adapter: bool = True
     ) -> Tensor:
-        """[N] fp32 nats of the tokens that follow the prompt."""
+        """Compute log-probabilities, [N] fp32 nats, of the N tokens that follow the prompt."""
         logits = self.logits([*prompt, *tokens], adapter=adapter)[len(prompt) - 1 : -1]
         return (logits / temperature).log_softmax(-1).gather(1, torch.tensor([list(tokens)]).T)[:, 0]
 
     @contextmanager
     def noisy_policy(self, sigma: float, seed: int) -> Iterator[None]:
-        """The trainer's own model with the noise that ``set_norm_noise`` asks for."""
+        """Put the noise that ``set_norm_noise`` asks an engine for on the trainer's own norms, for the time of the
+        context."""
         live = self.policy.norm_weights()
         clean = {name: weight.clone() for name, weight in live.items()}
         for name, weight in noisy_norms(clean, NormNoise(sigma, seed)).items():
@@ -157,7 +161,8 @@ class Setup:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_are_interpreted() -> None:
-    """Where there is no GPU; Triton looks at the variable when kernels are defined, whichever test comes first."""
+    """Import the kernels with TRITON_INTERPRET set if there is no GPU. Triton reads the variable when kernels are
+    defined, so this has to happen before any test."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")
@@ -167,7 +172,8 @@ def _kernels_are_interpreted() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of the same random model, dense and NVFP4."""
+    """Write folders of the same random model: dense, in NVFP4, and in NVFP4 with a different tensor scale per linear
+    layer."""
     folder = tmp_path_factory.mktemp("checkpoints")
     save_dense(folder / "dense")
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
@@ -177,7 +183,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def unpadded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random NVFP4 base whose linears have sizes that the native Hopper kernels take without padding."""
+    """Folder of a random NVFP4 base; the sizes of its linear layers are those that the Hopper kernels take without
+    padding."""
     folder = tmp_path_factory.mktemp("unpadded")
     save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
@@ -185,14 +192,15 @@ def unpadded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_policy(checkpoint: str, *, train_norms: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
-    # Rank 6 is none that vLLM has, and 12 / sqrt(6) is no power of two: padding and scaling would show.
+    # vLLM has no kernels for rank 6, and 12 / sqrt(6) is no power of two, so mistakes in padding and scaling would be
+    # detected.
     lora = LoraSettings(rank=6, alpha=12, rslora=True, train_norms=train_norms)
     return load_policy(checkpoint, dtype=dtype, lora=lora, seed=0)
 
 
 def make_engine(name: str) -> RolloutEngine:
     if name == "vllm":
-        # Small enough that prompts wait for each other and sequences are preempted.
+        # The cache and the limits are so small that prompts wait for each other, and sequences are preempted.
         return VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=256, kv_cache_bytes=2**20)
     return TransformersEngine(batch_tokens=1024)
 
@@ -213,7 +221,8 @@ FORMS = {"dense": ("dense", False), "nvfp4": ("nvfp4", False), "trained norms": 
     ],
 )
 def running(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iterator[Setup]:
-    """One engine at a time: those of vLLM share global state, which the one that closes takes along."""
+    """Start one engine at a time: vLLM engines in a process share global state, which is removed when one of them
+    closes."""
     name, form = request.param
     checkpoint, train_norms = FORMS[form]
     policy = make_policy(checkpoints[checkpoint], train_norms=train_norms)
@@ -233,22 +242,24 @@ def setup(running: Setup) -> Setup:
 
 
 def some_prompts(*lengths: int) -> list[list[int]]:
-    """Different prompts without end tokens."""
+    """Make different prompts without end tokens, one for each length."""
     return [[8 + (3 * i * i + 7 * i + 5 * row) % (VOCAB_SIZE - 8) for i in range(n)] for row, n in enumerate(lengths)]
 
 
 def total_variation(counts: Tensor, probabilities: Tensor) -> float:
-    """Half the L1 distance of two distributions, in [0, 1]."""
+    """Compute half the L1 distance of two distributions, a number in [0, 1]."""
     return ((counts / counts.sum() - probabilities).abs().sum() / 2).item()
 
 
 def sampling_error(probabilities: Tensor, num_samples: int) -> float:
-    """What ``total_variation`` of so many independent samples is at most, in the mean."""
+    """Compute an upper bound of the mean ``total_variation`` between a distribution and so many independent samples of
+    it."""
     return (probabilities.sqrt().sum() / 2 / math.sqrt(num_samples)).item()
 
 
 def assert_sampled_by_its_policy(engine: VLLMEngine, prompts: list[list[int]], sampling: Sampling) -> None:
-    """In bf16 one of some hundred tokens of such a model is half a nat off by rounding alone, so their mean is held."""
+    """Check the log-probabilities of an engine in bf16. Rounding alone changes one in some hundred tokens of such a
+    model by half a nat, so the bound for the mean is tight and the one for single tokens is not."""
     policy = engine._policy
     device = next(policy.parameters()).device
     groups = engine.generate(prompts, sampling, 1)

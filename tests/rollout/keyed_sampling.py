@@ -1,5 +1,5 @@
-"""Sampling with keyed noise, and drafts, in vLLM's model runner for a CPU, which itself draws from a generator per
-request and verifies drafts by rejection sampling."""
+"""Sampling with keyed noise, and speculation, in vLLM's model runner for a CPU. vLLM itself draws there from one random
+generator per request, and verifies drafts by rejection sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MOST_DRAFTS = 7
 
 
 class Drafter:
-    """Drafts for every sequence by ``guess``, given its tokens; vLLM makes it from its class path."""
+    """Proposes the drafts that ``guess`` returns for a sequence's tokens; vLLM creates the object from its class
+    path."""
 
     guess: Callable[[list[int]], Sequence[int]] = staticmethod(lambda tokens: ())
 
@@ -29,7 +30,8 @@ class Drafter:
         """Nothing to load."""
 
     def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: object) -> list[list[int]]:
-        """Return up to ``MOST_DRAFTS`` tokens to follow each sequence; none for one that got no token in this step."""
+        """Return up to ``MOST_DRAFTS`` drafts for each sequence, and none for a sequence that got no token in this
+        step."""
         drafts = []
         for row, new in enumerate(sampled):
             known = tokens[row, : lengths[row]].tolist()
@@ -47,7 +49,8 @@ SPECULATION = {
 
 @contextmanager
 def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_reference) -> Iterator[list[int]]:
-    """Sample by Gumbel-max with keyed noise; yields the numbers of tokens of all steps' sequences with drafts."""
+    """Sample by Gumbel-max with keyed noise. Yields a list that grows by the number of tokens that each verification
+    gives."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
     runner: Any = engine._call(lambda worker: worker.model_runner)
@@ -81,7 +84,7 @@ def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_refer
 
 
 def limit(logits: torch.Tensor, way: Any) -> None:
-    """Leave the tokens that top_k and top_p keep in logits [V]."""
+    """Set logits [V] to -inf except for the tokens that top_k and top_p keep."""
     if way.top_k > 0:
         logits[logits < logits.topk(way.top_k).values[-1]] = float("-inf")
     if way.top_p < 1:

@@ -1,4 +1,4 @@
-"""What still refers to the memory of vLLM engines that have ended."""
+"""Find what still refers to the memory of vLLM engines that have ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qerl_pl.rollout.vllm import memory as vllm_memory
 
 
 def is_inside(tensor: Tensor) -> bool:
-    """Whether a tensor's memory belongs to vLLM's pool."""
+    """Return whether a tensor's memory belongs to vLLM's memory pool."""
     if (pool := vllm_memory.allocator()) is None or not tensor.is_cuda:
         return False
     segments = vllm_memory._segments(pool)
@@ -18,7 +18,7 @@ def is_inside(tensor: Tensor) -> bool:
 
 
 def held_in_vllms_pool() -> list[str]:
-    """Shapes and dtypes of all tensors in it, and the types of what refers to them."""
+    """List shapes and dtypes of all tensors in vLLM's memory pool, and the types of the objects that refer to them."""
     found = []
     for tensor in filter(is_inside, vllm_memory.referred_to()):
         who = {f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_referrers(tensor)}

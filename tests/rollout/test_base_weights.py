@@ -1,4 +1,4 @@
-"""Trainer and engine compute with the same base, and the start fails if they would not."""
+"""Trainer and engine compute with the same base weights, and the start fails if they would not."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_two_copies_are_logged(started, caplog):
 
 
 def test_a_closed_engine_keeps_no_memory_of_the_trainer_alive(started):
-    """Even if something refers to vLLM's model, as compiled graphs or a traceback may."""
+    """This holds even if something still refers to vLLM's model, as compiled graphs or a traceback may."""
     model = started._call(lambda worker: worker.get_model())
     tensors = {**started._policy.embedding_weights()}
     for name, linear in started._policy.packed_linears().items():

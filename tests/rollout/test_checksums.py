@@ -1,4 +1,4 @@
-"""Checksums are those of their definition, on any device, and show every change."""
+"""Checksums equal their definition on every device, and differ after any change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine says of a completion's end is checked against the completion."""
+"""What an engine reports about the end of a completion is checked against the completion's tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST = 4
 def check(
     tokens: tuple[int, ...], *, finished: bool, stop: tuple[str, ...] = (), ends: tuple[int, ...] = (7, 9)
 ) -> None:
-    """One completion, after one that ends as it should."""
+    """Check a group of a completion that ends correctly and the given one."""
     healthy = Completion((7,), (0.0,), True)
     group = [healthy, Completion(tokens, (0.0,) * len(tokens), finished)]
     sampling = Sampling(num_completions=2, max_tokens=MOST, stop=stop)

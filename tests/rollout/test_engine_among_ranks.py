@@ -1,4 +1,4 @@
-"""vLLM where the trainer has a process group: each rank has an engine of its own, and the group outlives it."""
+"""vLLM in a trainer with a process group: each rank has its own engine, and closing the engine keeps the group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLING = Sampling(num_completions=2, max_tokens=6)
 
 
 def sampled(base: str, prompts: list[list[int]], num_calls: int = 1) -> list[list[list[int]]]:
-    """Tokens [prompts][completions] of the last of some calls."""
+    """Sample ``num_calls`` times; returns the tokens [prompts][completions] of the last call."""
     lora, device = LoraSettings(rank=4, alpha=8), torch.device("cpu")
     policy = load_policy(base, dtype=torch.float32, lora=lora, seed=1, device=device)
     engine, groups = VLLMEngine(max_num_seqs=8), []
@@ -32,7 +32,8 @@ def sampled(base: str, prompts: list[list[int]], num_calls: int = 1) -> list[lis
 
 
 def on_rank(rank: int, base: str) -> dict[str, object]:
-    """This rank's share, with more calls on one rank than on the other: engines do not wait for one another."""
+    """Sample this rank's share of the prompts. One rank makes more calls than the other, so engines must not wait for
+    each other."""
     groups = sampled(base, PROMPTS[rank::2], num_calls=1 + rank)
     total = torch.tensor(rank + 1)
     dist.all_reduce(total)  # the group is still there

@@ -1,4 +1,4 @@
-"""Starting, stopping and sleeping, and what an engine must leave alone in the trainer's process."""
+"""Starting, stopping and sleeping of engines, and which parts of the trainer's process they must not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws that every rollout engine obeys, on a dense base, an NVFP4 base, and with trained norms."""
+"""Laws for every rollout engine, on a dense base, an NVFP4 base, and a base with trained norms."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestSampling:
             assert len(completion.logprobs) == len(completion.tokens)
 
     def test_a_stop_string_ends_a_completion_as_an_end_token_does(self, setup):
-        """The tokenizer's tokens are streamed as "w8", "w9"; the second string spans two tokens."""
+        """The tokenizer writes tokens as "w8", "w9", ...; the second stop string spans two tokens."""
         plain = Sampling(60, max_tokens=12, temperature=1.5)
         [whole] = setup.engine.generate(PROMPTS[1:2], plain, seed=4)
         pairs = Counter(pair for completion in whole for pair in itertools.pairwise(completion.tokens))

@@ -1,4 +1,4 @@
-"""A mixture of experts in vLLM: the same distribution as the trainer's, and changed weights are seen in the rollout."""
+"""A mixture of experts in vLLM samples from the trainer's distribution, and changed expert weights are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each model family in vLLM: what is sampled is drawn from the trainer's policy, adapter and noise included."""
+"""Each model family in vLLM samples from the trainer's policy, with adapter and with noise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
 
 
 def cache_bytes(engine: Any) -> int:
-    """Bytes of vLLM's cache for one sequence of the longest length, and of the block that vLLM reserves."""
+    """Compute the bytes of vLLM's cache for one sequence of the greatest length, and for the block that vLLM
+    reserves."""
     groups = engine._core().engine_core.scheduler.kv_cache_config.kv_cache_groups
     lengths = [group.kv_cache_spec.block_size for group in groups]  # of a state: the longest length
     blocks = sum(ceil(MAX_MODEL_LEN / length) for length in lengths)
@@ -76,7 +77,7 @@ def cache_bytes(engine: Any) -> int:
 
 
 def gap(setup: Setup, *, adapter: bool = True) -> float:
-    """Most nats between what vLLM says of its samples and what the policy says, over prompts and completions."""
+    """Return the largest difference in nats between vLLM's log-probabilities of its samples and the policy's."""
     groups = setup.engine.generate(PROMPTS, Sampling(2, max_tokens=WINDOW), seed=1, adapter=adapter)
     apart = [
         setup.logprobs(prompt, completion.tokens, adapter=adapter) - torch.tensor(completion.logprobs)

@@ -1,4 +1,4 @@
-"""Sampling and scoring without training: groups of one completion, whatever rule training has for advantages."""
+"""Sampling and scoring without training: groups may have one completion, even if the training's advantages cannot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def number_of_tokens(prompts, completions):
 
 
 def less_the_others(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Without others there is no such advantage."""
+    """Compute advantages as the reward minus the mean of the other rewards in the group; fails for groups of one."""
     assert rewards.shape[1] > 1
     return rewards - (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 

@@ -1,4 +1,4 @@
-"""A machine without a loopback interface is told so at once."""
+"""On a machine without a loopback interface, vLLM's start fails at once and says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal rows go through the trainer's model once, and what is measured is the policy's own."""
+"""Rows that are equal go through the trainer's model only once, and the measured values are those of the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of the quantiser's methods writes is read by vLLM as the trainer reads it."""
+"""vLLM reads the files of each method of the quantiser as the trainer does."""
 
 from __future__ import annotations
 

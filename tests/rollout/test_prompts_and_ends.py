@@ -1,4 +1,4 @@
-"""Prompts are checked before any is queued; every end token of a checkpoint counts."""
+"""All prompts are checked before the first one is queued; every end token of a checkpoint ends completions."""
 
 from __future__ import annotations
 

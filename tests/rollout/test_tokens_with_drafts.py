@@ -1,4 +1,4 @@
-"""An engine with drafts samples the tokens that it samples without them, by vLLM's scheduler and KV cache."""
+"""An engine with speculation samples the same tokens as one without, through vLLM's scheduler and KV cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_engine(checkpoints: dict[str, str], **more: Any) -> VLLMEngine:
 
 
 def without_speculation(checkpoints: dict[str, str], cases: dict[str, Case]) -> dict[str, Groups]:
-    """What an engine without speculation samples in each case."""
+    """Sample every case with an engine without speculation."""
     engine = make_engine(checkpoints)
     with keyed_sampling(engine) as taken:
         found = {name: engine.generate(*case[:3], adapter=case.adapter) for name, case in cases.items()}
@@ -93,7 +93,7 @@ Guess = Callable[[list[int]], Sequence[int]]
 
 
 def recorded(case: Case, groups: Groups) -> Guess:
-    """Drafts that are right, of completions that were sampled before."""
+    """Make a function that returns the right drafts, read from completions that were sampled before."""
     rows = [[*prompt, *each.tokens] for prompt, group in zip(case.prompts, groups, strict=True) for each in group]
     following: dict[int, Sequence[int]] = {}
     for row in rows:
@@ -119,7 +119,8 @@ def drafters(case: Case, groups: Groups) -> dict[str, Guess]:
 
 
 def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess, accept: Any = accept_reference) -> list[int]:
-    """Check that tokens are equal, log-probabilities up to rounding; returns the tokens of each verification."""
+    """Check that tokens are equal, and log-probabilities up to rounding; returns the number of tokens of each
+    verification."""
     with keyed_sampling(engine, accept) as taken, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "guess", staticmethod(guess))
         found = engine.generate(*case[:3], adapter=case.adapter)

@@ -1,4 +1,5 @@
-"""What the engine that borrows the policy's model must give back, and that batching changes nothing."""
+"""The transformers engine, which uses the policy's own model, restores everything that it changes; batching changes no
+result."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def start(policy, **kwargs):
 
 
 def snapshot(policy):
-    """Everything of the policy that a call could change."""
+    """Copy everything of the policy that a call of the engine could change."""
     return (
         {name: tensor.clone() for name, tensor in policy.state_dict().items()},
         [module.training for module in policy.modules()],

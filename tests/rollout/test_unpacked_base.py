@@ -1,4 +1,4 @@
-"""Bases in formats that vLLM does not run: it samples with the same weights, dequantised."""
+"""Bases in formats that vLLM cannot run are dequantised for it, so it samples with the same weights as the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapter kernels of vLLM's CPU platform against a loop over tokens."""
+"""The adapter kernels for vLLM on a CPU, against a loop over tokens."""
 
 from __future__ import annotations
 

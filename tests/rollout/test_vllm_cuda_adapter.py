@@ -1,4 +1,5 @@
-"""Adapter kernels of vLLM's CUDA platform under what vLLM tells them of its requests; without a GPU, interpreted."""
+"""The adapter kernels for vLLM on CUDA with the metadata that vLLM gives them; without a GPU, in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SLICES = (24, 8)
 
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[object]:
-    """The module; vLLM's own class lacks one name where there is no GPU."""
+    """Import the module of the kernels. Without a GPU, vLLM's module lacks one name, which is added."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
@@ -30,7 +31,8 @@ def cuda() -> Iterator[object]:
 
 
 def make_kernels(cuda, adapter_ids: tuple[int, ...]):
-    """After vLLM announced a batch: the adapter of each token, 0 for none."""
+    """Make the kernels in the state after vLLM has announced a batch; ``adapter_ids`` has the adapter per token, 0 for
+    none."""
     from vllm.config.lora import LoRAConfig
     from vllm.lora.layers import LoRAMapping
 

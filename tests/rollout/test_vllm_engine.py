@@ -1,4 +1,4 @@
-"""What only the vLLM engine can get wrong."""
+"""Mistakes that only the vLLM engine could make."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def started(checkpoints):
 
 @torch.no_grad()
 def own_scores(policy, tokens):
-    """[S - 1] nats by the policy's own forward."""
+    """Compute log-probabilities of all tokens but the first, [S - 1] nats, by the policy's own forward pass."""
     row = torch.tensor([tokens])
     return policy.model(input_ids=row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
 

@@ -1,4 +1,5 @@
-"""What the vLLM engine does on a GPU alone. Starts take most of the time: all tests but the last share one engine."""
+"""What the vLLM engine does only on a GPU. All tests but the last share one engine, because most of the time is spent
+on starts."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def test_what_is_sampled_is_what_the_trainer_says(engine):
 
 @torch.no_grad()
 def test_noise_below_the_spacing_of_bf16_acts(engine):
-    """The oracle has the same noise in fp32; where noise changes much, the engine changes with it."""
+    """A transformers engine with the same noise in fp32 is the reference. Where the noise changes its scores a lot,
+    those of the vLLM engine have to change in the same way."""
     clean = {name: weight.float() for name, weight in engine._policy.norm_weights().items()}
     assert engine.set_norm_noise(NormNoise(5e-4, 3)) == len(clean)
     noise = [weight - clean[name] for name, weight in engine._call(vllm_worker.live_norms).items()]

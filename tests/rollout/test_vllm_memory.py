@@ -1,4 +1,4 @@
-"""Memory of an engine that ends is freed whoever refers to it, and no other memory is."""
+"""When an engine ends, its memory is freed even if something still refers to it, and no other memory is freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qerl_pl.rollout.vllm.memory import referred_to, release
 
 
 class Indices:
-    """An object that is no module and has a table, as vLLM's adapter kernels have."""
+    """An object with a tensor as attribute that is not a torch module, like vLLM's adapter kernels."""
 
     def __init__(self) -> None:
         self.table = torch.zeros(8192, dtype=torch.int64)
@@ -32,7 +32,7 @@ def test_what_dicts_lists_and_closures_hold_is_freed_and_its_neighbours_stay(cou
 
 
 def test_a_tensor_is_in_a_segment_by_its_memory_and_not_by_its_place_in_it():
-    """A segment of the pool has many tensors; a view begins behind its memory's address."""
+    """A segment of the pool holds many tensors, and the data of a view starts behind the address of its storage."""
     memory = torch.zeros(4, 64)
     start, size = memory.data_ptr(), memory.untyped_storage().nbytes()
     tensor, alien = memory[2], torch.ones(64)

@@ -1,4 +1,4 @@
-"""What is replaced in vLLM is there, takes what it is expected to take, and is refused by name where it does not."""
+"""Each function of vLLM that is replaced exists and takes the expected parameters; otherwise the error names it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_new_arguments_with_defaults_are_no_reason_to_refuse():
 
 
 def listed(printed: str) -> list[list[str]]:
-    """Name and sentence of each patch that doctor prints, in groups."""
+    """List name and sentence of each patch that doctor prints, by group."""
     groups: list[list[str]] = []
     for line in printed.partition("replaced in other packages")[2].splitlines()[1:]:
         if line.startswith("  "):

@@ -1,4 +1,4 @@
-"""Log-probabilities that the scheduler collects are those of the sampled tokens."""
+"""The log-probabilities that the scheduler collects are those of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def core(checkpoints):
 
 
 def make_scheduler(core: Any, num_blocks: int | None = None) -> Any:
-    """A scheduler like the engine's, with its own number of blocks in the KV cache or another."""
+    """Make a scheduler like the engine's; ``num_blocks`` replaces the number of blocks in the KV cache."""
     config = core.scheduler.kv_cache_config
     return type(core.scheduler)(
         vllm_config=core.vllm_config,
@@ -51,8 +51,8 @@ def make_scheduler(core: Any, num_blocks: int | None = None) -> Any:
 
 
 class Played:
-    """A scheduler whose model is played: it schedules two steps ahead, and of k drafts per sequence a random number is
-    accepted. Token and log-probability tell the request and the place that they belong to."""
+    """Runs a scheduler with an imitated model. Two steps are scheduled ahead, and of the drafts of a sequence a random
+    number is accepted. Tokens and log-probabilities tell to which request and place they belong."""
 
     def __init__(self, scheduler: Any, most_drafts: int, seed: int) -> None:
         self.scheduler, self.draw = scheduler, random.Random(seed)
@@ -72,7 +72,7 @@ class Played:
         self.requests += 1
 
     def step(self) -> None:
-        """Schedule a step, and answer the one before the last."""
+        """Schedule until two steps are waiting, and give the scheduler the results of the older one."""
         while len(self.ahead) < 2:
             self.ahead.append(self.scheduler.schedule())
         self.answer(self.ahead.popleft())
@@ -105,14 +105,14 @@ class Played:
                 self.tokens.setdefault(each.request_id, []).extend(each.new_token_ids)
 
     def blocks(self) -> dict[str, Any]:
-        """What the KV cache holds for each request."""
+        """Return the blocks of the KV cache of each request."""
         manager = self.scheduler.kv_cache_manager
         return {name: manager.get_block_ids(name) for name in self.scheduler.requests}
 
 
 @pytest.fixture
 def scheduler(core):
-    """One of its own, with requests a and b that want two tokens each."""
+    """Make a new scheduler with the requests a and b, which want two tokens each."""
     scheduler = make_scheduler(core)
     for name in ("a", "b"):
         request = make_request(f"{name}-{'0' * 8}", [3, 4, 5])
@@ -122,7 +122,8 @@ def scheduler(core):
 
 
 def answer(sampled: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Any:
-    """What a model says of a step: a row for each request, with a token or, in the middle of a prompt, with none."""
+    """Make a model's output of a step. Each request has a row: with a token, or with none in the middle of its
+    prompt."""
     import numpy as np
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
@@ -164,7 +165,7 @@ def test_rows_of_several_tokens_go_vllms_way(scheduler):
 @pytest.mark.parametrize("most_drafts", [0, 1, 4, 7])
 @pytest.mark.parametrize("seed", range(3))
 def test_log_probabilities_go_with_their_tokens_in_steps_of_several_tokens(core, most_drafts, seed):
-    """Drafts are rejected, requests are preempted and resumed, and end in the middle of a step's tokens."""
+    """Some drafts are rejected, and some requests are preempted and resumed, or end before the last token of a step."""
     scheduler = make_scheduler(core, num_blocks=16)
     preempted, preempt = [], scheduler._preempt_request
     scheduler._preempt_request = lambda *args, **more: (preempted.append(args), preempt(*args, **more))[1]
