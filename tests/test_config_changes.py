@@ -1,4 +1,4 @@
-"""What a start changes is said, and the old settings are kept."""
+"""A start prints which settings it changes, and keeps the old ones."""
 
 from __future__ import annotations
 

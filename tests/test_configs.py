@@ -1,4 +1,4 @@
-"""Every YAML that ships parses against the code as it is, and misspelt ones are refused by name."""
+"""Every shipped YAML file can be parsed with the current code, and misspelt settings are refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def parser() -> ArgumentParser:
 
 @pytest.fixture
 def resolved(parser: ArgumentParser, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
-    """``resolved(*arguments)``: the whole configuration of `train.py fit`, parsed and not built."""
+    """Return a function that parses arguments of `train.py fit` into the whole configuration, and creates no
+    objects."""
 
     def resolve(*arguments: str | Path) -> dict:
         try:
@@ -59,7 +60,7 @@ def resolved(parser: ArgumentParser, capsys: pytest.CaptureFixture[str]) -> Call
 
 
 def files(*paths: Path) -> list[str]:
-    """Command line arguments that name them."""
+    """Make the command-line arguments that name these configuration files."""
     return [argument for path in paths for argument in ("-c", str(path))]
 
 
@@ -73,7 +74,7 @@ def test_recipe_parses_and_keeps_the_callbacks_of_base_yaml(recipe, resolved):
 
 
 def difference(left: dict, right: dict, path: str = "") -> set[str]:
-    """The dotted keys at which two configurations differ."""
+    """Find the dotted keys at which two configurations differ."""
     keys: set[str] = set()
     for key in left.keys() | right.keys():
         one, other = left.get(key), right.get(key)
@@ -85,7 +86,7 @@ def difference(left: dict, right: dict, path: str = "") -> set[str]:
 
 
 def keys(settings: Any, path: str = "") -> set[str]:
-    """The dotted keys that a file, or a part of its content, sets."""
+    """Find the dotted keys that a file, or a part of a file's content, sets."""
     if isinstance(settings, Path):
         settings = yaml.safe_load(settings.read_text())
     if not isinstance(settings, dict):
@@ -122,7 +123,7 @@ def test_arms_differ_in_what_they_compare_alone(task, resolved):
 
 @pytest.mark.slow
 def test_verls_recipe_is_verls_whichever_base_it_trains(resolved):
-    """Settings of verl's script for its published GRPO-LoRA logs on GSM8K."""
+    """The expected values are those of verl's script for its published logs of GRPO with LoRA on GSM8K."""
     recipes = [resolved(*files(VERL, MODEL)), resolved(*files(VERL, MODEL, ARM))]
     assert difference(*recipes) == {"run_dir", "model.quantize"}
     model, data = recipes[0]["model"], recipes[0]["data"]

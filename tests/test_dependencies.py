@@ -1,4 +1,4 @@
-"""Every package that the product imports itself is one that pyproject.toml asks for."""
+"""pyproject.toml requires every package that the product imports."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Missing(importlib.abc.MetaPathFinder):
 
 @pytest.fixture
 def without(monkeypatch):
-    """``without("datasets")``: as on a machine that lacks the package."""
+    """Return a function that hides packages, as on a machine that lacks them: ``without("datasets")``."""
 
     def hide(*packages: str) -> None:
         for module in [name for name in sys.modules if name.partition(".")[0] in packages]:

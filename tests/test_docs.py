@@ -1,4 +1,4 @@
-"""What the documents say is so: files, commands, options, keys and numbers."""
+"""The files, commands, options, keys and numbers that the documents name exist and are right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def code(path: Path) -> list[str]:
-    """Every piece of code in a document: lines of blocks without comments, and spans in the text."""
+    """List all code in a document: the lines of code blocks, without comments, and code in the text."""
     text = path.read_text().replace("\\\n", " ")
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
@@ -46,7 +46,7 @@ def code(path: Path) -> list[str]:
 
 
 def pieces(pattern: str) -> Iterator[tuple[str, str]]:
-    """Document and piece of code, where the piece matches from its start."""
+    """Yield (document, code) for all code that begins with a match of the pattern."""
     return ((path.name, piece) for path in DOCUMENTS for piece in code(path) if re.match(pattern, piece))
 
 
@@ -87,7 +87,7 @@ def training_commands() -> list[str]:
     commands = {piece for _, piece in pieces(r"python train\.py \w+ ")}
     named = (piece for _, piece in pieces(rf"qerl ({'|'.join(TRAINING)}) ") if "mine.yaml" not in piece)
     commands |= {piece.replace("qerl", "python train.py", 1) for piece in named}
-    # Options that stand alone in the text are tried together with a recipe.
+    # The documents also name options without a command; these are tried with a recipe.
     commands |= {f"python train.py fit RECIPE {piece}" for _, piece in pieces(r"--(model|data|trainer)\.\S+ \S+")}
     return sorted(commands)
 
@@ -206,7 +206,7 @@ def test_the_readmes_examples_are_those_that_the_tests_run():
 
 
 def message(node: ast.AST) -> str:
-    """Text of a string in the source, a line break standing for each value that is put into it."""
+    """Return the text of a string in the source, with a line break in the place of each value that is inserted."""
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)  # pyright: ignore
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

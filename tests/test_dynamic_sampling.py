@@ -1,4 +1,5 @@
-"""Dynamic sampling trains on the first groups with a signal, whatever is asked for at once and by how many ranks."""
+"""Dynamic sampling trains on the first groups whose completions earned different rewards. The result does not depend on
+how many prompts are sampled at once, or by how many ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ G = 3
 
 
 def evaluation(prompts: Sequence[Prompt]) -> ScoredBatch:
-    """Groups of prompts that end in 1 have differing rewards."""
+    """Sample and score prompts; only groups of prompts that end in token 1 have different rewards."""
     return scored([[float(prompt.tokens[-1] == 1 and copy == 0) for copy in range(G)] for prompt in prompts], prompts)
 
 
@@ -34,7 +35,7 @@ def scored(
     finished: Sequence[Sequence[bool]] | None = None,
     **components: Sequence[Sequence[float]],
 ) -> ScoredBatch:
-    """Groups with these rewards, None where unscored."""
+    """Make groups with these rewards; None is a completion without a score."""
     size = len(rewards[0])
     prompts = prompts or [Prompt((index,), "") for index in range(len(rewards))]
     values = torch.tensor([float("nan") if value is None else value for group in rewards for value in group])
@@ -51,7 +52,7 @@ def scored(
 
 
 def signal(groups: ScoredBatch, **settings: Any) -> list[bool]:
-    """Groups with a signal under other settings."""
+    """Return for each group whether it would be trained on under other settings."""
     made = ScoredBatch.of(
         groups.prompts, groups.prompt_texts, groups.completions, groups.table, groups.group_size, **settings
     )
@@ -63,7 +64,8 @@ def prompts(signals: Sequence[bool], start: int = 0) -> list[Prompt]:
 
 
 def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Prompt]) -> tuple[Any, ...]:
-    """Everything sampled, the refills, the chosen share (or None) and how many were asked for each time."""
+    """Fill a batch; returns everything that was sampled, the number of refills, the chosen groups of this rank (or
+    None), and the number of prompts of each call."""
     from qerl_pl.common import ranks
 
     calls = []
@@ -139,7 +141,7 @@ def test_a_group_has_a_signal_if_a_row_in_the_loss_has_an_advantage():
     assert groups.has_signal.tolist() == [True, True, True, False, False]
     found = signal(groups, filter_truncated=True)
     assert found == [True, False, True, False, False]
-    # By the definition: what the loss sees of a group.
+    # By the definition, a group counts if the loss sees a token with an advantage that is not zero.
     advantages = group_advantages(groups.rewards, groups.scored)
     in_loss = groups.scored & ~torch.tensor(cut_off)
     assert found == [bool(row[keep].any()) for row, keep in zip(advantages, in_loss, strict=True)]

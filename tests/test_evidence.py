@@ -1,4 +1,4 @@
-"""Draws raise no alarm at the stated rate; what is no draw does."""
+"""Evidence from true samples of the policy raises alarms at most at the stated rate; other samples raise alarms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDS = torch.tensor([3, 7])
 
 
 def logits_of(kind: str, num: int, generator: torch.Generator) -> Tensor:
-    """[num, 50]: from nearly uniform to nearly certain."""
+    """Draw logits [num, 50] of a kind, from nearly uniform to nearly certain."""
     scale = {"flat": 0.1, "usual": 2.0, "sharp": 8.0}.get(kind)
     if scale is None:  # one certain token, and rare others
         logits = torch.zeros(num, 50)
@@ -41,14 +41,15 @@ def logits_of(kind: str, num: int, generator: torch.Generator) -> Tensor:
 
 
 def measured(logits: Tensor, sampled_from: Tensor, reported: Tensor, generator: torch.Generator) -> Tensor:
-    """[K] evidence of draws from one of three [N, V] logits; the trainer has the first, the engine reports the last."""
+    """Sample from ``sampled_from`` [N, V], and return the evidence, [K], of a trainer with ``logits`` and an engine
+    that reports log-probabilities of ``reported``."""
     tokens = torch.multinomial(sampled_from.softmax(1), 1, generator=generator)
     found = alternative_logprobs(logits.double(), tokens[:, 0], ENDS)
     return (found[:, 1:] - reported.double().log_softmax(1).gather(1, tokens)).sum(0)
 
 
 def nucleus(logits: Tensor, mass: float) -> Tensor:
-    """The logits with -inf for what top_p leaves out."""
+    """Set the logits of tokens that top_p leaves out to -inf."""
     p, order = logits.softmax(1).sort(dim=1, descending=True)
     is_out = (p.cumsum(1) - p >= mass).gather(1, order.argsort(dim=1))
     return logits.masked_fill(is_out, -torch.inf)
@@ -223,7 +224,7 @@ class TestCopies:
 
 class TestOrder:
     def drawn(self, generator: torch.Generator, groups: int = 16, size: int = 8) -> Tensor:
-        """[2, groups, size]: lengths with many ties, and real numbers."""
+        """Draw values [2, groups, size]: lengths, many of which are equal, and real numbers."""
         lengths = torch.randint(3, 8, (groups, size), generator=generator).double()
         return torch.stack([lengths, torch.randn(groups, size, generator=generator).double()])
 

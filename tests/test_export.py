@@ -1,4 +1,4 @@
-"""An exported adapter says what it belongs to, and is written whole or not at all."""
+"""An exported adapter says which base it belongs to, and is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.fixture(params=["offline", "no network", "not logged in"])
 def hub_fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What is wrong with the hub; yields what is said of it."""
+    """Imitate a fault of the hub; yields the words with which the program should report it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", request.param == "offline")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     if request.param != "not logged in":

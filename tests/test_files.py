@@ -1,4 +1,4 @@
-"""A file is there whole or not at all, only regular files are replaced, and errors of the system say what to do."""
+"""Files are written completely or not at all, only regular files are replaced, and system errors say what to do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_symbolic_link_stays_and_its_target_gets_the_text(tmp_path):
 
 
 def special_files(folder: Path) -> list[Path]:
-    """What is no regular file: a folder, a named pipe, a link to a device."""
+    """Make paths that are no regular files: a named pipe, a link to a device, a folder, and a device."""
     os.mkfifo(folder / "pipe")
     (folder / "null").symlink_to("/dev/null")
     (folder / "folder").mkdir()

@@ -1,4 +1,4 @@
-"""GGUF files as bases: written from a small checkpoint with the package gguf, and read back."""
+"""GGUF files as bases: they are written from a small checkpoint with the package gguf, and read back."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def write_gguf(
     architecture: str = "qwen2",
     metadata: Mapping[str, str | int] = {},
 ) -> Path:
-    """Write a Qwen2 checkpoint as a GGUF file: its matrices in Q8_0, the rest in fp32; without a head, as files of tied
-    models are, unless its matrix is given."""
+    """Write a Qwen2 checkpoint as a GGUF file with matrices in Q8_0 and everything else in fp32. The file has an output
+    matrix only if one is given, as files of models with tied embeddings have none."""
     config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)

@@ -1,4 +1,4 @@
-"""A hub that does not answer is waited for no longer than a few seconds, and what is tried is said first."""
+"""The program waits only a few seconds for a hub that does not answer, and says beforehand what it tries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qerl_pl.model import hub
 
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The address of a server that accepts connections and never answers, as the hub's."""
+    """Address of a server that accepts connections and never answers, set as that of the hub."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub, "ANSWER_S", 0.3)

@@ -1,6 +1,6 @@
 """Words of docstrings, comments, messages and documents: how docstrings start, and terms that are not the field's.
 
-A pattern here is a word that once had a private meaning in this repository, with the words that say it plainly.
+A pattern here is a word that once had a private meaning in this repository; next to it is what to write instead.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def name_of(path: Path) -> str:
 
 
 def docstrings(tree: ast.AST, public: bool = True) -> Iterator[tuple[int, str, bool]]:
-    """Line and text of every docstring, those under attributes too, and whether a public module, class or function
-    has it."""
+    """Yield line and text of every docstring, including those under attributes, and whether it belongs to a public
+    module, class or function."""
     for node in ast.iter_child_nodes(tree):
         is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         visible = public and not (is_definition and node.name.startswith("_"))
@@ -85,7 +85,7 @@ def docstrings(tree: ast.AST, public: bool = True) -> Iterator[tuple[int, str, b
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and words of all comments and string literals of Python, and of whole files of any other kind."""
+    """Yield line and text of all comments and string literals of a Python file; of any other file, the whole text."""
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         yield 1, source

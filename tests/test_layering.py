@@ -1,4 +1,4 @@
-"""The import rules of ARCHITECTURE.md, read off the source."""
+"""The import rules of ARCHITECTURE.md, checked against the source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STDLIB_ONLY = ("common/seeding", "noise/schedule", "tasks/arithmetic")
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it."""
+    """Find every module that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -38,14 +38,15 @@ ARROW_UP = {("qerl_pl/study/", "qerl_pl/__main__.py")}
 
 
 def floors() -> list[str]:
-    """The packages and files of ARCHITECTURE's table, from top to bottom."""
+    """List the packages and files of ARCHITECTURE's table, from top to bottom."""
     table = (ROOT / "ARCHITECTURE.md").read_text().partition("## Packages")[2].partition("\n\n- ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return [name for row in rows for name in row.strip(" `").split("`, `")]
 
 
 def floor_of(path: Path) -> str | None:
-    """The entry of the table that a file belongs to: the longest that its path begins with."""
+    """Find the entry of the table that a file belongs to: the longest one with which its path begins. None if there is
+    none."""
     name = str(path.relative_to(ROOT))
     return max((entry for entry in floors() if name.startswith(entry)), key=len, default=None)
 
@@ -70,7 +71,7 @@ def test_imports_only_go_down_the_table_of_the_architecture():
 
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_library_imports_nothing_above_it(path):
-    """Only the command line puts all parts together; nothing imports the script train.py."""
+    """Only the command line imports callbacks and data modules, and nothing imports the script train.py."""
     allowed = {"callbacks", "datamodules"} if path.parent.name == "cli" else set()
     assert not (packages_of(path) & {"callbacks", "datamodules", "train"}) - allowed
 
@@ -145,7 +146,8 @@ def test_functions_fit_in_a_head():
 
 
 def own_imports(path: Path) -> set[Path]:
-    """Files of this repository that a file imports, anywhere in it, or names in a string such as "qerl_pl.module"."""
+    """Find the files of this repository that a file imports, also inside functions, or names in a string such as
+    "qerl_pl.module"."""
     strings = {
         node.value
         for node in ast.walk(ast.parse(path.read_text()))
@@ -190,6 +192,7 @@ def test_the_top_level_is_the_design_cards():
 
 
 def test_test_files_have_names_of_their_own():
-    """pytest imports them by their file names alone, and refuses to collect the second of two equal ones."""
+    """pytest imports test files by their file names without folders, and refuses to collect two files of the same
+    name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

@@ -1,4 +1,4 @@
-"""Completions reach every logger that takes texts."""
+"""Completions are written to every logger that accepts texts."""
 
 from __future__ import annotations
 

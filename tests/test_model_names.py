@@ -1,4 +1,5 @@
-"""A model's name is enough: the hub, quantising at first use, and plans without weights or network."""
+"""A model's name is enough for a run: it is found in the hub, quantised at first use, and plans need no weights or
+network."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ NVFP4_RTN = Quantization(format="nvfp4")
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No network, and empty caches; returns the hub's."""
+    """Take away the network and start with empty caches; returns the folder of the hub's cache."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -39,7 +40,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_hub_cache(hub: Path, name: str, folder: Path) -> Path:
-    """Put a folder where the hub's client keeps a model that it has downloaded."""
+    """Copy a folder to the place where the hub's client keeps a model that it has downloaded; returns this place."""
     model = hub / f"models--{name.replace('/', '--')}"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("0" * 40)

@@ -1,4 +1,4 @@
-"""The program says what it is doing: at once before slow imports, and every few seconds of what lasts."""
+"""The program says what it is doing: before slow imports, and every few seconds while something takes long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_until(said, capsys: pytest.CaptureFixture[str]) -> str:
-    """Read stderr until ``said`` holds for what it has."""
+    """Read stderr until ``said`` of its text is true; returns the text. Fails after 20 seconds."""
     text, end = "", time.monotonic() + 20
     while not said(text):
         assert time.monotonic() < end, text

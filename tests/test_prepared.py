@@ -1,4 +1,5 @@
-"""What a run loads: published checkpoints are converted once, under a lock, into a cache that goes by content."""
+"""The folder that a run loads: published checkpoints are converted once, under a lock, into a cache whose key is the
+content of the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses ranks, seen from two of them."""
+"""Values that ranks exchange, checked on two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _talk(rank: int) -> dict[str, Any]:
 
 
 def _gradients(rank: int) -> list[tuple[list[float] | None, list[float] | None]]:
-    """Of two parameters: on both ranks, on one alone, on none."""
+    """Make this rank's gradients of two parameters in three cases: both ranks have them, one rank has them, or none."""
     return [([1.0 + rank], [2.0, 4.0 * rank]), (([3.0], [5.0, 7.0]) if rank else (None, None)), (None, None)]
 
 

@@ -1,4 +1,4 @@
-"""docs/real_models.md and docs/real_completions.md are what the script makes of the recorded lines."""
+"""Tests that docs/real_models.md and docs/real_completions.md are what the script writes from the recorded lines."""
 
 from __future__ import annotations
 

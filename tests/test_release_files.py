@@ -1,4 +1,4 @@
-"""Change log, citation and Dockerfile agree with the package."""
+"""Change log, citation file and Dockerfile agree with the package."""
 
 from __future__ import annotations
 

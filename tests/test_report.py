@@ -1,4 +1,4 @@
-"""The report of a run whose event files are damaged, and arguments that are no files."""
+"""The report of a run with damaged event files, and arguments that are no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder is one however it is written."""
+"""Different spellings of the path of a run's folder mean the same run."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DECAYS: tuple[Decay, ...] = get_args(Decay)
 
 
 def trend(num_stages: int, sigma_start: float, sigma_end: float) -> list[float]:
-    """Sigma of every stage as the published code of arXiv 2510.11696 makes it."""
+    """Compute sigma of every stage as the published code of arXiv 2510.11696 does."""
     noisy = num_stages - 1
     return [0.0] + [sigma_start * (sigma_end / sigma_start) ** (i / (noisy - 1)) for i in range(noisy)]
 

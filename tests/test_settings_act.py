@@ -1,4 +1,5 @@
-"""Every setting arrives where it acts, and one that has no effect with the others is refused or warned about."""
+"""Every setting reaches the code that uses it. A setting that has no effect in combination with others is refused, or
+causes a warning."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ ELSEWHERE = {
 
 @pytest.fixture
 def built(tmp_path, monkeypatch) -> train.QeRLCLI:
-    """The objects of a configuration in which nearly every setting of model and data has another value than its
+    """Create the objects of a configuration in which nearly every setting of model and data differs from its
     default."""
     from qerl_pl.tools.tiny import make_tiny
 
@@ -96,7 +97,7 @@ def built(tmp_path, monkeypatch) -> train.QeRLCLI:
 
 
 def held(value: Any, given: Any) -> Any:
-    """What an object holds of the given settings, in their form."""
+    """Read from an object the settings that are given, in the same structure."""
     if isinstance(given, dict):
         return {name: held(getattr(value, name), own) for name, own in given.items()}
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, needs no network, and says what the program does."""
+"""The documentation site can be built without a warning, needs no network, and agrees with the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program's threads soon sleep while they wait for each other, so that a run can share its cores."""
+"""Idle OpenMP threads of the program soon sleep instead of spinning, so that other processes can use their cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# An earlier test's vLLM sets LD_PRELOAD to libgomp, which then reads its variables before qerl_pl is imported.
+# If an earlier test has used vLLM, LD_PRELOAD names libgomp, which would read its variables before qerl_pl is imported.
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LD_PRELOAD")
 
 

@@ -1,4 +1,5 @@
-"""The small policy: generated problems, the careless solver, the tokenizer, and the folder that is written."""
+"""The tiny policy: generated problems, the solver that makes mistakes, the tokenizer, and the folder that is
+written."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ seeds = st.integers(0, 2**31)
 
 
 def step_results(text: str) -> list[tuple[int, str, int, int]]:
-    """(total before, sign, operand, total after) of every line of work."""
+    """Read (total before, sign, operand, total after) from every line of a solution."""
     found = re.findall(r"(\d+)([+-])(\d+)=(\d+)", text)
     return [(int(before), sign, int(operand), int(after)) for before, sign, operand, after in found]
 

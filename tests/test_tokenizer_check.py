@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates that would train on nonsense are refused."""
+"""Tokenizers and chat templates with which training would be meaningless are refused."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def test_a_generation_prompt_is_needed_only_where_something_comes_before_an_answ
 
 @pytest.fixture
 def with_added(base: Path) -> Path:
-    """A base whose tokenizer has two tokens above vocab_size, one of them for padding, also in config.json."""
+    """Folder of a base whose tokenizer has two tokens above vocab_size; one of them is the padding token, and
+    config.json names both."""
     config = json.loads((base / "config.json").read_text())
     tokenizer = read_tokenizer(base)
     size = config["vocab_size"]

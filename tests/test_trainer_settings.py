@@ -1,4 +1,4 @@
-"""Trainer settings that a run cannot have are refused by name."""
+"""Settings of the Lightning trainer that a run cannot use are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and the update of a batch that two ranks share are those of one rank that has all of it."""
+"""Losses and the update of a batch that two ranks share equal those of one rank with the whole batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ OBJECTIVES = {
         aggregation="sequence", teacher=TeacherTerm(coefficient=0.5, divergence="jensen_shannon")
     ),
 }
-# By group. Some have no signal; in the last batches that is all of the second rank's share, then everything.
+# Advantages of each group. Groups of zeros give no gradient: in the second batch these are all groups of the second
+# rank, in the third batch all groups.
 ADVANTAGES = {
     "mixed": [[1.0, -1.0], [0.5, -0.5], [0.0, 0.0], [-1.0, 1.0]],
     "one silent rank": [[1.0, -1.0], [0.0, 0.0], [0.5, -0.5], [0.0, 0.0]],
@@ -50,7 +51,7 @@ ADVANTAGES = {
 
 
 def batch_of(advantages: list[list[float]]) -> Experience:
-    """Rows of different lengths, one of them left out of the loss."""
+    """Make rows of different lengths, one of which is left out of the loss."""
     num_rows = GROUP * len(advantages)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(PROMPT + 1, LONGEST + 1, (num_rows,), generator=generator)
@@ -76,7 +77,7 @@ def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
 
 
 def two_updates(base: str, objective: Objective, experience: Experience, mini_batches: int) -> dict[str, Tensor]:
-    """Trained parameters and metrics after two passes of clipped steps."""
+    """Do two passes of optimizer steps with gradient clipping; returns the trained parameters and the metrics."""
     policy = loaded(base, dtype=torch.float32, lora=LoraSettings(rank=2, alpha=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
@@ -112,7 +113,8 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
 
 
 def every_advantage(rank: int, num_ranks: int) -> Tensor:
-    """Of unequal shares, divided by the std of the rewards of all ranks."""
+    """Compute advantages of this rank's groups, divided by the standard deviation of the rewards of all ranks, which
+    have different numbers of groups."""
     rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.9], [0.0, 0.2, 0.0]])
     scored = torch.tensor([[True, True, True], [True, False, True], [True, True, True]])
     mine = slice(rank, None, num_ranks)
@@ -148,7 +150,7 @@ def test_two_ranks_take_the_step_of_one_and_report_the_same(tmp_path):
             assert torch.equal(first[case][name], second[case][name]), f"{case}: {name} differs between the ranks"
             torch.testing.assert_close(first[case][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
     moved = {case: result["train/grad_norm"].item() for case, result in whole.items()}
-    # The gradient of a KL penalty is zero where the policy has not changed, but for rounding.
+    # While the policy has not changed, the gradient of a KL penalty is zero up to rounding.
     assert [case for case, norm in moved.items() if norm < 1e-6] == [
         "dapo, silence, 1",
         "top entropy, corrected, silence, 1",
@@ -161,7 +163,8 @@ MOST_TOKENS = 11
 
 
 def gradient(rows: list[Tensor], weights: Tensor) -> Tensor:
-    """Of the loss with respect to the logprobs, [B, S]; rows are logprobs, old logprobs, advantages, mask."""
+    """Compute the gradient of the loss with respect to the log-probabilities, [B, S]. ``rows`` are log-probabilities,
+    old log-probabilities, advantages and the mask."""
     logprobs = rows[0].detach().requires_grad_()
     clipped_policy_loss(logprobs, rows[1], rows[2], rows[3], weights).loss.backward()
     assert logprobs.grad is not None

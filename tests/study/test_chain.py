@@ -46,8 +46,8 @@ NOISE = {
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> int:
-    """Send SIGKILL to the process groups of a process and of its children at once, as a machine does that loses its
-    power: none of them can react to the end of another. Returns the number of its children."""
+    """Send SIGKILL to the process groups of a process and of its children at once, as if the machine lost its power: no
+    process can react to the end of another one. Returns the number of children."""
     os.kill(process.pid, signal.SIGSTOP)  # it starts no more children
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for group in (*map(int, children), process.pid):
@@ -57,7 +57,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> int:
 
 
 def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
-    """Run a command to its end, or until it is killed."""
+    """Run a command until it ends or, with ``killed_when``, until this returns True and the command is killed."""
     process = subprocess.Popen([sys.executable, "-m", "qerl_pl", *arguments], start_new_session=True)
     try:
         if killed_when is None:
@@ -73,7 +73,8 @@ def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
 
 
 def finished_study(folder: Path, *, killed: bool) -> Study:
-    """Make a policy, run a study of it, and analyse it; if asked for, kill it while it trains the second seed."""
+    """Make a policy, run a study of it, and analyse the study. With ``killed``, the study is killed while it trains the
+    second seed, and started again."""
     make_tiny(folder / "policy", sft_steps=0)
     content: dict[str, Any] = {
         "output": str(folder / "study"),
@@ -100,7 +101,7 @@ def finished_study(folder: Path, *, killed: bool) -> Study:
 
 
 def readouts_of(study: Study) -> list[dict[str, str]]:
-    """Read the analysis's table of runs, without durations."""
+    """Read the analysis's table of values per run, without the durations."""
     with (study.output / "analysis" / "readouts.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in rows]

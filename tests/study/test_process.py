@@ -1,4 +1,4 @@
-"""A run's commands in one process, with the results of processes of their own."""
+"""All commands of a run in one process give the results that they give in separate processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commands(base: Path, folder: Path, *more: str) -> list[Command]:
-    """A training and two evaluations of its policy."""
+    """Make the commands for a training and for two evaluations of its policy."""
     common = [*TOY, "--model.base", str(base), *more]
     found = [Command("fit", ["fit", *common, "--run_dir", str(folder), "--ckpt_path", "last"])]
     for name, num, max_tokens in (("many", 3, 4), ("long", 1, 40)):
@@ -37,13 +37,13 @@ def commands(base: Path, folder: Path, *more: str) -> list[Command]:
 
 
 def execute(words: list[str]) -> int:
-    """Exit status of ``python -m MODULE ARGUMENTS`` in a fork that need not import."""
+    """Run ``python -m MODULE ARGUMENTS`` in a fork of a process that has done the imports; returns the exit status."""
     assert words[:2] == [sys.executable, "-m"]
     return Program(words[3:], script=words[2]).wait()
 
 
 def result(folder: Path, name: str) -> dict[str, Any]:
-    """Results of an evaluation."""
+    """Read the results of an evaluation."""
     (path,) = (folder / "evaluations" / name).rglob("test.json")
     return json.loads(path.read_text())
 

@@ -1,4 +1,4 @@
-"""The registration of the study in docs/study.md says what its configuration files do."""
+"""The study's registration in docs/study.md agrees with the configuration files of the study."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def study(name: str) -> Study:
 
 
 def noise_of(arm: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of AQN in an arm."""
+    """Read the settings of AQN in an arm."""
     callbacks = arm.get("trainer", {}).get("callbacks+", [])
     return [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.aqn.AdaptiveQuantizationNoise"]
 

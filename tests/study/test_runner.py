@@ -1,4 +1,5 @@
-"""Runs as processes: several at the same time, with failures and kills; finished commands never run again."""
+"""The runner starts runs as processes, several at a time, and survives failures and kills; it never repeats a finished
+command."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def small_processes_that_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def words(run: Path, commands: Sequence[Command]) -> list[str]:
-    """Replace training by a small program whose behaviour is chosen by the arm's name."""
+    """Return a command line that replaces training by a small program; the arm's name chooses what this program
+    does."""
     behaviour = next(part for part in ("fails-once", "fails", "slow", "good") if part in run.parts)
     folders = [(name, arguments[arguments.index("--run_dir") + 1]) for name, arguments in commands]
     return [sys.executable, "-c", WORK, str(run), behaviour.replace("-", " "), json.dumps(folders)]
@@ -77,7 +79,7 @@ def work(study: Study, *, jobs: int = 3) -> Runner:
 
 
 def when_it_steps(folder: Path, act: Callable[[], object]) -> None:
-    """Do something in a thread as soon as the command that writes to a folder has done its first step."""
+    """Call ``act`` in a thread as soon as the command that writes to ``folder`` has done its first step."""
 
     def wait() -> None:
         while not (folder / "steps").exists():

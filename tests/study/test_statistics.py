@@ -1,4 +1,4 @@
-"""The test that decides a study, its interval, its power, and Holm's adjustment."""
+"""The significance test of a study, its confidence interval, its power, and Holm's adjustment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from qerl_pl.study.statistics import (
 
 
 def flipped_p(values: list[float], centre: float = 0.0) -> float:
-    """The p-value of the sign-flip test by its definition: the share of sign patterns with as extreme a mean."""
+    """Compute the p-value of the sign-flip test by its definition: the share of sign patterns whose mean is at least as
+    far from 0."""
     shifted = np.asarray(values) - centre
     seen = abs(shifted.mean())
     signs = itertools.product((1, -1), repeat=len(values))

@@ -1,4 +1,4 @@
-"""The file of a study, and the runs and commands that it defines."""
+"""The file of a study, and the runs and commands that follow from it."""
 
 from __future__ import annotations
 

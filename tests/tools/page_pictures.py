@@ -1,6 +1,6 @@
-"""Picture of the run page for the documents: python -m tests.tools.page_pictures RUN [RUN ...] --output docs.
+"""Make the picture of the run page for the documents: python -m tests.tools.page_pictures RUN [RUN ...] --output docs.
 
-Writes run_page.png (completions, dark) from the page of these runs.
+Writes run_page.png, which shows the completions of these runs in the page's dark colours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def take(page: Path, output: Path, profile: Path) -> None:
 
 
 def main() -> None:
-    """Make the page in a folder of its own, and take the picture."""
+    """Make the page of the runs in a temporary folder, and take the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, default=Path("docs"))

@@ -1,4 +1,4 @@
-"""``qerl init`` writes files with which the next command works, and never overwrites any; ``qerl --version``."""
+"""``qerl init`` writes files with which the next command works, and never overwrites a file; ``qerl --version``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A merged model is the policy that was trained: exactly so in fp32, and as near as its rounding lets it in a file."""
+"""A merged model equals the policy that was trained: exactly in fp32, and in a file up to the rounding of its dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Help and mistakes in options and paths are answered before anything slow is imported."""
+"""Help, and errors about options and paths, are printed before anything slow is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run: what it holds, that text of a model stays text, and that nothing leaves it."""
+"""The page of a run: what it contains, that completions cannot act as HTML, and that it needs no network."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(tmp_path) -> Path:
 
 
 class Scripts(html.parser.HTMLParser):
-    """The script elements of a page, and whether there are images or forms."""
+    """Collects the scripts, the names of all tags and the content security policy of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of a run in a browser: 10 000 completions, the keyboard, no request that leaves it."""
+"""The page of a run in a browser: 10 000 completions, use by keyboard, and no request to other addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PIECES = {at: f" {word}" for at, word in enumerate(WORDS)}
 
 
 def write_rollout(folder: Path, step: int, count: int = EACH, length: int = 250, *, tokens: bool = False) -> None:
-    """A file of completions, each of as many words as tokens."""
+    """Write a file of completions of ``length`` tokens, one word each, and with ``tokens`` the file of values per
+    token."""
     drawn = random.Random(step)
     lines, rows = [], []
     for at in range(count):
@@ -60,7 +61,8 @@ def write_rollout(folder: Path, step: int, count: int = EACH, length: int = 250,
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> list[Path]:
-    """Two seeds of one arm, 10 000 completions together, tokens of every tenth rollout."""
+    """Make folders of two seeds of one arm with 10 000 completions together; every tenth rollout has values per
+    token."""
     folders = [tmp_path_factory.mktemp("runs") / f"seed-{seed}" for seed in (1, 2)]
     for seed, folder in enumerate(folders, 1):
         with SummaryWriter(str(folder)) as writer:
@@ -84,7 +86,7 @@ def page(runs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def browse(tmp_path) -> Callable[[Callable[[Tab], Awaitable[Any]]], Any]:
-    """``browse(visit)``: what a coroutine makes of a new tab."""
+    """Return a function that calls a coroutine with a new tab, and returns its result: ``browse(visit)``."""
 
     async def start(visit: Callable[[Tab], Awaitable[Any]]) -> Any:
         async with browser_tab(tmp_path / "profile") as tab:

@@ -1,4 +1,4 @@
-"""Places that are no files or folders are refused by name, before anything is read or drawn."""
+"""Paths that are not the expected kind, file or folder, are refused by name before anything is read or drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric has the same value where two ranks share the rows as where one rank has all of them."""
+"""Metrics of rows that two ranks share equal those of one rank with all rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def means_of(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def metrics() -> dict[str, tuple[Metric, list[tuple[Tensor, ...]]]]:
-    """Of each a new one, and its arguments on two ranks, the second of which may have nothing."""
+    """Make a new metric of each kind, with its arguments on two ranks; the second rank may have no values."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(9, generator=generator)
     none, scores = torch.empty(0), torch.tensor([1.0, 0.0, NAN, 1.0])
@@ -44,7 +44,8 @@ def metrics() -> dict[str, tuple[Metric, list[tuple[Tensor, ...]]]]:
 
 
 def values_on(rank: int) -> dict[str, dict[str, float]]:
-    """Twice each, so that a metric that is used again shows what it kept."""
+    """Compute every metric twice on this rank, and return the second values: a metric must not keep values of its first
+    use."""
     found = {}
     for name, (metric, shares) in metrics().items():
         for _ in range(2):
@@ -85,7 +86,8 @@ def test_a_mean_over_a_value_that_is_not_finite_is_not_finite():
 
 @pytest.fixture
 def group_of_one_gpu(tmp_path):
-    """A process group as vLLM leaves it in a run of one GPU: one process, and no backend for tensors on the CPU."""
+    """Make the process group that vLLM leaves in a run on one GPU: of one process, without a backend for tensors on the
+    CPU."""
     dist.init_process_group("cuda:gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
