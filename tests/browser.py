@@ -33,9 +33,9 @@ class Tab:
         self._socket = socket
         self._count = 0
         self.requests: list[str] = []
-        """URLs that the page asked for, those that its policy then refused included."""
+        """URLs that the page requested, including those that its content security policy then refused."""
         self.errors: list[str] = []
-        """Uncaught exceptions, and what the console says of errors."""
+        """Uncaught exceptions, and error messages of the console."""
 
     async def call(self, method: str, **settings: Any) -> dict[str, Any]:
         """Send a command of the protocol and wait for its answer; events on the way are noted."""

@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Set-up for all tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _postponed_annotations.TypeCheckingVisitor = ParsesOnce
 
 
 OWN_BYTES = 3 * 2**30
-"""Most that this process holds on a GPU besides torch's memory: contexts, and vLLM's memory pool."""
+"""Most GPU memory that this process holds in addition to torch's: contexts, and vLLM's memory pool."""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -85,7 +85,7 @@ WHOLE = {
     "ministral3": "mistral3",
     "qwen3_5_text": "qwen3_5",
 }
-"""Families whose checkpoints mostly have a vision part, with the model_type of the whole."""
+"""Text families whose published checkpoints mostly have a vision part -> model_type of the whole checkpoint."""
 
 
 def with_vision(text: PretrainedConfig) -> PretrainedConfig:

@@ -10,7 +10,7 @@ import torch
 
 
 def main() -> None:
-    """Take and free."""
+    """Take and free memory until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=8.0, help="most GiB at a time")
     most = int(parser.parse_args().gib * 2**30)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 FILE = "QERL_PL_SUPPORT"
-"""Environment variable with the file that notes are added to; without it none are written."""
+"""Environment variable with the file to which records are appended; without it none are written."""
 CAPABILITIES = ("quantise", "train", "vLLM rollout", "AQN", "canary", "export", "resume", "stock vLLM and PEFT")
 
 

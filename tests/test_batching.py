@@ -1,4 +1,4 @@
-"""Rows divided into micro-batches."""
+"""Division of rows into micro-batches."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_file_that_is_not_there_is_not_damaged(io, tmp_path):
 
 @pytest.fixture
 def free(monkeypatch):
-    """Nothing is written before this event."""
+    """Event before which nothing is written in the background."""
     event, save = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: event.wait(20) and save(*args))
     return event

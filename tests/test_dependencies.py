@@ -21,7 +21,7 @@ from tests.vllm_requirements import unmet
 ROOT = Path(__file__).parent.parent
 OURS = {"qerl_pl", "callbacks", "datamodules", "train", "tests", "configs"}
 OPTIONAL = {"vllm", "humming", "cuda", "liger_kernel", "datasets", "gguf"}
-"""In extras; the Makefile installs the CPU build of vLLM."""
+"""Packages that are not required: extras of pyproject.toml, and vLLM, whose CPU build the Makefile installs."""
 
 
 def imported() -> set[str]:

@@ -54,7 +54,7 @@ DIALECT = {
     rf"\b(?:{COUNTED}) an? (?:{UNIT})\b": "per step, per token, ...",
 }
 ALLOWED = {}
-"""File and match that are meant as they stand."""
+"""(File, match) of uses in which a pattern's words have their ordinary meaning."""
 
 
 def files(*suffixes: str) -> list[Path]:

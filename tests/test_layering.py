@@ -34,7 +34,7 @@ def packages_of(path: Path) -> set[str]:
 LIBRARY = sorted((ROOT / "qerl_pl").rglob("*.py"))
 PRODUCT = [*LIBRARY, *(path for folder in ("callbacks", "datamodules") for path in (ROOT / folder).glob("*.py"))]
 ARROW_UP = {("qerl_pl/study/", "qerl_pl/__main__.py")}
-"""The one import that goes up ARCHITECTURE's table."""
+"""(Importing entry, imported entry) of the only imports that go up in ARCHITECTURE's table."""
 
 
 def floors() -> list[str]:

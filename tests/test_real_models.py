@@ -23,7 +23,7 @@ PROBLEMS = 60
 
 
 def validation(rollouts: int, strict: str, lenient: str | None = None) -> dict[str, Any]:
-    """One validation, as tests/bench/bench_real_runs.py writes it."""
+    """Make a record of a validation as tests/bench/bench_real_runs.py writes it."""
     lenient = lenient or strict
     shares = {name: text.count("1") / len(text) for name, text in (("strict", strict), ("lenient", lenient))}
     return {
@@ -39,7 +39,7 @@ def validation(rollouts: int, strict: str, lenient: str | None = None) -> dict[s
 def run(
     arm: str, seed: int, *, task: str = "gsm8k_verl", rollouts: int = 116, alarm: str | None = None
 ) -> dict[str, Any]:
-    """One run with drawn verdicts."""
+    """Make a record of a run with random verdicts."""
     generator = np.random.default_rng([seed, *arm.encode()])
 
     def verdicts(share: float) -> str:

@@ -77,7 +77,8 @@ ELSEWHERE = {
     *("base", "base_format", "quantize", "optimizer", "max_prompt_tokens", "stop", "seed"),
     *("source", "tokenizer", "template_arguments", "date"),
 }
-"""Settings that are objects, are linked, or have tests of their own, because they depend on the base's files."""
+"""Settings that this test leaves out: they are objects, are set by other settings, or depend on the base's files and
+have other tests."""
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def batch_of(advantages: list[list[float]]) -> Experience:
 
 
 def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
-    """Groups rank, rank + num_ranks, ..."""
+    """Return the rows of the groups rank, rank + num_ranks, ..."""
     rows = torch.arange(len(batch.tokens)).view(-1, GROUP)[rank::num_ranks].flatten()
     return Experience(**{name: tensor[rows] for name, tensor in vars(batch).items()})
 
@@ -172,7 +172,7 @@ def gradient(rows: list[Tensor], weights: Tensor) -> Tensor:
 
 
 def gradients_of(rank: int, batch: list[Tensor]) -> dict[str, list[Tensor]]:
-    """Every second row is this rank's."""
+    """Compute gradients; every second row is this rank's."""
     mine, gradients = [field[rank::2] for field in batch], {}
     for aggregation in AGGREGATIONS:
         divisor = count_divisor(mine[3], aggregation, max_tokens=MOST_TOKENS)

@@ -34,7 +34,7 @@ NOT_NEEDED = {
     "torchvision",
     "watchfiles",
 }
-"""Requirements of parts of vLLM that rollouts do not use: servers, images, sound, sampling by a grammar and others."""
+"""Requirements of parts of vLLM that rollouts do not use, such as servers, images, sound, and sampling by a grammar."""
 
 
 def unmet(requirements: Iterable[str]) -> list[str]:

@@ -35,7 +35,7 @@ BROKEN = ("old_adapter", "no_adapter", "swapped_matrix", "unused_adapter", "stal
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     parser = parser_with(__doc__, "--size", "--folder", adapters=5)
-    parser.add_argument("--layers", type=int, help="instead of the size's own")
+    parser.add_argument("--layers", type=int, help="number of blocks, instead of the size's")
     parser.add_argument("--format", choices=FORMATS, default="nvfp4")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args(argv)

@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     add("what", choices=("step", "loss", "trl"))
     add("--model", type=Path, required=True, help="GGUF file or folder of the student")
     add("--teacher", type=Path, help="GGUF file or folder of the teacher (default: the model)")
-    add("--quantize", help="format of both, e.g. nvfp4 (default: 16 bits); of step alone")
+    add("--quantize", help="4-bit format of both models, e.g. nvfp4 (default: 16 bits); only for step")
     add("--problems", type=Path, required=True, help="gsm8k_train.jsonl, next to gsm8k_test.jsonl")
     add("--task", default="gsm8k_verl", help="file of configs/tasks (default: %(default)s)")
     add("--divergences", nargs="+", choices=DIVERGENCES, default=[NONE, "sampled", "reverse"])

@@ -381,7 +381,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--calibration-samples", type=int, default=64)
     add("--calibration-length", type=int, default=256, help="tokens of a calibration sample")
     add("--prompts", type=int, default=64, help="test problems whose completions are compared")
-    add("--completions", type=int, default=1, help="of each of these problems")
+    add("--completions", type=int, default=1, help="completions of each of these problems")
     add("--tokens", type=int, default=512, help="longest sampled completion")
     add("--accuracy", action="store_true", help="also answer all test problems greedily")
     add("--answer-tokens", type=int, default=1024, help="longest greedy completion")
@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--problems", type=int, help="number of test problems (default: all)")
     add("--engine", choices=("vllm", "transformers"), default="vllm")
     add("--kv-cache-gib", type=float, default=8.0)
-    add("--batch-tokens", type=int, default=16384, help="of a pass, with padding")
+    add("--batch-tokens", type=int, default=16384, help="tokens of a pass, with padding")
     add("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
     args = parser.parse_args(argv)
     for model in args.models:

@@ -29,7 +29,7 @@ CACHE_BYTES, CALLS, LOCKS = 3e8, 12, 4096
 
 
 def random_linear(outputs: int, inputs: int) -> tuple[Any, dict[str, Tensor]]:
-    """``humming_linear`` of random weights."""
+    """Make a linear layer with random weights by ``humming_linear``."""
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     return humming_linear(codes, (torch.rand(outputs, inputs // 16, device="cuda") + 0.5).to(torch.float8_e4m3fn))
 

@@ -39,7 +39,7 @@ HOUR = [
     "score --reward gsm8k --input rows.jsonl --output gsm8k.jsonl",
     "score --reward math --input rows.jsonl --output math.jsonl",
 ]
-"""Command lines, in an order in which each finds the files that it needs."""
+"""Command lines, in an order in which earlier ones write the files that later ones need."""
 
 
 def observe(arguments: list[str], folder: Path) -> dict[str, Any]:

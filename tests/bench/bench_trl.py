@@ -164,7 +164,7 @@ class StepTimes:
         self._began = now()
 
     def end(self) -> None:
-        """Note the step that ends now."""
+        """Record the step that ends now."""
         step = now() - self._began
         phases = {phase: self._watch.seconds[phase] for phase in self.PHASES}
         phases["rollout"] -= phases["sync"]
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--group", type=int, default=GROUP, help="completions per prompt")
     add("--mean", type=int, help="mean length of completions that are as different as a recipe's")
-    add("--updates", type=int, default=1, help="passes over question rollout")
+    add("--updates", type=int, default=1, help="passes over each rollout")
     add("--steps", type=int, default=3, help="rollouts")
     add("--rows", type=int, default=GROUP, help="completions of a micro-batch")
     add("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")

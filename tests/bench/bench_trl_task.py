@@ -369,7 +369,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_with(__doc__, "--output")
     add = parser.add_argument
     add("--model", type=Path, help="folder of the model, in bf16")
-    add("--problems", type=Path, help="GSM8K's training problems, beside gsm8k_test.jsonl")
+    add("--problems", type=Path, help="GSM8K's training problems, next to gsm8k_test.jsonl")
     add("--task", type=Path, default=ROOT / "configs" / "tasks" / "gsm8k_verl.yaml")
     add("--steps", type=int, help="default: the task's")
     add("--at", type=int, nargs="*", help="steps to evaluate at; default: 0, the middle and the end")
@@ -381,7 +381,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--generation", choices=["vllm", "transformers"], default="vllm")
     add("--utilization", type=float, default=0.3, help="share of the GPU for vLLM; 0.3 is TRL's own")
     add("--sleep", action="store_true", help="vLLM gives its memory back during updates")
-    add("--tiny", action="store_true", help="4 prompts with completions of 16 tokens, to try it out")
+    add("--tiny", action="store_true", help="4 prompts with completions of 16 tokens, for a trial")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("trl") is None or args.model is None or args.problems is None:
         print("nothing measured: it needs trl, --model and --problems", file=sys.stderr)

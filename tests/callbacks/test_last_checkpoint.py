@@ -41,7 +41,7 @@ class Counts(LightningModule):
         return DataLoader(range(1))  # pyright: ignore[reportArgumentType]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Nothing to see."""
+        """Validate nothing."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([self.count], lr=1.0)

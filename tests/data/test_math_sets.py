@@ -94,7 +94,7 @@ WORDS = [f"w{number}" for number in range(40)]
 
 
 def shares_a_run(left: str, right: str, num_words: int) -> bool:
-    """The definition, by brute force."""
+    """Compare all runs of words, which is the definition."""
     a, b = left.split(), right.split()
     if not a or not b:
         return False

@@ -42,7 +42,7 @@ def engine(unpadded, tmp_path_factory, request: pytest.FixtureRequest) -> Iterat
 
 
 def graphs(engine: VLLMEngine) -> Any:
-    """The engine's ``DecodingGraphs``."""
+    """Return the engine's ``DecodingGraphs``."""
     return engine._call(lambda worker: worker.model_runner.prepare_inputs.__self__)
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def product(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The product's packages, without the folder."""
+    """Copy the product's packages without the folder qerl_pl/hopper."""
     folder = tmp_path_factory.mktemp("product")
     for name in ("qerl_pl", "callbacks", "datamodules", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("hopper", "__pycache__"))

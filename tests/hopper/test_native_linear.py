@@ -255,7 +255,7 @@ def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128),
 
 
 def sums(wrapped: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Base and adapter in fp64."""
+    """Compute the output of base and adapter in fp64."""
     from qerl_pl.kernels.lora import add_lora_reference
 
     a, b = ([matrix[0, 0] for matrix in stacked] for stacked in (wrapped.lora_a_stacked, wrapped.lora_b_stacked))

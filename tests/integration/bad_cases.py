@@ -24,16 +24,16 @@ class Case(NamedTuple):
     """One call of the program."""
 
     words: str
-    """Command line with names in braces for the folder of the case, the toy's configuration and parts of ``Bases``."""
+    """Command line; the folder of the case, the toy's configuration and parts of ``Bases`` are names in braces."""
     make: Callable[[Bases, Path], object] | None = None
-    """Writes files of this case into its folder."""
+    """Function that writes additional files of this case to its folder."""
     what: str = ""
-    """What these files are."""
+    """Description of these files, for the name of the case."""
     environment: Mapping[str, str] = {}
     file_bytes: int | None = None
-    """Largest size of a file that the process may write, as where a disk is full; None: any."""
+    """Largest size of a file that the process may write, to imitate a full disk; None: no limit."""
     unprivileged: bool = False
-    """Whether the process gives up the privileges of root, if it has them."""
+    """Whether the process gives up the privileges of root if it has them."""
 
     @property
     def name(self) -> str:
@@ -159,7 +159,7 @@ TOGETHER = (
     "--model.base /nowhere",
     "--model",
 )
-"""Settings that have no effect with the others or that contradict them, and options that do not exist."""
+"""Settings that have no effect together with the other settings or contradict them, and unknown options."""
 
 
 CALLBACKS = (

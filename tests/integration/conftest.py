@@ -45,7 +45,7 @@ def run(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def arguments(subcommand: str, base: Path, run_dir: Path, *more: str) -> list[str]:
-    """The command line of a run."""
+    """Make the command line of a run."""
     return [subcommand, "-c", str(TOY), "--model.base", str(base), "--run_dir", str(run_dir), *more]
 
 
@@ -55,13 +55,13 @@ def launch(*args: Any, **kwargs: Any) -> Program:
 
 
 def load_last(run_dir: Path) -> dict[str, Any]:
-    """The last checkpoint."""
+    """Read the last checkpoint."""
     return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
 
 
 OF_THE_LAST_VALIDATION = ("/current_score", "/epoch_loop.val_loop.batch_progress/current/")
-"""Parts of a checkpoint's state that the next validation sets anew before anything reads them: Lightning counts no
-batches of a validation that a resumed run has behind it, and does not restore the score."""
+"""Parts of a checkpoint's state that may differ in a resumed run: Lightning restores neither the score of the last
+validation nor its number of batches. The next validation replaces both before anything reads them."""
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:

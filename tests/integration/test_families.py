@@ -174,8 +174,8 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", NAMES)
 def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
-    # Noise on the norms moves tokens to other experts. In a random model these compute something unrelated, which
-    # callbacks.RolloutEvidence finds, unless weights, and with them the outputs of all experts, are small.
+    # Noise on the norms makes routers choose other experts. In a random model their outputs are unrelated, and
+    # callbacks.RolloutEvidence would stop the run, unless all weights, and so the outputs of all experts, are small.
     base = make_base(family, **({"initializer_range": 0.05} if FAMILIES[family].experts else {}))
     used = assert_whole_run(run, family, base, tmp_path, gap=1e-4)
     resumed = tmp_path / "resumed"

@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
-    """The name of a model family."""
+    """Name of a model family, one of ``FAMILIES``."""
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""python -m qerl_pl plan."""
+"""The command python -m qerl_pl plan."""
 
 from __future__ import annotations
 

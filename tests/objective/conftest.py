@@ -21,13 +21,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def policy(base: str) -> Policy:
-    """Its policy, which equals the base."""
+    """Load a policy on the base; its adapter is untrained, so it equals the base."""
     return load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
 
 
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Teacher:
-    """Another model with the policy's tokens."""
+    """Make another model with the same tokens as the policy."""
     folder = tmp_path_factory.mktemp("objective") / "teacher"
     make_tiny(folder, seed=1, sft_steps=0)
     return Teacher(str(folder), dtype=torch.float32, device="cpu")

@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def written_as_loops(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    """GKD's equation 1, token by token."""
+    """Compute equation 1 of the GKD paper token by token."""
     total = torch.zeros((), dtype=p.dtype)
     for a, b in zip(p, q, strict=True):
         mixture = beta * b + (1 - beta) * a

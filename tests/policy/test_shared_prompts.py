@@ -49,7 +49,7 @@ def layout_of(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout:
 
 
 def places(layout: Layout, row: int, prompts: Tensor, lengths: Tensor) -> list[int]:
-    """The indices of a row's tokens."""
+    """Return the places of a row's tokens in the layout."""
     end, own = int(layout.prompt_ends[row]) + 1, int(layout.own_starts[row])
     return [*range(end - int(prompts[row]), end), *range(own, own + int(lengths[row] - prompts[row]))]
 

@@ -1,4 +1,4 @@
-"""Calibration text to tokens."""
+"""Calibration files are read and turned into rows of tokens."""
 
 from __future__ import annotations
 

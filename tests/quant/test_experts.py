@@ -161,7 +161,7 @@ def test_stacks_are_dequantised_as_each_expert_is_alone(fmt):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a mixture, ``dense`` and ``nvfp4``."""
+    """Folder of a checkpoint with a mixture of experts, as ``dense`` and ``nvfp4``."""
     folder = tmp_path_factory.mktemp("experts")
     save_dense(folder / "dense", tiny_config("qwen3_moe"))
     quantize_checkpoint(folder / "dense", folder / "nvfp4")

@@ -30,7 +30,7 @@ SMALL = {
 
 
 def folder_with(path: Path, **changes: object) -> Path:
-    """A folder of config.json alone."""
+    """Make a folder that has only a config.json."""
     path.mkdir(exist_ok=True)
     config = {name: value for name, value in {**SMALL, **changes}.items() if value != "none"}
     (path / "config.json").write_text(json.dumps(config))

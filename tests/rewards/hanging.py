@@ -51,8 +51,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--hanging", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--time_limit", type=float, default=3.0, help="seconds of processor time a row")
-    parser.add_argument("--kills", type=int, default=3, help="workers killed with SIGKILL on the way")
+    parser.add_argument("--time_limit", type=float, default=3.0, help="seconds of CPU time per row")
+    parser.add_argument("--kills", type=int, default=3, help="workers that are killed with SIGKILL during the run")
     args = parser.parse_args()
 
     rows, scores = draw(args.rows, args.hanging, seed=0)

@@ -114,7 +114,7 @@ class Setup:
     adapter: Mapping[str, Tensor]
     other_adapter: Mapping[str, Tensor]
     norms: Mapping[str, Tensor]
-    """The clean norm weights that belong to ``adapter``."""
+    """Norm weights that belong to ``adapter``, without noise."""
 
     def reset(self) -> None:
         """Load ``adapter`` into trainer and engine, and remove all noise."""
@@ -206,7 +206,7 @@ def make_engine(name: str) -> RolloutEngine:
 
 
 FORMS = {"dense": ("dense", False), "nvfp4": ("nvfp4", False), "trained norms": ("separate", True)}
-"""Name to checkpoint and whether norms are trained."""
+"""Name -> checkpoint, and whether norms are trained."""
 
 
 @pytest.fixture(

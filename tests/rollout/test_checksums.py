@@ -18,7 +18,7 @@ def signed(value: int) -> int:
 
 
 def by_definition(tensor: Tensor) -> int:
-    """With Python's integers, element by element."""
+    """Compute the checksum with Python's integers, element by element."""
     total = 0
     for index, bits in enumerate(tensor.contiguous().view(-1).view(BITS[tensor.element_size()]).tolist()):
         factor = signed(index * -0x61C8864680B583EB)

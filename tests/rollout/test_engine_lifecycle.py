@@ -41,7 +41,7 @@ def seed_everything():
 
 
 def global_state():
-    """What the trainer would notice."""
+    """Return the process's global state that matters to a trainer."""
     draws = (random.random(), np.random.random(), torch.rand(()).item())  # noqa: NPY002
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
     return draws, settings, torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled()

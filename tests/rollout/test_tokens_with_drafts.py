@@ -164,7 +164,7 @@ def one_too_many(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, 
 def drafts_themselves(
     sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Takes all drafts, whatever was sampled."""
+    """Accept all drafts, whatever was sampled, as a faulty verification would."""
     places = (starts[:-1, None] + torch.arange(most + 1)).clamp(max=len(sampled) - 1)
     follow = inputs[rows].roll(-1).to(sampled.dtype)
     follow[starts[1:].long() - 1] = sampled[starts[1:].long() - 1]

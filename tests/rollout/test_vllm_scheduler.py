@@ -31,7 +31,7 @@ def make_request(name: str, prompt: list[int], block: int = BLOCK) -> Any:
 
 @pytest.fixture(scope="module")
 def core(checkpoints):
-    """What vLLM makes a scheduler from."""
+    """Start an engine; yields its core, which has everything that vLLM makes a scheduler from."""
     engine = VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=8, kv_cache_bytes=2**20)
     engine.start(make_policy(checkpoints["dense"]), max_model_len=MAX_MODEL_LEN)
     yield engine._core().engine_core

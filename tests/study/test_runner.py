@@ -47,7 +47,7 @@ for name, folder in json.loads(sys.argv[3]):
             sys.exit(143)
     succeeded(run, name, time.monotonic() - began)
 """
-"""Does 5 steps of each command with a checkpoint after each, and stops after a step on SIGTERM, as runs do."""
+"""Program that does 5 steps per command, each with a checkpoint, and stops after a step on SIGTERM, like a run."""
 
 
 @pytest.fixture(autouse=True)
