@@ -31,7 +31,8 @@ NVFP4_RTN = Quantization(format="nvfp4")
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Take away the network and start with empty caches; returns the folder of the hub's cache."""
+    """Prevent the hub's client from using the network, and start with empty caches; returns the folder of the hub's
+    cache."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

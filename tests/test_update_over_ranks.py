@@ -113,8 +113,8 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
 
 
 def every_advantage(rank: int, num_ranks: int) -> Tensor:
-    """Compute advantages of this rank's groups, divided by the standard deviation of the rewards of all ranks, which
-    have different numbers of groups."""
+    """Compute advantages of this rank's groups, divided by the standard deviation of the rewards of all ranks. The
+    ranks have different numbers of groups."""
     rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.9], [0.0, 0.2, 0.0]])
     scored = torch.tensor([[True, True, True], [True, False, True], [True, True, True]])
     mine = slice(rank, None, num_ranks)

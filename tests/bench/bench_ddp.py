@@ -1,9 +1,9 @@
 """Time whole steps of one global batch on one GPU and on several: python -m tests.bench.bench_ddp --gpus 1 2
 
 Runs train.py with random weights, once for each number of GPUs. The runs start together and take turns to train. The
-batch should fill the engines of all GPUs: choose --prompts so that prompts x 8 is at least max-num-seqs x GPUs. With a
-smaller batch, one GPU alone would sample more rows at a time than each of several, which costs it little time. Prints a
-line for each run, with its curves.
+batch should fill the engines of all GPUs: choose --prompts so that prompts x 8 is at least max-num-seqs x GPUs.
+Otherwise each of several GPUs decodes fewer rows at a time than one GPU alone, which saves little time, so that several
+GPUs look worse than they are. Prints a line for each run, with its curves.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ training problems. A variant that reads no calibration data is measured once.
 The dense policy samples completions of test problems at temperature 1, and every variant scores the same tokens. The
 JSON line of a variant has these means over all sampled tokens: KL(dense, variant) of the whole distributions and the
 entropy, in nats; the absolute difference between the log-probabilities of variant and dense policy, in nats; and the
-share of tokens at which both have the same most likely token. A mean is written with its standard error, for which
-completions, and not tokens, are independent. ``kl_over_first`` is the paired difference to the first variant's KL. With
-``--accuracy``, the rollout engine answers all test problems greedily, and the line has the accuracy for answers in a
-box (strict) and for answers of any form (lenient), and the paired differences to the dense policy. The first line of a
-model has the dense policy's values; ``parts_s`` has the seconds of each part.
+share of tokens at which both have the same most likely token. A mean is written with its standard error, in which
+completions count as independent and the tokens of a completion do not. ``kl_over_first`` is the paired difference to
+the first variant's KL. With ``--accuracy``, the rollout engine answers all test problems greedily, and the line has the
+accuracy for answers in a box (strict) and for answers of any form (lenient), and the paired differences to the dense
+policy. The first line of a model has the dense policy's values; ``parts_s`` has the seconds of each part.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def variant_of(name: str) -> Variant:
 
 
 def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
-    """Compute the mean over tokens, and its standard error if rows are independent and tokens of a row are not.
+    """Compute the mean over tokens, and its standard error. Rows are taken as independent, but the tokens of a row are
+    not.
 
     Args:
         values: [N] fp64.

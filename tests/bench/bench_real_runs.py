@@ -150,8 +150,8 @@ def seconds_logged(curves: Mapping[str, Curve]) -> float:
 
 
 def bits_per_weight(model: Path) -> float:
-    """Return the mean number of bits per weight in the file that the model's 16-bit weights were made from; 16 if they
-    were not."""
+    """Return the mean number of bits per weight of the quantised file from which the model's 16-bit weights were
+    dequantised; 16 if there was no such file."""
     record = Path(base_folder(str(model), None)) / RECORD
     return json.loads(record.read_text())["bits_per_weight"] if record.is_file() else 16.0
 

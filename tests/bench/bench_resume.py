@@ -78,7 +78,7 @@ def start(args: argparse.Namespace, base: str, folder: Path, kill: Kill | None =
     """Start a run, or continue it, and wait for its end.
 
     Raises:
-        SystemExit: the run was not killed although it should be, or failed otherwise.
+        SystemExit: the run with ``kill`` was not killed, or the run without it failed.
     """
     settings: dict[str, Any] = bench_grpo.settings(args, base, folder) | {"ckpt_path": "last"}
     settings["model"]["engine"]["init_args"]["decoding_kernel"] = "auto"

@@ -134,7 +134,8 @@ def costs(seconds: dict[tuple[int, int], float], shape: dict[str, object], outpu
 
 
 def rounding(engine: VLLMEngine, shape: dict[str, object], output: Path | None) -> None:
-    """Print how log-probabilities of the first sequences change by the number that decode with them."""
+    """Print how the log-probabilities of the first sequences depend on the number of sequences that decode with
+    them."""
     fewest, most = COMPARED[0], COMPARED[-1]
     inputs, found = prompts(most, COMPARED_PROMPT, 0), []
     for count in [*COMPARED, fewest]:  # the last one again: equal calls should give equal bits

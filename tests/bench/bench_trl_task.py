@@ -142,9 +142,9 @@ def speed_settings(args: argparse.Namespace, task: Mapping[str, Any]) -> dict[st
 
 
 class Course(TrainerCallback):
-    """Evaluates a GRPOTrainer at some steps on test prompts, and collects what its line says.
+    """Evaluates a GRPOTrainer on test prompts at some steps, and collects what the lines of results contain.
 
-    ``settings`` are for the line.
+    ``settings`` are copied to the lines.
     """
 
     def __init__(

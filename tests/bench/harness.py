@@ -48,8 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that several benchmarks have
 
 
 def parser_with(description: str | None, *options: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Make a parser with the named ones of ``OPTIONS``, and an option for each default, whose type is that of the
-    default or, for a list, of its elements."""
+    """Make a parser with the named ones of ``OPTIONS`` and one option for each keyword argument, whose value is the
+    default. The option's type is that of the default or, if this is a list, of its elements."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in options:
         parser.add_argument(name, **OPTIONS[name])
@@ -167,8 +167,8 @@ def task_file(name: str) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """Make the environment of a program of this repository that a benchmark starts, in which it imports the same
-    modules."""
+    """Make the environment for a program of this repository that a benchmark starts, so that the program imports the
+    same modules as the benchmark."""
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([".", path] if path else ["."])}
 

@@ -81,7 +81,7 @@ def some_rows(share: float, change: Callable[[Completion, Completion], Completio
 
 
 def of_rows(share: float, fault: Fault) -> Fault:
-    """Make a fault that takes a share of the rows, drawn at random, from an engine with another fault."""
+    """Make a fault that takes a share of the rows, drawn at random, from an engine with the given fault."""
 
     def wrong(engine: Any, policy: Policy, *arguments: Any) -> Groups:
         right, others = (source.generate(*arguments) for source in (engine, fault(engine, policy)))
@@ -95,7 +95,7 @@ def of_rows(share: float, fault: Fault) -> Fault:
 
 
 def of_prompts(share: float, fault: Fault) -> Fault:
-    """Make a fault that takes all rows of every n-th prompt from an engine with another fault; n is 1 / share."""
+    """Make a fault that takes all rows of every n-th prompt, n = 1 / share, from an engine with the given fault."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         every = round(1 / share)

@@ -1,5 +1,5 @@
-"""Configurations are found by name or as files; YAML's silent mistakes, such as double keys, are refused with file and
-line."""
+"""Configurations are found by name or as files. Mistakes that YAML accepts, such as a key that is given twice, are
+refused with file and line."""
 
 from __future__ import annotations
 

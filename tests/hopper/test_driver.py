@@ -12,7 +12,7 @@ from qerl_pl.hopper import driver, lora_hopper
 
 @pytest.fixture
 def loaded(monkeypatch, tmp_path) -> Iterator[list[bytes]]:
-    """Imitate a device and an empty cache of kernels; collects the cubins that were loaded."""
+    """Imitate a GPU and an empty cache of compiled kernels; yields a list of the cubins that are loaded on this GPU."""
     from triton import knobs
 
     found: list[bytes] = []

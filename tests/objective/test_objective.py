@@ -254,8 +254,8 @@ def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_after_an_update_the_kl_term_is_that_of_the_policy_being_trained(kind):
-    """Sums over the vocabulary: the mean of the gradient over tokens of the old policy, with importance weights, equals
-    the mean over tokens of the new policy."""
+    """With tokens of the old policy and importance weights, the mean gradient of the KL term equals that with tokens of
+    the new policy. Both means are computed exactly, as sums over the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     reference, old, new = torch.randn(3, 6, 1, generator=generator).double().log_softmax(dim=1)
     every, one = torch.ones(6, 1, dtype=torch.bool), torch.ones(6).double()

@@ -1,4 +1,5 @@
-"""What an update does not depend on, and what its loss, gradient and metrics stay finite for."""
+"""Laws of an update: which changes of its inputs do not change it, and for which inputs loss, gradient and metrics are
+finite."""
 
 from __future__ import annotations
 

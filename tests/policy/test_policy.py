@@ -26,7 +26,7 @@ def make_policy(base: str, *, train_norms: bool = False, dtype: torch.dtype = to
 
 
 def with_adapter(policy, seed: int = 0):
-    """Make a policy with an adapter that is not zero, because B is drawn too."""
+    """Make a policy with an adapter that changes its output: the matrices B are random instead of zero."""
     generator = torch.Generator().manual_seed(seed)
     own = policy.adapter_state()
     state = {

@@ -89,9 +89,9 @@ def test_products_run_again_in_whole_blocks_alone_and_the_last_of_a_block_nowher
     for how in RUNGS:
         with Products() as count:
             gradients(policy, how)
-        # Each of 7 linear layers per block is multiplied once forward and once backward, but no gradient is needed
-        # before the first three layers of the first block. A block that is recomputed as a whole multiplies by six of
-        # them again.
+        # Each block has 7 products with frozen weights in the forward pass, and 7 in the backward pass. The first three
+        # of the first block have none in the backward pass, because nothing before them is trained. A block that is
+        # recomputed as a whole repeats six of them; the last one is not needed.
         assert count.number == 2 * 7 * NUM_LAYERS - 3 + 6 * how.blocks, how
 
 

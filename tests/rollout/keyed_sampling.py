@@ -49,8 +49,8 @@ SPECULATION = {
 
 @contextmanager
 def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_reference) -> Iterator[list[int]]:
-    """Sample by Gumbel-max with keyed noise. Yields a list that grows by the number of tokens that each verification
-    gives."""
+    """Sample by Gumbel-max with keyed noise. Yields a list; every verification of a sequence's drafts appends the
+    number of tokens that the sequence gets."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
     runner: Any = engine._call(lambda worker: worker.model_runner)

@@ -1,4 +1,5 @@
-"""Sampling and scoring without training: groups may have one completion, even if the training's advantages cannot."""
+"""Sampling and scoring without training: one completion per prompt is enough, even if training's advantages need
+several."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ def page(runs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def browse(tmp_path) -> Callable[[Callable[[Tab], Awaitable[Any]]], Any]:
-    """Return a function that calls a coroutine with a new tab, and returns its result: ``browse(visit)``."""
+    """Return a function that opens a new tab, calls a coroutine function with the tab, and returns its result:
+    ``browse(visit)``."""
 
     async def start(visit: Callable[[Tab], Awaitable[Any]]) -> Any:
         async with browser_tab(tmp_path / "profile") as tab:
