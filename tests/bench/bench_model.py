@@ -76,8 +76,8 @@ def variants() -> dict[str, Build]:
 
 
 def draw(tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Draw tokens and a mask of completions, both [B, S]. Rows have a quarter to seven quarters of the mean length; the
-    prompt is an eighth of a row."""
+    """Draw tokens and a mask of completions, both [B, S]. Rows have a quarter to seven quarters of the mean length, and
+    prompts an eighth of the mean."""
     rows = max(1, tokens // 2048)
     mean = tokens // rows
     lengths = torch.linspace(0.25, 1.75, rows).mul(mean).round().long() if rows > 1 else torch.tensor([tokens])
