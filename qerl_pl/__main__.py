@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C.
 
     Args:
-        argv: the command line's words; None: those of this process.
+        argv: the command line's words after the program's name; None: those of this process (``sys.argv[1:]``).
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -85,8 +85,8 @@ def _run(argv: list[str]) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     # A command's module is imported only when the command is called, because `doctor` has to run on machines where
-    # packages are missing. Options and the configuration's files are checked before, because these imports take
-    # seconds.
+    # packages are missing. Options and configuration files are checked before that import, which takes seconds, so that
+    # a user sees a mistake in them at once.
     if argv[0] in (parsers := importlib.import_module("qerl_pl.tools.options").PARSERS):
         parser = parsers[argv[0]]()
         (parser.parse_known_args if argv[0] == "plan" else parser.parse_args)(argv[1:])  # `plan` takes those of `fit`
@@ -105,7 +105,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _imported(module: str, command: str) -> ModuleType:
-    """Import a command's module; if that takes seconds, say so before.
+    """Import a command's module. If the import takes seconds, a line on stderr says so while it lasts.
 
     Packages read environment variables when they are imported, and raise ValueError for a value that they cannot read.
     """

@@ -1,4 +1,4 @@
-"""Write and load checkpoints (adapter and training state), so that a crash never damages the last written one.
+"""Write and load checkpoints (adapter and training state). A crash while one is written leaves the earlier ones whole.
 
 A file is written atomically and ends with a checksum of all its bytes, which is checked when it is read. torch writes a
 zip file, which has a checksum for each entry but none for the zip's directory of entries; one flipped bit there can
@@ -65,8 +65,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """The damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was damaged."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint, which may be modified as soon as this method returns; OSError if it, or the one before it
-        in the background, cannot be written.
+        """Write a checkpoint. The caller may modify ``checkpoint`` as soon as this method returns. OSError: this
+        checkpoint, or the previous one in the background, could not be written.
 
         With ``{"background_bytes": n}`` as ``storage_options``, a checkpoint whose tensors take at least n bytes is
         written in the background; ``wait`` waits for it.
@@ -93,7 +93,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
             writing.result()
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename a file over another without waiting until the other's blocks are freed (0.2 seconds for 1 GB)."""
+        """Rename ``source`` to ``target``, replacing an existing file, without waiting until the file system has freed
+        the blocks of the replaced file (0.2 seconds for 1 GB)."""
         # Holding the overwritten file open delays the freeing of its blocks until the background thread closes it.
         old = target.open("rb") if target.exists() else None
         os.replace(source, target)
@@ -116,8 +117,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to host memory, that of the previous checkpoint's copy (which must have been
-        written to disk) if the shapes and dtypes are the same."""
+        """Copy a checkpoint's tensors to host memory. The memory of the previous copy is overwritten if shapes, dtypes
+        and devices are the same, so the previous checkpoint must already be on disk."""
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
         if kinds != self._kinds:
             self._host = []  # frees it
@@ -153,7 +154,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def _load(self, path: Path, map_location: Any) -> dict[str, Any]:
         try:
             checkpoint = read_checkpoint(path, map_location or "cpu")
-            # in files whose names start with a dot, Lightning passes weights between processes
+            # a file whose name starts with a dot is no checkpoint: Lightning passes weights between processes in it
             if not path.name.startswith("."):
                 check_contents(checkpoint)
             return checkpoint
@@ -211,8 +212,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
-    """Load tensors and objects of Python's built-in types from a checkpoint file; ``Damaged`` if its checksum does not
-    match, or it holds no dict."""
+    """Load a checkpoint file, of which only tensors and objects of Python's built-in types are accepted; raises
+    ``Damaged`` if the checksum does not match or the file holds anything else than a dict of them."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - TRAILER
         file.seek(max(size, 0))
@@ -249,7 +250,8 @@ def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
 
 
 def _refusal(path: Path) -> OSError | None:
-    """Return the operating system's error, which torch's does not tell, if appending bytes to a file fails."""
+    """Append bytes to a file to find out why torch could not write it, since torch's own error does not say. Returns
+    the operating system's error, or None if appending works."""
     try:
         with path.open("ab") as file:
             file.write(bytes(PROBE))
@@ -271,7 +273,8 @@ def _checksum(file: BinaryIO, size: int) -> bytes:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """Return the identity of a run, which its checkpoints must have: base (a digest), adapter settings and seed."""
+    """Return the identity of a run: digest of the base, adapter settings and seed. A checkpoint can only be resumed by
+    a run with the same identity."""
     settings = asdict(lora)
     del settings["start"]
     if lora.start is not None:
@@ -291,7 +294,8 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the adapter's tensors that are stored in a checkpoint.
 
     Raises:
-        ValueError: one is no fp32 tensor, or an adapted linear lacks A [r, K] or B [N, r] of the run's rank r.
+        ValueError: a tensor is not fp32, or a linear layer lacks one of the LoRA matrices A [r, K] and B [N, r], where
+            r is the rank in the run's settings.
     """
     adapter, rank = checkpoint.get("state_dict"), identity_of(checkpoint).get("lora.rank")
     if not isinstance(adapter, dict) or not adapter:
@@ -312,10 +316,11 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> None:
-    """Refuse to resume from a checkpoint without the state of training, or that has done more steps than the run has.
+    """Refuse to resume from a checkpoint that lacks part of the training state, or that has done more than
+    ``max_steps`` optimizer steps.
 
     Raises:
-        ValueError: a part of the state is missing or of another type, or ``max_steps`` is below the steps done.
+        ValueError: says which part is missing or of a wrong type, or how many steps the checkpoint has done.
     """
     parts = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int}
     for name, kind in parts.items():

@@ -2,9 +2,10 @@
 
 The method (QeRL, arXiv 2510.11696) in four sentences: a language model with a frozen 4-bit base and a LoRA adapter
 samples several completions of each prompt, with noise on its norm weights that makes it explore. Rewards score the
-completions, and an advantage says how much better one is than the others of its prompt. A clipped policy gradient
-(GRPO, DAPO or another objective) makes tokens of better completions likelier, weighted by the ratio of the
-probabilities in trainer and sampler. The adapter with which this ends samples the next completions.
+completions, and a completion's advantage says how much better it is than the other completions of the same prompt. A
+clipped policy gradient (GRPO, DAPO or another objective) makes tokens of better completions likelier, and importance
+weights correct the difference between the probabilities in trainer and sampler. The updated adapter samples the next
+completions.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class QeRLModule(LightningModule):
         self.evaluated: list[dict[str, Any]] = []
         """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
         self.built: str | None = None
-        """Settings of engine and rewards as text, from the command line; an evaluation that has them goes on from its
-        finished batches if it was interrupted."""
+        """Settings of engine and rewards as text, which the command line fills in. With it, an interrupted evaluation
+        that is started again skips the batches that it finished before."""
 
     @property
     def is_rewarded(self) -> bool:
@@ -131,7 +132,8 @@ class QeRLModule(LightningModule):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check settings, and that the rewards can read the data's answers; plan GPU memory; create the rollout loop.
+        """Check the settings, and that the rewards can read the answers in the data; plan GPU memory; create the
+        rollout loop.
 
         Raises:
             ValueError: settings of the trainer contradict each other or settings of this module.
@@ -217,7 +219,8 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Set the optimizer's settings to the configuration's; loading a checkpoint has replaced them."""
+        """Set the optimizer's settings to those of the configuration again, because loading a checkpoint replaced
+        them."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
@@ -229,8 +232,8 @@ class QeRLModule(LightningModule):
             self.engine.close()
 
     def cpu(self) -> Self:
-        """Move only the trained parameters to the CPU when a run ends; the frozen base would take as much host memory
-        as it takes GPU memory, on every rank."""
+        """Move only the trained parameters to the CPU. Lightning calls this when a run ends, and moving the frozen base
+        too would take as much host memory per rank as the base takes GPU memory."""
         frozen = {id(tensor) for tensor in chain(self.parameters(), self.buffers()) if not tensor.requires_grad}
         return self._apply(lambda tensor: tensor if id(tensor) in frozen else tensor.cpu())
 
@@ -273,8 +276,8 @@ class QeRLModule(LightningModule):
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
 
     def _forget_scalars(self) -> None:
-        """Forget the scalars of the step before. Lightning would log those that this step does not measure again, and
-        a resumed run would not."""
+        """Forget the scalars of the previous step. Otherwise, Lightning would log the old value of a scalar that this
+        step does not measure, but would not do so in the first step after a resume."""
         for logged in self.trainer.fit_loop.epoch_loop._results.values():
             # this step has already called the hooks on_train_batch_start
             if not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start":
@@ -331,7 +334,8 @@ class QeRLModule(LightningModule):
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        # must not change when a run is resumed: the rollout index is computed from the number of optimizer steps
+        # these must not change when a run is resumed, because the rollout index is computed from the number of
+        # optimizer steps
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

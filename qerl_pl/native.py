@@ -1,7 +1,8 @@
-"""Door to ``qerl_pl/hopper``: native kernels for Hopper GPUs, and changes of vLLM that only make it faster.
+"""Access to ``qerl_pl/hopper``: this project's CUDA kernels for Hopper GPUs ("native"), and run-time changes of vLLM
+that only make it faster.
 
-That folder may be left out; no other module imports it. Without it, or with a vLLM that it was not tested with, vLLM's
-own kernels run.
+The package works without that folder, because this module alone imports it. If the folder is missing, or was never
+tested with the installed vLLM, vLLM runs its own kernels.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def why_off() -> str | None:
 
 
 def for_vllm() -> Any:
-    """Return the module by which the engine uses the folder (``qerl_pl/hopper/engine.py``); None if it is off."""
+    """Return the module through which the rollout engine uses the native kernels (``qerl_pl/hopper/engine.py``); None
+    if vLLM runs without them (``why_off``)."""
     return None if why_off() else import_module(f"{HOPPER}.engine")
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List what the native kernels need and this machine, base format (None: not quantised) or compute dtype lacks,
-    without importing vLLM."""
+    """List, without importing vLLM, the requirements of the native kernels that are not met by this machine, by the
+    base's format ``fmt`` (None: not quantised) or by the compute dtype. The list is empty if they can run."""
     if not is_installed():
         return ["the folder qerl_pl/hopper of this project"]
     untested = [f"a tested vLLM ({', '.join(TESTED['vllm'])})"] if why_off() else []
@@ -52,13 +54,14 @@ def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether trainer and engine can share the weights of linears of these shapes (N, K), which vLLM fuses into
-    one: whether the native kernels take the fused linear."""
+    """Return whether the native kernels support the linear layer into which vLLM fuses the linear layers of these
+    shapes (N, K). If so, trainer and engine can share one copy of the weights."""
     return is_installed() and import_module(f"{HOPPER}.tile_order").fits(shapes)
 
 
 def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
-    """Dequantise a ``PackedWeight`` in the native kernels' order to [N, K]; only the folder makes such weights."""
+    """Dequantise to [N, K] a ``PackedWeight`` whose codes are in the native kernels' memory order. Such weights exist
+    only if ``qerl_pl/hopper`` is installed."""
     return import_module(f"{HOPPER}.tile_order").dequantize(weight, dtype)
 
 

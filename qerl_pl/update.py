@@ -34,7 +34,8 @@ class UpdateReport:
     teacher_logprobs: Tensor | None
     """[B, S] fp32 nats: the teacher's log-probabilities, 0 where nothing was sampled; None without a teacher."""
     experience: Experience
-    """The batch on the policy's device; with ``kl_in`` "reward" the KL penalty is subtracted from its advantages."""
+    """The batch, moved to the policy's device. With the objective's ``kl_in`` "reward", its advantages have the KL
+    penalty subtracted."""
     with_gradient: Tensor
     """[B] bool, True for rows that had a backward pass: rows in the loss with an advantage other than 0 or, if the loss
     has a KL or entropy term, all rows in the loss."""
@@ -54,9 +55,9 @@ def improve(
 ) -> UpdateReport:
     """Update the policy on one batch: ``num_updates`` epochs, each of ``num_mini_batches`` optimizer steps.
 
-    The old log-probabilities are those of the trainer before its first update on the batch. Unless the objective needs
-    them earlier, the first update's forward pass gives them. Rows without a gradient (advantage exactly 0, or left out
-    of the loss) only get a forward pass, for the metrics.
+    The old log-probabilities are those of the trainer before its first update on the batch. They are taken from the
+    first update's forward pass, unless the objective needs them before that pass. Rows without a gradient (advantage
+    exactly 0, or left out of the loss) only get a forward pass, for the metrics.
 
     If GPU memory runs out, all passes of an optimizer step, or of scoring, are repeated with smaller micro-batches or
     more recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and losses are
@@ -70,9 +71,10 @@ def improve(
         experience: B rows, group by group.
         objective: the loss.
         settings: settings of the updates.
-        step: averages gradients over ranks, clips, applies and clears them; returns their norm before clipping, [].
+        step: function that averages the gradients over ranks, clips them, makes the optimizer step and clears them;
+            returns their norm before clipping, [].
         watch: stopwatch for the phases teacher, logprob, wait (for slower ranks) and train.
-        teacher: the model of the objective's teacher term; needed if it has one.
+        teacher: the model that the objective's teacher term needs; None if the objective has no such term.
     """
     batch = Batch(policy, experience, settings)
     num_updates, num_mini_batches = settings.num_updates, settings.num_mini_batches
@@ -120,8 +122,9 @@ def improve(
 
 
 def _score(batch: Batch, objective: ResolvedObjective, *, everything: bool) -> Tensor:
-    """Run the forward passes without gradient, of all rows if the loss needs old log-probabilities before the first
-    backward pass (``everything``); returns [B] bool, the rows that need a gradient."""
+    """Run the forward passes without gradient; returns [B] bool, True for rows that need a backward pass. With
+    ``everything``, for a loss that needs old log-probabilities before the first backward pass, all rows are scored,
+    else only the rows without a backward pass."""
     if objective.kl_coefficient > 0:
         batch.score_reference()
     if everything:
@@ -146,8 +149,9 @@ def _gradient(
     mini_batch: int,
     record: bool,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one optimizer step, of the mini-batch's rows that need one; returns sums of metrics by
-    name. With ``record``, the pass gives the log-probabilities and entropies before the first update."""
+    """Accumulate the gradient of one optimizer step over ``rows``, the rows of the mini-batch that need a backward
+    pass; returns sums of metrics by name. With ``record``, log-probabilities and entropies of this pass are stored in
+    the batch as those before the first update."""
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):
@@ -179,8 +183,9 @@ def _gradient(
             policy_divisor=terms.policy_divisors[mini_batch],
         )
         loss, surrogate, kl = objective.loss(inputs)
-        # Backward runs in this thread, since switching to autograd's thread takes longer than a small pass. Lightning's
-        # manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers of them.
+        # Backward runs in the calling thread, because handing a small pass to autograd's thread takes longer than the
+        # pass. Lightning's manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers
+        # of them.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         values = {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}
