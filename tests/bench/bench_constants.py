@@ -1,8 +1,8 @@
 """Measure the constants of qerl_pl/hopper/costs.py again: python -m tests.bench.bench_constants
 
-Prints one JSON line for each constant: ``today`` is the value in the file, ``measured`` what this GPU gives. Nothing is
-changed; thresholds between alternatives, which the file marks as such, are not measured here. Needs a GPU of compute
-capability 9.0 and takes about a minute.
+Prints one JSON line for each constant: ``today`` is the value in the file, and ``measured`` the value on this GPU. The
+file is not changed. Thresholds between alternatives, which the file marks as such, are not measured. Needs a GPU of
+compute capability 9.0 and takes about a minute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Constant(NamedTuple):
 
 
 class GemmTime(Protocol):
-    """Seconds of the batch GEMM with a schedule, adding an adapter or not."""
+    """Function that returns the seconds of the batch GEMM with a schedule, with or without the addition of an
+    adapter."""
 
     def __call__(
         self, schedule: Schedule, num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False

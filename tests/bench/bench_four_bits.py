@@ -217,7 +217,8 @@ def own_text(engine: RolloutEngine, prompts: Sequence[Prompt], args: argparse.Na
 
 
 def verdicts(engine: RolloutEngine, prompts: Sequence[Prompt], tokenizer: Any, *, tokens: int) -> dict[str, Tensor]:
-    """Answer problems greedily: 1 or 0 of each, [number of problems] fp64."""
+    """Answer problems greedily; returns by the name of the verdict, strict or lenient, 1 for each right answer and 0
+    for each wrong one, [number of problems] fp64."""
     sampling = Sampling(num_completions=1, max_tokens=tokens, temperature=0.0)
     rows = [group[0] for group in engine.generate([prompt.tokens for prompt in prompts], sampling, 0)]
     texts = completion_texts(tokenizer, rows, stop=())
@@ -226,7 +227,8 @@ def verdicts(engine: RolloutEngine, prompts: Sequence[Prompt], tokenizer: Any, *
 
 
 def accuracies(answered: dict[str, Tensor], dense: dict[str, Tensor]) -> dict[str, Any]:
-    """Compare verdicts with those of the dense policy: pairs of mean and standard error."""
+    """Compute by the name of the verdict the accuracy and its difference to the dense policy's, each with its standard
+    error, and the number of problems with another verdict."""
 
     def summary(values: Tensor) -> list[float]:
         return [values.mean().item(), values.std().item() / len(values) ** 0.5]

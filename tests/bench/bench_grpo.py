@@ -93,7 +93,8 @@ def taught(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], reward: str) -> dict[str, Any]:
-    """Settings of the policy in a benchmark of whole steps, with an engine's arguments and the path of a reward."""
+    """Make the settings of the policy in a benchmark of whole steps, from an engine's arguments and the import path of
+    a reward."""
     return {
         "base": base,
         "dtype": str(DTYPE).removeprefix("torch."),
@@ -207,7 +208,7 @@ def memory_reason(errors: Iterable[str]) -> str | None:
 
 
 class Usage(NamedTuple):
-    """Resources that a process uses at one time, in seconds since the epoch."""
+    """Resources that a process uses at one point of time; ``time`` is in seconds since the epoch."""
 
     time: float
     gpu_bytes: int  # taken on the GPU by all processes

@@ -38,7 +38,7 @@ class Linear(NamedTuple):
 
 
 def random_layer(size: str) -> dict[str, Linear]:
-    """Make the fused linears of a block, by name, and prepare their kernels."""
+    """Make the fused linear layers of a block, by name, and prepare their kernels."""
     layer = {}
     for name in FUSED:
         widths, inputs = fused_shape(size, name)

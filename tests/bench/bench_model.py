@@ -138,7 +138,8 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
 
 
 def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
-    """Measure whole models one after the other, because two of the largest do not fit together."""
+    """Measure whole models one after the other, because two of the largest do not fit into the GPU's memory
+    together."""
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
     builds, speeds = variants(), {}
@@ -162,7 +163,7 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
 
 
 def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
-    """Measure every way of gradient checkpointing, or those that are named, from the least memory to the most."""
+    """Measure every setting of gradient checkpointing, or the named ones, in order of increasing memory."""
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
     shape = config_shape(config, NVFP4, DTYPE)

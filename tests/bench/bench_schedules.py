@@ -35,10 +35,10 @@ def random_linear(outputs: int, inputs: int) -> tuple[Any, dict[str, Tensor]]:
 
 
 def humming_linear(codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """Humming's configuration and tensors of an NVFP4 linear, as vLLM makes them; the global scale is 1.
+    """Make Humming's configuration and tensors of an NVFP4 linear layer as vLLM makes them; the global scale is 1.
 
     Args:
-        codes: [N, K] uint8, e2m1 in four bits.
+        codes: [N, K] uint8, an e2m1 code in the lower four bits.
         scales: [N, K / 16] e4m3.
         bias: [N] bf16.
     """

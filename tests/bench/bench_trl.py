@@ -173,7 +173,8 @@ class StepTimes:
 
 
 class Lines(TrainerCallback):
-    """Times steps (rollouts with their updates) and their phases, and prints a line of those so far after each."""
+    """Times steps (rollouts with all of their updates) and their phases, and prints a line about all steps so far after
+    each step."""
 
     def __init__(self, args: argparse.Namespace, peak: Mapping[str, int]) -> None:
         self.times = StepTimes()

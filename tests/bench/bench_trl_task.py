@@ -163,7 +163,7 @@ class Course(TrainerCallback):
         self._counts: list[dict[str, int]] = []
 
     def reward(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> list[float]:
-        """Score the completions of a step, and note what the line says of them."""
+        """Score the completions of a step, and collect what the line says about them."""
         scores = self._scorer.scores(prompts, rows)
         lengths, heads = [len(row) for row in rows], [len(prompt.tokens) for prompt in prompts]
         self._note_memory()

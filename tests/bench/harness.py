@@ -93,7 +93,7 @@ def now() -> float:
 
 
 def native_kernels_run(benchmark: str) -> bool:
-    """Return whether this machine runs the native kernels; if it does not, print that a benchmark measures nothing."""
+    """Return whether this machine runs the native kernels; otherwise print that the benchmark measures nothing."""
     available = driver.is_available(torch.device(DEVICE))
     if not available:
         needed = "a GPU of compute capability 9.0 and cuda-bindings"
@@ -102,7 +102,8 @@ def native_kernels_run(benchmark: str) -> bool:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Capture a function's launches as one CUDA graph, after a call that compiles it; on a CPU, return the function."""
+    """Capture a function's kernel launches as one CUDA graph, after one ordinary call that compiles the kernels.
+    Without a GPU the function itself is returned."""
     if not CUDA:
         return run
     run()

@@ -77,7 +77,7 @@ def row_per_line(columns: Mapping[str, Column], lines: Iterable[Line]) -> str:
 
 
 def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, label: str) -> str:
-    """Make a table with a row and a column for each value of two functions of a line."""
+    """Make a table whose rows and columns are the values of two functions of a line."""
     cells: dict[object, dict[object, object]] = {}
     for line in lines:
         cells.setdefault(row(line), {})[column(line)] = value(line)
@@ -121,7 +121,8 @@ def phases(*names: str) -> dict[str, Column]:
 
 
 def headline_table(lines: list[Line]) -> str:
-    """Speed-up of NVFP4 over bf16 per model, and the smallest GPU memory with which a run finished."""
+    """Make the table of the speed-up of NVFP4 over bf16, and of the smallest GPU memory with which a run finished, by
+    model."""
     speeds = at_one_commit(lines, "bf16", "nvfp4")
     runs = whole_steps(lines)
     steps = {line["shape"]["model"]: times_bf16(line, runs) for line in runs if _base(line) == "nvfp4"}

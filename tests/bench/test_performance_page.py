@@ -32,7 +32,7 @@ def rollout(base: str, rate: float, commit: str, **shape: Any) -> Line:
 
 
 def step(base: str, seconds: float, commit: str, *, finished: bool = True, **shape: Any) -> Line:
-    """Line of a whole step of 7B that took as many GiB as seconds."""
+    """Make the line of a whole step of a 7B model that took as many GiB as seconds."""
     usual = {"model": "7B", "base": base, "aqn": False, "prompts": 1, "completion": 64, "steps": 3, "cap": None}
     times = {"median_s": seconds, "spread_s": [seconds, seconds], "phases_s": {}, "gap": 0.1}
     logged = {"peak_gib": seconds, "predicted_peak_gib": seconds}

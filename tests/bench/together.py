@@ -29,7 +29,7 @@ VARIABLE = "BENCH_TOGETHER"
 
 
 def is_together() -> bool:
-    """Return True if other programs hold memory of the GPU while this one is measured."""
+    """Return whether this program shares the GPU with other programs that were started together with it."""
     return VARIABLE in os.environ
 
 

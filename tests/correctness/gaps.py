@@ -104,7 +104,7 @@ def summarize(curves: dict[str, Curve]) -> dict[str, Any]:
 
 
 def summarize_steps(curves: dict[str, Curve], steps: Sequence[int]) -> dict[str, Any]:
-    """Statistics of the gap and of each of its parts over some rollouts, in nats."""
+    """Compute statistics of the gap and of each of its parts over the given rollouts, in nats."""
 
     def values(tag: str) -> list[float]:
         return [curves[tag].values[step] for step in steps]

@@ -108,7 +108,7 @@ def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
-    """Say how far the gaps of pretrained policies without a fault rose above their recent medians."""
+    """Write how far above their recent medians the gaps of pretrained policies without a fault were."""
     of_stops = {kind: (RolloutEvidence().max_jump or math.inf) * JUMPS[kind] for kind in JUMPS}
 
     def largest(kind: str) -> str:

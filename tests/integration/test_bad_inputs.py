@@ -1,4 +1,4 @@
-"""A sample of the cases of ``bad_inputs``; all of them: python -m tests.integration.bad_inputs."""
+"""A sample of the cases of ``bad_inputs``; python -m tests.integration.bad_inputs runs all of them."""
 
 from __future__ import annotations
 

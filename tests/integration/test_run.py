@@ -1,4 +1,4 @@
-"""Whole runs: what a run leaves behind, real problems, evaluation, prediction, export."""
+"""Whole runs: the files that a run writes, real problems, evaluation, prediction and export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Chunked log-probabilities: values and gradients equal the definition's, and no tensor [T, V] is kept."""
+"""Chunked log-probabilities and their gradients equal those by the definition, and no tensor of shape [T, V] is
+kept."""
 
 from __future__ import annotations
 

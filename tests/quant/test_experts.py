@@ -1,4 +1,5 @@
-"""Mixtures of experts against loops: routes, products, gradients, loading and what is refused."""
+"""Mixtures of experts against references with loops: routing, products, gradients and loading; and which are
+refused."""
 
 from __future__ import annotations
 

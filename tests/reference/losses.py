@@ -73,7 +73,7 @@ def constant_mean(max_tokens: int) -> Callable[[list[list[Tensor]]], Tensor]:
 
 
 def kl(kind: str, policy: Tensor, reference: Tensor) -> Tensor:
-    """Schulman's estimators of KL(policy || reference) at one token sampled from the policy."""
+    """Compute Schulman's estimators of KL(policy || reference) at one token that was sampled from the policy."""
     quotient = torch.exp(reference) / torch.exp(policy)
     return {
         "k1": -torch.log(quotient),

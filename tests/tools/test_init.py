@@ -1,4 +1,5 @@
-"""``qerl init`` writes files with which the next command works, and never overwrites a file; ``qerl --version``."""
+"""``qerl init`` writes files with which the next command works, and never overwrites a file. ``qerl --version`` prints
+the version."""
 
 from __future__ import annotations
 
