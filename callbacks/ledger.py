@@ -138,8 +138,8 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 
 @torch.no_grad()
 def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
-    """Compute the policy's log-probabilities at temperature 1 of those of the right-padded tokens [B, S] that were
-    sampled; returns [B, S] fp32 in nats, 0 at other tokens. ``sampled`` [B, S] bool must not be True in column 0."""
+    """Compute the policy's log-probabilities of sampled tokens at temperature 1; returns [B, S] fp32 in nats, 0 at
+    other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] bool must not be True in column 0."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
     with preserved_rng():  # dropout, if there is any, draws random numbers

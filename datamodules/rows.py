@@ -139,7 +139,7 @@ class BadRows:
         self.first = self.first or error
 
     def report(self, path: str | Sequence[str], *, num_good: int) -> None:
-        """Log the number of dropped rows and the first one's error; ValueError if all rows were dropped."""
+        """Log how many rows of ``path`` were dropped, and the error of the first; ValueError if all were dropped."""
         if self.first is None:
             return
         if num_good == 0:
