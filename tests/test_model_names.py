@@ -129,7 +129,7 @@ def test_a_name_without_network_is_told_in_one_line(load, tmp_path):
 def test_a_mixture_of_experts_on_the_hub_is_refused_by_its_config_alone(offline, tmp_path):
     folder = tmp_path / "moe"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
     in_hub_cache(offline, "Someone/Moe", folder)
     with pytest.raises(ValueError, match="mixture of experts"):
         prepared_base("Someone/Moe", None, NVFP4_RTN)

@@ -121,4 +121,4 @@ def test_long_texts_of_what_is_searched_for_take_no_time(unit):
     start = time.process_time()
     assert len(MathAnswer(fallback="last_math")._span(text) or "") <= len(text)
     NumericAnswer("any", "last_number").judge([text], ["5"])
-    assert time.process_time() - start < 0.6
+    assert time.process_time() - start < 3  # a search that is quadratic in the text takes minutes

@@ -22,10 +22,12 @@ def teacher_tables(run: Path) -> dict[str, Any] | None:
         completion is that long); and ``tokens``, for the tokens with the largest sum of log p - log q in the last
         rollout, rows of text, number of occurrences and mean of log p - log q.
     """
+    paths = sorted(run.glob("completions/train-*.safetensors"))
+    if not paths:
+        return None
     from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
 
-    paths = sorted(run.glob("completions/train-*.safetensors"))
-    if not paths or read_tokens(paths[0]).teacher is None:
+    if read_tokens(paths[0]).teacher is None:
         return None
     last = next(path for path in reversed(paths) if read_tokens(path).teacher is not None)
     columns, tokens, excess = {}, None, np.zeros(0)
