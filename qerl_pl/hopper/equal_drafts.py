@@ -42,21 +42,6 @@ def accept(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_d
     return tokens, counts
 
 
-def accept_reference(
-    sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_drafts: int
-) -> tuple[Tensor, Tensor]:
-    """Compute ``accept`` by loops: the definition that tests compare with."""
-    tokens = torch.zeros(len(starts) - 1, 1 + most_drafts, dtype=torch.int64)
-    counts = torch.zeros(len(starts) - 1, dtype=torch.int32)
-    for sequence, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-        for row in range(start, end):
-            if row > start and inputs[rows[row]] != sampled[row - 1]:
-                break
-            tokens[sequence, row - start] = sampled[row]
-            counts[sequence] += 1
-    return tokens, counts
-
-
 @triton.jit
 def _least(a, b):
     return tl.minimum(a, b)

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import torch
 
-from qerl_pl.hopper.equal_drafts import accept_reference
 from qerl_pl.policy.margins import keyed_noise
 from qerl_pl.rollout.vllm import VLLMEngine
+from tests.reference.equal_drafts import accept as accept_by_loops
 
 MOST_DRAFTS = 7
 
@@ -48,7 +48,7 @@ SPECULATION = {
 
 
 @contextmanager
-def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_reference) -> Iterator[list[int]]:
+def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_by_loops) -> Iterator[list[int]]:
     """Sample by Gumbel-max with keyed noise. Yields a list; every verification of a sequence's drafts appends the
     number of tokens that the sequence gets."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common.types import Completion
-from qerl_pl.hopper.equal_drafts import accept_reference
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
+from tests.reference.equal_drafts import accept as accept_by_loops
 from tests.rollout.conftest import (
     BLOCK_SIZE,
     END_TOKENS,
@@ -118,7 +118,7 @@ def drafters(case: Case, groups: Groups) -> dict[str, Guess]:
     }
 
 
-def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess, accept: Any = accept_reference) -> list[int]:
+def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess, accept: Any = accept_by_loops) -> list[int]:
     """Check that tokens are equal, and log-probabilities up to rounding; returns the number of tokens of each
     verification."""
     with keyed_sampling(engine, accept) as taken, pytest.MonkeyPatch.context() as patch:
@@ -156,7 +156,7 @@ def test_what_is_compared_has_every_kind_of_end(engine, plain, monkeypatch):
 
 
 def one_too_many(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    _, counts = accept_reference(sampled, inputs, rows, starts, most)
+    _, counts = accept_by_loops(sampled, inputs, rows, starts, most)
     places = (starts[:-1, None] + torch.arange(most + 1)).clamp(max=len(sampled) - 1)
     return sampled[places], (counts + 1).minimum(starts.diff())
 
