@@ -1,4 +1,4 @@
-"""Check a parsed configuration for mistakes that would end in a traceback of Lightning or jsonargparse."""
+"""Check a parsed configuration for mistakes at which Lightning or jsonargparse would fail with a traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ OTHER_TRAINING = {
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
-    """Refuse a value where a group of named settings, such as model.sampling, is expected, as in ``sampling: [1]``."""
+    """Refuse a plain value or a list, such as ``sampling: [1]``, for a setting that is a group of named settings, such
+    as model.sampling."""
     for name in groups:
         value = config.get(name)
         if not isinstance(value, Namespace | Mapping | None):
@@ -38,7 +39,8 @@ def check_groups(groups: Iterable[str], config: Namespace) -> None:
 
 
 def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
-    """Refuse a checkpoint that does not exist, before anything is loaded; ``words``, such as "last", are taken."""
+    """Refuse, before anything is loaded, a checkpoint path that is no file. Each of ``words``, such as "last", is
+    accepted, and so is None."""
     if path is None or path in words or Path(path).is_file():
         return
     if path == "best":
@@ -57,9 +59,9 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
 
 
 def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
-    """Return the callbacks of a parsed trainer.callbacks. Of a class of the package ``callbacks`` that is given again,
-    the later settings count. ValueError: a callback is part of every run (``always``, class paths), or one of
-    Lightning's that trains in a way of its own."""
+    """Return the callbacks of a parsed trainer.callbacks. If a class of the package ``callbacks`` is listed more than
+    once, only its last entry is returned. ValueError: a callback is listed that is part of every run anyway
+    (``always``, class paths), or one of Lightning's in ``OTHER_TRAINING``."""
     usable: dict[object, Namespace] = {}
     for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
         path = str(callback.class_path)
@@ -78,12 +80,12 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 
 
 def check_class_paths(value: Any, place: str = "") -> None:
-    """Refuse a class path, anywhere in a parsed configuration, that would call something other than a class or a
-    function that says what it makes; ``place`` is the dotted name of the part, for the error.
+    """Refuse a ``class_path``, anywhere in a parsed configuration, that names neither a class nor a function with a
+    return annotation; ``place`` is the dotted name of ``value`` in the configuration, for the error.
 
-    Where the type of a setting is any callable, as for rewards, jsonargparse calls what the path names before it looks
-    at the result, so this function looks first: a class needs a ``__call__`` with a reward's parameters, and a function
-    the return annotation of such a class or ``Callable``.
+    If a setting's type is any callable, as a reward's is, jsonargparse calls the named object before it checks the
+    result, so this function checks it before. For a reward, the class, or the class that a function is annotated to
+    return, needs a ``__call__`` with a reward's parameters; the annotation ``Callable`` is accepted unchecked.
     """
     if isinstance(value, Namespace | Mapping):
         inside = vars(value) if isinstance(value, Namespace) else value

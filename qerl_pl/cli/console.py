@@ -34,8 +34,8 @@ _with_place = warnings.formatwarning
 
 
 def quieten() -> None:
-    """Filter out the messages that match ``WARNINGS`` and ``MESSAGES`` and tracebacks of errors that are reported
-    later, and print this program's own warnings in one line."""
+    """Filter out the messages that match ``WARNINGS`` and ``MESSAGES``, and the tracebacks that threads print for
+    errors which the main thread reports later; print this program's own warnings in one line."""
     warnings.formatwarning = _in_one_line
     threading.excepthook = _unless_kept
     for pattern in WARNINGS:
@@ -47,7 +47,8 @@ def quieten() -> None:
 
 
 def _unless_kept(failed: threading.ExceptHookArgs) -> None:
-    # A thread, such as TensorBoard's writer, may keep an error of the system, such as a full disk, for the main thread.
+    # A thread, such as TensorBoard's writer, may store an OSError, such as that of a full disk, in its attribute
+    # ``exception``. The main thread raises it later, so the thread prints no traceback.
     if isinstance(failed.exc_value, OSError) and getattr(failed.thread, "exception", None) is failed.exc_value:
         return
     threading.__excepthook__(failed)

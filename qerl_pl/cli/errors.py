@@ -1,4 +1,5 @@
-"""Shorten jsonargparse's error messages, which are text alone: name the value, what was expected, the nearest name."""
+"""Shorten jsonargparse's error messages, which have no structure but their text, to the value, what was expected and
+the most similar known name."""
 
 from __future__ import annotations
 
@@ -60,9 +61,9 @@ UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedRewa
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    """Shorten an error of jsonargparse; of one of an unknown kind, the first five lines are returned. ``keys`` are the
-    dotted paths of all settings, for suggestions; the YAML files of the command line are searched for the line with the
-    error."""
+    """Shorten an error message of jsonargparse; of a message of an unknown kind, the first five lines are returned.
+    ``keys`` are the dotted paths of all settings, from which suggestions are taken; ``arguments`` are those of the
+    command line, whose YAML files are searched for the line with the error."""
     message = LINK.sub("", message)
     if unknown := re.search(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)", message):
         return _unknown_key(unknown[1].rstrip("+"), list(keys), arguments)

@@ -16,10 +16,11 @@ SAME_PROBLEMS = ("batch_size", "max_dropped_share", "show_prompt", "val_batch_si
 
 
 def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
-    """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that has no evaluation yet, or this one.
+    """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that holds no evaluation, or one with the
+    same settings as this evaluation.
 
     If that is not ``wanted``, a message names the folder and the settings that differ from those in ``wanted``. ``now``
-    has the settings of this evaluation, as config.yaml will have them.
+    has the settings of this evaluation, in the form of its config.yaml.
     """
     reason, folder = "", wanted
     for number in itertools.count(2):
@@ -34,8 +35,8 @@ def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
 
 
 def different_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the names of the settings in which two evaluations (as in config.yaml) differ, of those that say what is
-    evaluated, on which problems, and how it samples."""
+    """List the names of the settings that differ between two evaluations, given as the contents of their config.yaml.
+    Only settings of the policy, the problems and the sampling are compared."""
     old, new = _deciding_settings(before), _deciding_settings(now)
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
@@ -44,7 +45,9 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     data, model = config.get("data") or {}, config.get("model") or {}
     settings = {f"data.{name}": value for name, value in data.items() if name not in SAME_PROBLEMS}
     settings |= {f"model.{name}": model.get(name) for name in ("base", "base_format", "quantize", "val_sampling")}
-    if not model.get("val_sampling"):  # then evaluations are greedy, and only the length is that of training
+    if not model.get(
+        "val_sampling"
+    ):  # then evaluations are greedy, and of training's sampling settings only max_tokens counts
         settings["model.sampling.max_tokens"] = (model.get("sampling") or {}).get("max_tokens")
     checkpoint = config.get("ckpt_path")  # relative to the run's folder, so that it does not depend on the current one
     settings["ckpt_path"] = checkpoint and os.path.relpath(checkpoint, config.get("run_dir") or ".")
@@ -52,7 +55,8 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(folder: Path, now: Mapping[str, Any]) -> list[str]:
-    """List what differs between this evaluation and those in a folder; loggers may have put config.yaml below it."""
+    """List what differs between this evaluation and those in a folder, whose config.yaml may be in a subfolder that a
+    logger made."""
     names = []
     for path in sorted(folder.rglob("config.yaml")):
         try:

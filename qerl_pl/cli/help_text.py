@@ -73,7 +73,8 @@ class HelpFormatter(DefaultHelpFormatter):
         super().add_usage(usage, actions, *args, **named)
 
     def add_argument(self, action: Action) -> None:
-        """Show a setting, with this program's own description of it, if it has an effect here."""
+        """Show a setting, unless it has no effect in this program; this program's own description, if there is one, replaces
+        Lightning's."""
         if action.dest not in HIDDEN:
             action.help = MEANINGS.get(action.dest, action.help)
             super().add_argument(action)
@@ -109,7 +110,7 @@ def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind,
 def in_plain_text(text: str) -> str:
     """Remove reStructuredText markup: ``:class:`~a.b.Name``` becomes ``Name``, double backticks single ones.
 
-    Where the text names a default twice, one is removed.
+    If the text states a default twice, one of the two statements is removed.
     """
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
     text = re.sub(r"``(.*?)``", r"`\1`", text)

@@ -1,5 +1,5 @@
-"""The parser of the training commands: it takes an objective's name for its settings (``objective: dapo``), and writes
-short errors, whole configurations and a readable ``--help``."""
+"""The parser of the training commands: it accepts an objective's name in place of its settings (``objective: dapo``),
+prints short errors and a readable ``--help``, and writes configurations in which no value is left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Parser(LightningArgumentParser):
         return super().format_help(*args, **named)
 
     def dump(self, namespace: Namespace, *args: Any, **named: Any) -> str:
-        """Dump a configuration as jsonargparse does, after replacing nulls in the objective by the preset's values."""
+        """Dump a configuration as jsonargparse does, but with the values that follow from the other settings in place
+        of the objective's nulls."""
         namespace = namespace.clone()
         for key in [key for key, value in namespace.items(branches=True) if isinstance(value, Namespace)]:
             if key.endswith("model.objective"):
@@ -56,8 +57,8 @@ class Parser(LightningArgumentParser):
 
 
 def spelt_out(arguments: Sequence[str]) -> list[str]:
-    """Rewrite ``--model.objective WORD`` to ``--model.objective.preset WORD``, and join a negative number to its
-    option, because argparse reads ``--x -1e-3`` as two options."""
+    """Rewrite ``--model.objective WORD`` to ``--model.objective.preset WORD``, and ``--x -1e-3`` to ``--x=-1e-3``,
+    because argparse would take the negative number for an option."""
     spelt: list[str] = []
     for argument in arguments:
         option, equals, word = argument.partition("=")
@@ -82,8 +83,8 @@ def _is_below_zero(text: str) -> bool:
 
 @cache
 def accept_words() -> None:
-    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``, and make no object where a
-    parameter has no type that says which; a second call does nothing."""
+    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``, and leave a mapping with
+    ``class_path`` a mapping where a parameter has the type Any or none. A second call does nothing."""
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _with_presets(load(text)), exceptions=(yaml.YAMLError,))

@@ -16,18 +16,20 @@ from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 
 
 def run_date(config: Namespace, *, fits: bool) -> str | None:
-    """Return the value of data.date for a command, in ISO form: the one that is given, else that of the checkpoint,
-    else that of the run's config.yaml (of a run that was killed before its first checkpoint), else today's.
+    """Return the value of data.date for a command, in ISO form: the date in the given settings, else the date in the
+    checkpoint, else the date in the run's config.yaml (if the run was killed before its first checkpoint), else today's
+    date.
 
-    ``fits`` is whether the command is ``fit``, which without a checkpoint is a new run and takes today's. The value is
-    None if the chat template writes no date, or cannot be read, which a later check reports.
+    ``fits`` says whether the command is ``fit``; without a checkpoint, ``fit`` begins a new run and takes today's date.
+    None is returned if the chat template writes no date, or cannot be read; a later check reports a template that
+    cannot be read.
     """
     if config.data.date is not None:
         return str(config.data.date)
     try:
         if not reads_clock(read_tokenizer(config.data.tokenizer)):
             return None
-    except Exception:  # whatever is wrong with the base is told by the checks of its files, which come later
+    except Exception:  # later checks of the base's files report whatever is wrong with them
         return None
     path, run = config.ckpt_path, Path(config.run_dir)
     if path is not None:

@@ -52,15 +52,15 @@ def shorten(config: Namespace) -> None:
 
 
 def free_folder(folder: str) -> str:
-    """Return the first of folder, folder-2, folder-3 and so on that does not exist or is empty, as a start that failed
-    leaves it."""
+    """Return the first of the folders FOLDER, FOLDER-2, FOLDER-3, ... that does not exist or is empty. A start that
+    failed may have left an empty one."""
     names = itertools.chain([folder], (f"{folder}-{number}" for number in itertools.count(2)))
     return next(name for name in names if not Path(name).exists() or (Path(name).is_dir() and not os.listdir(name)))
 
 
 def _few(batch_size: int, *shared_by: int) -> int:
-    """Return the smallest batch of at least two prompts that divides the batch size and that ranks and mini-batches can
-    share equally."""
+    """Return the smallest number of prompts, at least two, that divides ``batch_size`` and is a multiple of each number
+    in ``shared_by`` (of ranks, of mini-batches); ``batch_size`` if there is none."""
     parts = (size for size in range(2, batch_size) if batch_size % size == 0)
     return next((size for size in parts if not any(size % number for number in shared_by)), batch_size)
 

@@ -1,4 +1,5 @@
-"""The training and evaluation commands: LightningCLI, where a run has one folder and linked settings are given once."""
+"""The training and evaluation commands: a LightningCLI that writes all files of a run to one folder, and copies a value
+that several settings must share from the one that the user gives to the others."""
 
 from __future__ import annotations
 
@@ -57,10 +58,11 @@ ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
-    """Writes config.yaml atomically when training begins, so that a start that fails earlier leaves the old one.
+    """Writes config.yaml atomically when training begins, so that a start that fails before that leaves the old file
+    unchanged.
 
-    Checkpoints have the text too, so that a start that goes on from one can say what it changes, whether or not the
-    file was edited, removed or is of another run.
+    Checkpoints also hold its text. A resumed run compares its settings with that text and reports what changes, even if
+    config.yaml was edited or removed, or belongs to another run.
     """
 
     _trained_with: str | None = None  # settings of the start that wrote the checkpoint; None in a new run
@@ -93,7 +95,7 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
     def _path(self, trainer: Trainer) -> Path | None:
         """Return the path of config.yaml on rank 0, None on the others."""
-        folder = trainer.log_dir  # log_dir is a broadcast from rank 0, so all ranks have to read it
+        folder = trainer.log_dir  # reading log_dir broadcasts it from rank 0, so all ranks have to read it
         return Path(folder, self.config_filename) if trainer.is_global_zero and folder is not None else None
 
     @cached_property
@@ -102,7 +104,8 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI that gives a run one folder, and links settings that have to be equal so that each is given once.
+    """LightningCLI that gives each run one folder, and links settings that have to be equal, so that the user sets only
+    one of them.
 
     ``run_now=False`` builds module, data and trainer without running the subcommand; the other arguments are those of
     LightningCLI.
@@ -116,8 +119,8 @@ class QeRLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommand that the command line begins with, or all if it begins with something else."""
-        every = LightningCLI.subcommands()  # building the parsers of the others takes 0.4 s
+        """Return the subcommand that the command line begins with, or all subcommands if it begins with none."""
+        every = LightningCLI.subcommands()  # building the parsers of the other subcommands takes 0.4 s
         return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -207,7 +210,8 @@ class QeRLCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
-        """Build the trainer, whose checkpoints go to the run's folder and not to the first logger's."""
+        """Build the trainer, and let checkpoints go to the run's folder. By default, Lightning writes them to the first
+        logger's folder."""
         try:
             trainer = super().instantiate_trainer(**settings)
         except (RuntimeError, TypeError) as error:  # Lightning's for hardware, or for variables of Slurm
@@ -218,7 +222,8 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
-        """Set the folder that loggers write to, without Lightning's default subfolder lightning_logs/version_0."""
+        """Set the folder that the loggers write to, and leave out Lightning's default subfolder
+        lightning_logs/version_0. A logger whose save_dir the user set keeps it."""
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
@@ -237,7 +242,8 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger has a logger twice, and both would write the same files: leave one out")
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would read hyperparameters from the checkpoint, and a run's are in config.yaml."""
+        """Do nothing. Lightning's method would read hyperparameters from the checkpoint, but those of a run are in its
+        config.yaml."""
 
 
 def _default_of(class_path: str, name: str) -> Any:
@@ -277,8 +283,9 @@ def command_line(args: list[str]) -> list[str]:
 
 
 def exit_status(args: list[str]) -> int | str:
-    """Run the program; returns 0, 4 if a check ended the run, 128 plus the number of the signal that ended it, or the
-    message of an error that the user can fix (the process then exits with status 1)."""
+    """Run the program. Returns its exit status: 0, 4 if a check ended the run, or 128 plus the number of the signal
+    that ended it. For an error that the user can fix, returns the message instead (the process then exits with status
+    1)."""
     try:
         cli = main(args)
     except CheckFailed as stop:

@@ -22,7 +22,7 @@ DATA = (".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files that hold problems and not settings."""
 MOST_VALUES = 100_000
 KINDS_OF_KEYS = ("str", "int", "merge")
-"""Tags of YAML for keys: a word, or a number as the name of an arm, or ``<<``."""
+"""YAML tags that a key may have: text, an integer (as the name of an arm of a study), or the merge key ``<<``."""
 
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
@@ -53,8 +53,8 @@ def config_path(name: str) -> Path:
     """Return the path of a configuration, given as a file or as the name of a shipped one; ValueError lists the known
     names.
 
-    A name may contain its folder, as in ``eval/gsm8k``. A name without a folder prefers every other folder to eval/, so
-    ``gsm8k`` means ``tasks/gsm8k``.
+    A name may contain its folder, as in ``eval/gsm8k``. If a name without a folder is in eval/ and in another folder,
+    the other folder's file is taken: ``gsm8k`` means ``tasks/gsm8k``.
     """
     if Path(name).is_file():
         return Path(name)
@@ -75,7 +75,7 @@ def config_path(name: str) -> Path:
 
 
 def plain_settings(section: str) -> dict[str, Any]:
-    """Return the settings of a section of base.yaml that are single values, by their full names, such as
+    """Return the settings of a section of base.yaml that are neither lists nor mappings, by their full names, such as
     ``trainer.devices``."""
     settings = yaml.safe_load(BASE_CONFIG.read_text(encoding="utf-8"))[section]
     return {f"{section}.{name}": value for name, value in settings.items() if not isinstance(value, list | dict)}
@@ -89,7 +89,8 @@ def check_yaml_files(arguments: Sequence[str]) -> None:
 
 
 def fault_in_files(arguments: Sequence[str]) -> str | None:
-    """Return what is wrong with the configurations that a command line names, as files or shipped ones, or None."""
+    """Return the error message about the configurations that a command line names (files, or shipped ones by name);
+    None if they have no fault."""
     try:
         check_yaml_files(with_paths(arguments))
     except ValueError as error:
@@ -98,7 +99,8 @@ def fault_in_files(arguments: Sequence[str]) -> str | None:
 
 
 def check_yaml(path: Path) -> None:
-    """Refuse unknown top-level keys and empty sections, and what ``mapping_in`` refuses, with the file and the line."""
+    """Refuse a YAML file with unknown top-level keys, empty sections or a fault that ``mapping_in`` finds. ValueError
+    names the file and the line."""
     if path.suffix in DATA:
         raise ValueError(
             f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "

@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Divide rows of [B] lengths into micro-batches of at most ``max_tokens`` tokens, padding not counted; returns row
-    indices, int64, of each, that with the most tokens first. ValueError if a single row is longer.
+    """Divide rows of [B] lengths into micro-batches of at most ``max_tokens`` tokens, not counting padding. Returns the
+    row indices, int64, of each micro-batch, and the micro-batch with the most tokens first. ValueError if a single row
+    is longer than ``max_tokens``.
 
     The algorithm is first-fit decreasing, which gives at most about 11/9 of the smallest possible number of
     micro-batches. Rows of equal length keep their order, so the result depends only on the lengths.
@@ -28,7 +29,8 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
             room.append(max_tokens)
         batches[place].append(row)
         room[place] -= sizes[row]
-    # Fullest first, so that torch's allocator finds room for a pass in what it has cached from the pass before.
+    # The micro-batch with the most tokens comes first, so that torch's allocator can serve every later pass from the
+    # memory that it has cached.
     fullest_first = sorted(range(len(batches)), key=lambda place: room[place])
     return [torch.tensor(batches[place]) for place in fullest_first]
 
@@ -38,9 +40,10 @@ def micro_batches_of_groups(
 ) -> list[Tensor]:
     """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
 
-    Each group is split into units, each with as many of its rows as fit into one micro-batch. ``micro_batches`` then
-    divides the units, as if each were a row. Micro-batches that fit only with shared prompts, but in which sharing
-    saves too little to be done, are dissolved, and their rows are divided without sharing.
+    Each group is split into units of as many of its rows as fit into one micro-batch. ``micro_batches`` then divides
+    the units, as if each were a row. The policy shares prompts in a micro-batch only if this saves enough tokens
+    (``least_saved``). Where it does not, a micro-batch that fits only with shared prompts is dissolved, and its rows
+    are divided without sharing.
 
     Args:
         lengths: [B] int64, tokens of each row, the prompt included.

@@ -1,20 +1,22 @@
-"""Checks of settings for nan and infinity; which rollouts get long checks; the exception by which one ends a run."""
+"""Checks of settings for nan and infinity; the rule which rollouts get the time-consuming checks; the exception with
+which a check ends a run."""
 
 from __future__ import annotations
 
 import math
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
-"""Largest 32-bit float. Settings are computed with as such, so larger ones count as infinite."""
+"""Largest 32-bit float. Settings are used in fp32 arithmetic, in which a larger number is infinite."""
 EARLY = 4
-"""Rollouts at the start of a run that all get the long checks, because most faults are there from the start."""
+"""Number of rollouts at the start of a run that all get the time-consuming checks, because most faults show from the
+start."""
 EXIT_STATUS = 4
 """Exit status of a run that a check ended."""
 
 
 class CheckFailed(RuntimeError):
-    """A check found that the run must not go on, for example because the engine's completions are no samples from the
-    policy.
+    """Raised by a check that finds that the run must not go on, for example because the engine's completions are not
+    samples from the policy.
 
     The program prints the message without a traceback and exits with ``EXIT_STATUS``. Checkpoints and logs are those of
     the last finished step.
@@ -22,21 +24,21 @@ class CheckFailed(RuntimeError):
 
 
 def is_due(index: int, every: int) -> bool:
-    """Return whether the rollout of this index (0 is the first of a run) is one of the first ``EARLY`` ones, or one of
-    every ``every`` after them."""
+    """Return whether the rollout of this index, counted from 0 over the run, gets the time-consuming checks: if it is
+    one of the first ``EARLY`` rollouts, or its index is a multiple of ``every``."""
     return index < EARLY or index % every == 0
 
 
 def require_finite(section: str, **settings: float | None) -> None:
-    """Refuse nan, which a comparison with a limit may accept, and what is infinite as a 32-bit float, with the section
-    of the YAML file in the message; None is accepted."""
+    """Raise ValueError for a setting that is nan (a comparison with a limit may accept nan) or infinite as a 32-bit
+    float. ``section`` is the section of the YAML file, for the message. None is accepted."""
     for name, value in settings.items():
         if value is not None and not abs(value) <= LARGEST:
             raise ValueError(f"{section}.{name} is {value}; expected a finite number (of 32 bits)")
 
 
 def require_no_nan(section: str, **settings: float | None) -> None:
-    """Refuse nan as ``require_finite``, in bounds, for which infinity means no bound."""
+    """Raise ValueError for a bound that is nan; infinity is accepted and means no bound."""
     for name, value in settings.items():
         if value is not None and math.isnan(value):
             raise ValueError(f"{section}.{name} is nan; expected a number, or .inf for no bound")

@@ -22,8 +22,8 @@ def today() -> str:
 
 
 def template_clock(date: str) -> Callable[[str], str]:
-    """Return a function ``strftime_now(format)`` for chat templates, which always gives the same moment: a date, or a
-    date and a time, in ISO form; without a time it is midnight.
+    """Return a function ``strftime_now(format)`` for chat templates that formats ``date`` instead of the current time.
+    ``date`` is in ISO form, with or without a time of day; without one, it means midnight.
 
     The directives of ``strftime`` that depend on the process's locale (names of days and months, ``%p``, ``%c``) are
     written as in the C locale, and the moment has no time zone (``%Z`` is empty).

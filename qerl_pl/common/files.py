@@ -30,16 +30,16 @@ ADVICE = {
 
 def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
     """Read the lines of a UTF-8 text file; bytes that are not UTF-8 are treated as by ``open`` with ``errors``."""
-    # not by splitlines, which also splits at characters such as U+2028, which the JSON of a completion may hold
+    # splitlines would also split at characters such as U+2028, which a JSON string of a completion may contain
     lines = path.read_text(encoding="utf-8", errors=errors).split("\n")
     return lines[:-1] if lines[-1] == "" else lines
 
 
 def replaceable(path: Path) -> Path:
-    """Return the path, behind symbolic links, that a file written at ``path`` takes.
+    """Return the path of the file that writing to ``path`` would replace, after following symbolic links.
 
     Raises:
-        OSError: something else than a regular file is there, such as a folder, a device or a named pipe.
+        OSError: that path exists and is not a regular file but, for example, a folder, a device or a named pipe.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():

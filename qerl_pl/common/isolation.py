@@ -50,7 +50,8 @@ def preserved_torch_settings() -> Iterator[None]:
 def any_algorithm() -> Iterator[None]:
     """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false.
 
-    vLLM has operations that would raise otherwise; whether its results are repeatable depends on its kernels.
+    Inside the engine, torch's deterministic mode would make some of vLLM's operations raise an error. Whether vLLM's
+    results are repeatable depends on its kernels.
     """
     import torch
 

@@ -1,5 +1,5 @@
-"""Read JSON Lines files strictly (one object per line, no key twice, numbers that keep their digits), and give the text
-of a value that is stored in a data set."""
+"""Read JSON Lines files strictly: one object per line, no duplicate keys, and numbers that keep the digits of the file.
+Convert a value that a data set stores to text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 MAX_DEPTH = 64
-"""Deepest nesting of a row. Copying, sending and moving rows are recursive, and Python limits recursion."""
+"""Deepest nesting of a row. Rows are copied, pickled and moved to devices by recursive functions, and Python limits the
+depth of recursion."""
 
 
 class Written(float):
@@ -32,11 +33,12 @@ def refuse(error: ValueError) -> NoReturn:
 def read_json_lines(
     path: str | Path, bad: Callable[[ValueError], None] = refuse, *, say: Callable[[str], object]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read the rows of a JSON Lines file in UTF-8, each with its location (file and line) for error messages;
-    ValueError if there is no such file, or it has no rows.
+    """Read the rows of a JSON Lines file in UTF-8. Yields, for each row, its location (file and line, for error
+    messages) and its object. ValueError if the file does not exist or has no rows.
 
-    ``bad`` is called with the error of a row that is not UTF-8, is no JSON object, or has a key twice or too deep a
-    nesting; after it the next row is read. ``say`` gets a sentence on the number of blank lines, if there are any.
+    ``bad`` is called with the error for a row that is not UTF-8, is no JSON object, has a duplicate key or is nested
+    too deeply. If it returns, that row is skipped. ``say`` is called with a sentence on the number of blank lines, if
+    there are any.
     """
     if not Path(path).exists():
         raise ValueError(f"data file {path} does not exist")
@@ -62,7 +64,8 @@ def read_json_lines(
 
 
 def object_in_text(text: str) -> dict[str, object] | None:
-    """Return the JSON object that a text is, with numbers that keep their digits; None if it is none."""
+    """Parse a text that is a JSON object, with numbers that keep the digits of the text; None if the text is not
+    one."""
     try:
         value = json.loads(text, parse_float=Written) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):
@@ -76,7 +79,7 @@ def is_null(value: object) -> bool:
 
 
 def stored_text(value: object, where: str) -> str:
-    """Return a stored text or number as text, with the digits that it is stored with.
+    """Return as text a text or number of a data set; a number keeps the digits that the file has.
 
     Raises:
         ValueError: the value is missing, not finite, no text and no number, or not valid Unicode.

@@ -21,7 +21,7 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Metric that gathers the values of all ranks, all of which it stores, and computes statistics of them.
+    """Metric that stores every value, gathers the values of all ranks, and computes statistics of them.
 
     Args:
         statistics: function that takes the [N] values and returns scalar tensors by name. To give the same results on
@@ -83,8 +83,8 @@ def largest() -> Metric:
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
-    """Compute a metric, which has no values yet and is reset at the end, over the values of all ranks (arguments of its
-    ``update``). Every rank must call this."""
+    """Compute a metric, which must have no values yet, over the values of all ranks, and reset it. ``values`` are this
+    rank's arguments of ``metric.update``. Every rank must call this."""
     device = ranks.device() if ranks.are_several() else values[0].device
     metric.to(device)
     metric.update(*(value.to(device) for value in values))
@@ -107,7 +107,8 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of a ``with`` block, in which the GPU's kernels end, to the phase ``name``."""
+        """Add the duration of a ``with`` block to the seconds of the phase ``name``. It includes the time until the GPU
+        kernels that the block started have ended."""
         start = _now()
         try:
             yield

@@ -19,7 +19,8 @@ records. ``tests/test_dependencies.py`` checks the versions in pyproject.toml, t
 
 
 def requirement(package: str) -> str:
-    """Return the requirement, as pip reads it, that admits the tested versions of a package and those between."""
+    """Return the requirement, in pip's syntax, that admits the tested versions of a package and all versions between
+    them."""
     first, last = TESTED[package][0], TESTED[package][-1]
     return f"{package}=={first}" if first == last else f"{package}>={first},<={last}"
 
@@ -49,11 +50,12 @@ EXTRAS = {
     "vllm": requirement("vllm"),
     "wandb": "wandb>=0.19",
 }
-"""Requirements in the optional dependency groups (extras) of pyproject.toml, by the name that is imported."""
+"""Requirements in the optional dependency groups (extras) of pyproject.toml, by the module that Python code imports."""
 
 
 def not_installed(module: str) -> str | None:
-    """Say in a sentence which command installs the optional package of a module; None if it belongs to none."""
+    """Say in a sentence which command installs the optional package that has a module; None if no optional package has
+    it."""
     requirement = EXTRAS.get(module.partition(".")[0])
     if requirement is None:
         return None

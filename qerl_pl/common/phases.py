@@ -1,4 +1,5 @@
-"""Say on stderr what the program is doing while it prints nothing else."""
+"""Say on stderr what the program is doing while it prints nothing else. A phase is one such piece of work that may take
+seconds, such as loading the weights."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 FIRST_S = 3.0
-"""Seconds after which a phase that still lasts is named for the first time."""
+"""Seconds after which a phase is named for the first time, if it has not ended."""
 LINE_S = 4.0
-"""Seconds between two lines about phases where stderr is no terminal."""
+"""Seconds between two lines about phases if stderr is not a terminal."""
 REDRAW_S = 1.0
-"""Seconds between two states of the line on a terminal."""
+"""Seconds between two updates of the line that a terminal shows."""
 BAR = "{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit} {elapsed}, {remaining} left"
 LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed}, {remaining} left"
 ERASE = "\r\x1b[K"
 
 APART_S = 1.0
-"""Seconds between two phases from which on the second is not counted as a continuation of the first."""
+"""If at least this many seconds lie between two phases, the second one does not continue the first, and the waiting
+time ``FIRST_S`` begins anew."""
 
 T = TypeVar("T")
 _running: list[Phase] = []
@@ -30,7 +32,8 @@ _running: list[Phase] = []
 
 class _Silence:
     since = 0.0
-    """When the last line was written or, if none was, when the first of the adjoining phases began."""
+    """When the last line was written or, if none was written, when the first of the phases that follow each other
+    began."""
     ended = -math.inf
     """When the last phase ended."""
 
@@ -41,7 +44,7 @@ class Phase:
     Args:
         what: the phase in words, such as "loading the weights".
         total: number of units, of which ``update`` counts those that are done; None if they cannot be counted.
-        unit: their name; "B" for bytes.
+        unit: name of the units; "B" for bytes.
     """
 
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
@@ -76,15 +79,16 @@ class Phase:
 
 @contextmanager
 def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool = False) -> Iterator[Phase]:
-    """Name on stderr what is done inside the context, for as long as it is done.
+    """Name on stderr the phase that the context is, for as long as the context lasts.
 
-    A terminal shows one line, which is redrawn every second and erased at the end. Elsewhere, such as in a job's log,
-    there is a line every ``LINE_S`` seconds, also over several phases that follow each other. Otherwise phases that end
-    within ``FIRST_S`` seconds print nothing. Of nested phases the innermost is shown, on the stderr that the outermost
-    began with, so a redirection inside of it does not hide phases. Only the first rank of a run prints.
+    A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
+    example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.
+    Apart from that, a phase that ends within ``FIRST_S`` seconds prints nothing. Of nested phases, only the innermost
+    is shown. It is written to the stream that was stderr when the outermost phase began, so redirecting stderr inside
+    that phase does not hide it. Only the first rank of a run prints.
 
-    The arguments are those of ``Phase``. With ``at_once`` the phase is named before the context begins: for imports,
-    which may keep other threads from running.
+    The arguments are those of ``Phase``. With ``at_once`` the phase is named before the context begins. Imports need
+    this, because they may keep the thread that prints from running.
     """
     current = Phase(what, total, unit)
     if _running:
@@ -121,7 +125,9 @@ def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator
 
 def _repeat(current: Phase, terminal: bool) -> None:
     every = REDRAW_S if terminal else LINE_S
-    while True:  # at once, too: short phases that follow each other may have been silent for long
+    while (
+        True
+    ):  # checked at once, too, because many short phases that followed each other may have printed nothing for long
         now = time.monotonic()
         silent = now - _Silence.since
         first = min(now - current.started, silent) >= FIRST_S or silent >= LINE_S

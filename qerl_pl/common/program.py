@@ -1,5 +1,5 @@
-"""The parser of commands' options, arguments and environment of the process, how the user calls this program, and the
-exception with which a signal ends it."""
+"""Functions about the process: how the user calls this program, its arguments and environment variables, the exception
+with which a signal ends it, and the parser of commands' options."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from typing import NoReturn
 
 
 def called_as(command: str) -> str:
-    """Return how to call a command: ``qerl COMMAND`` if the user started the program so, or else ``python -m ...``."""
+    """Return how to call a command, in the way in which the user started the program: ``qerl COMMAND`` or ``python -m
+    qerl_pl COMMAND``."""
     return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"
 
 
 class Stopped(SystemExit):
-    """Raised where the program is when a signal asks it to end; the status is 128 plus the signal's number.
+    """Raised by a signal handler, wherever the program is, when a signal asks the program to end. The exit status is
+    128 plus the signal's number.
 
-    ``rewards.guard`` tells it by its type from a reward that asks the program to exit.
+    Its type lets ``rewards.guard`` distinguish it from a SystemExit that a reward raises.
     """
 
 
@@ -35,16 +37,19 @@ def restored_arguments() -> Iterator[None]:
 
 
 def quoted_from_environment(error: Exception) -> str:
-    """Return the variables of the environment whose values an error quotes, e.g. " (environment: RANK=x)"."""
-    # packages read variables and raise errors that have the value alone
+    """Return the environment variables whose values an error message quotes, as text to append to it, e.g. "
+    (environment: RANK=x)"; "" if there are none."""
+    # packages that read environment variables raise errors that quote only the value and not the variable's name
     told = {name: value for name, value in os.environ.items() if value and repr(value) in str(error)}
     return f" (environment: {', '.join(f'{name}={value}' for name, value in told.items())})" if told else ""
 
 
 def use_expandable_segments() -> None:
-    """Let torch allocate GPU memory in expandable segments, unless the environment has settings of its allocator."""
-    # Passes of different sizes otherwise leave the cache in pieces: a run that was planned at 75 of 79 GiB ran out of
-    # memory with 9 GiB in pieces. torch reads the variable when it first allocates GPU memory.
+    """Let torch allocate GPU memory in expandable segments, unless the environment already configures torch's
+    allocator."""
+    # Otherwise, passes of different sizes fragment the allocator's cache: a run that was planned at 75 of 79 GiB ran
+    # out of memory while 9 GiB were free in pieces that were too small. torch reads the variable when it first
+    # allocates GPU memory.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 

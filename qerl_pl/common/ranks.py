@@ -59,9 +59,10 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
-    """Gather the rows (completions) of all ranks, each group by group, in the order of the whole batch.
+    """Gather the completions (rows) of all ranks in the order of the whole batch. Every rank passes its own completions
+    group by group; a group is the completions of one prompt.
 
-    Rank r of W has groups (the completions of one prompt) r, r + W, r + 2W, ...; the numbers of groups may differ.
+    Rank r of W has the groups r, r + W, r + 2W, ... of the batch. Ranks may have different numbers of groups.
     """
     shares = [[part[i : i + group_size] for i in range(0, len(part), group_size)] for part in gather_values(rows)]
     turns = chain.from_iterable(zip_longest(*shares, fillvalue=()))
@@ -69,7 +70,8 @@ def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace gradients by their mean over the ranks; one that is None counts as zero, and is zero afterwards."""
+    """Replace each parameter's gradient by its mean over the ranks. A gradient that is None counts as zero, and is a
+    tensor afterwards."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     if num_ranks() == 1:
         for parameter, gradient in zip(parameters, gradients, strict=True):

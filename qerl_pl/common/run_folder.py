@@ -27,7 +27,7 @@ def run_named_after(files: Sequence[Path]) -> str:
 
 
 def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
-    """Read a run's config.yaml, which must have some sections besides ``model``.
+    """Read a run's config.yaml, which must have model.base and the given sections.
 
     Raises:
         ValueError: it is no YAML of plain values, or lacks model.base or a section.
@@ -48,7 +48,8 @@ def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
 
     Raises:
-        ArgumentTypeError: it is empty or has other than printable characters, or a variable or user is not known.
+        ArgumentTypeError: the path is empty, has unprintable characters, or names an unknown environment variable or
+            user.
     """
     if not text.strip():
         raise ArgumentTypeError("run_dir is empty; expected a folder, e.g. runs/first")
@@ -61,8 +62,9 @@ def run_folder(text: str) -> str:
 
 
 def check_places(run: Path) -> None:
-    """Check, before anything expensive, that what a run writes into its folder, which need not exist, can be written
-    there; ValueError names a file where a folder is needed, or something else than a regular file where a file is."""
+    """Check that a run can write its files into its folder, which need not exist yet. ValueError names a path where
+    something else than the needed folder or regular file exists. The check takes no time, so it comes before the model
+    is loaded."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
@@ -92,13 +94,15 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
 
 
 def date_in(config: Mapping[str, Any]) -> str | None:
-    """Return the date that a run's chat template writes, from the run's config.yaml; None if it writes none."""
+    """Return, from the content of a run's config.yaml, the date that its chat template writes into prompts; None if the
+    template writes no date."""
     date = (config.get("data") or {}).get("date")
     return None if date is None else str(date)  # YAML reads a date without quotes as a date
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a living process trains in the folder, that is, holds the lock on the folder's file ``LOCK``."""
+    """Return whether a process is training in the folder, which it shows by holding a lock on the folder's file
+    ``LOCK``."""
     try:
         with (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@ import hashlib
 
 
 def derive_seed(seed: int, purpose: str, index: int = 0) -> int:
-    """Derive a seed in [0, 2^63) for the draw ``index`` of a purpose, such as "rollout"; other purposes give unrelated
-    seeds, and equal arguments equal ones on every machine and Python version."""
+    """Derive a seed in [0, 2^63) from the run's seed, a purpose, such as "rollout", and an index. Seeds of different
+    purposes are unrelated. Equal arguments give equal seeds on every machine and Python version."""
     digest = hashlib.sha256(f"{seed}/{purpose}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # rewards read prompts and completions where torch need not be imported, which takes a second
+if TYPE_CHECKING:  # processes that only compute rewards use these types, and importing torch would take them a second
     import torch
     from torch import Tensor
 
@@ -20,8 +20,8 @@ class Problem(NamedTuple):
     question: str
     answer: str
     messages: tuple[Message, ...] = ()
-    """Chat messages that the policy gets instead of the question, if the data source has messages; the last one is a
-    message of the user."""
+    """Chat messages that the policy gets instead of the question, if the data source has messages; the last message has
+    the role "user"."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
 
@@ -34,7 +34,8 @@ class Prompt(NamedTuple):
     """The whole chat prompt, including the generation prompt."""
     answer: str
     copy: int = 0
-    """Number of earlier prompts with the same tokens in the rollout or evaluation, so that their seeds differ."""
+    """Number of earlier prompts with the same tokens in the rollout or evaluation. Seeds depend on it, so that equal
+    prompts get different completions."""
     text: str = ""
     """The tokens as text, special tokens included."""
     messages: tuple[Message, ...] = ()
@@ -54,16 +55,18 @@ class Completion:
     """One completion that an engine sampled for a prompt."""
 
     tokens: tuple[int, ...]
-    """Sampled tokens, including the end-of-sequence token or the one that completes a stop string."""
+    """Sampled tokens, including the end-of-sequence token, or the token that completes a stop string."""
     logprobs: tuple[float, ...]
     """Log-probability of each token in nats at the sampling temperature, under the distribution that was sampled from,
     i.e. the policy's with AQN's noise if the rollout has noise."""
     finished: bool
-    """Whether it ended at an end-of-sequence token or stop string; False if it was cut off at max_tokens."""
+    """Whether the completion ended at an end-of-sequence token or stop string; False if it was cut off at
+    max_tokens."""
     text: str = ""
-    """Text with special tokens, but without the one that ended it; the rollout loop fills it in."""
+    """Text with special tokens, but without the token that ended the completion; the rollout loop fills it in."""
     seed: int | None = None
-    """Key of the noise with which it was sampled (``policy.margins``); None if the engine samples in another way."""
+    """Key of the random noise with which the completion's tokens were sampled (see ``policy.margins``); None if the
+    engine does not sample by such noise."""
 
 
 @dataclass(frozen=True)

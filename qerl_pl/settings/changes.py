@@ -11,7 +11,10 @@ import yaml
 
 from qerl_pl.common.files import write_whole
 
-NO_SETTING = ("ckpt_path", "config")  # names of files, which do not change how the run trains
+NO_SETTING = (
+    "ckpt_path",
+    "config",
+)  # both name files that are read at the start, so a difference does not change how the run trains
 WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")
 SCHEDULES = "; schedules of learning rate and noise span trainer.max_steps, so their values jump here"
 OTHER_GOAL = "ATTENTION, what is optimised changes: "
@@ -20,7 +23,7 @@ OTHER_GOAL = "ATTENTION, what is optimised changes: "
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the settings that differ between two configurations, as ``key: before -> now`` with dots in the key.
 
-    Objects in a list, such as callbacks, are identified by their class and not their position, as in
+    Objects in a list, such as callbacks, are identified by their class instead of their position, as in
     ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``; any other list is one value. Settings
     that change the objective of the training come first and are marked.
     """
@@ -37,9 +40,10 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def keep_old_config(config: Path, now: str, *, before: str | None = None) -> tuple[list[str], Path | None]:
-    """Keep the settings of a run under a free name (config.1.yaml, ...) if the caller is about to overwrite its
-    config.yaml with different ones; those of the file too, if it is not what the run was trained with (``before``, from
-    its checkpoint; None: what the file has). Returns the changed settings, and the path of the kept ones."""
+    """Keep copies of a run's old settings under free names (config.1.yaml, ...) before the caller overwrites its
+    config.yaml with ``now``. ``before`` is the text of the settings that the run was trained with, from its checkpoint,
+    or None. It and the text of config.yaml are each kept if they differ from ``now``. Returns the changed settings and
+    the path of the first copy; ([], None) if nothing differs."""
     written = config.read_text(encoding="utf-8") if config.exists() else None
     kept: list[tuple[list[str], Path]] = []
     for text in dict.fromkeys(text for text in (before, written) if text is not None):

@@ -1,5 +1,5 @@
-"""Settings of the YAML section ``model`` except engine and rewards, and of the run's length, checked before anything is
-loaded."""
+"""Settings of the YAML section ``model``, except engine and rewards. They and the run's length are checked before any
+model is loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModuleSettings:
             BASE-FORMAT (``models/qwen2.5-7b-nvfp4``); null: use the base itself.
         quantize: quantise a dense base at the first start and cache the result: nvfp4, mxfp4 or nf4, or a mapping of
             the quantiser's settings (format, method, calibration, samples, length, ignore); null: do not quantise.
-        sampling: settings of training rollouts.
+        sampling: settings for sampling training rollouts.
         val_sampling: settings of validation; null: greedy, one completion per prompt, with the max_tokens of training.
         lora: settings of the adapter.
         objective: the loss.
@@ -72,12 +72,12 @@ class ModuleSettings:
         offload_checkpoints: true means gradient_checkpointing offload.
         fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
             installed.
-        gpu_memory: GiB of GPU memory that the run plans with; null: the memory that other processes leave free.
+        gpu_memory: GiB of GPU memory that the run may use; null: all memory that other processes leave free.
         dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
-        max_unscored_share: stop the run if a larger share of completions could not be scored by any reward.
+        max_unscored_share: stop the run if no reward could score more than this share (0 to 1) of the completions.
         max_prompt_tokens: tokens of the longest prompt (linked from the data module).
         stop: strings that end a completion (linked from the data module).
-        seed: seed of everything that is drawn (linked from seed_everything).
+        seed: seed of all random numbers (linked from seed_everything).
 
     Raises:
         ValueError: a value is out of its range, or values contradict each other or the base.
@@ -126,7 +126,7 @@ class ModuleSettings:
             prompt_tokens=self.max_prompt_tokens,
             completion_tokens=self.sampling.max_tokens,
         )
-        config = check_base(self.folder)  # may download and quantise, so after what costs nothing
+        config = check_base(self.folder)  # may download and quantise, so it comes after the checks that take no time
         if self.lora.start is not None:
             start = self.lora.starts_at
             check_fits(start, num_layers=config["num_hidden_layers"], hidden=config["hidden_size"])
@@ -215,7 +215,7 @@ class ModuleSettings:
 
     @property
     def of_policy(self) -> dict[str, Any]:
-        """Settings that loading the policy and planning its memory both take, by argument name."""
+        """Settings, by argument name, that both the function that loads the policy and the memory plan take."""
         return {
             "dtype": self.compute_dtype,
             "lora": self.lora,
@@ -262,8 +262,9 @@ def check_run_length(
     batch_size: int,
     objective: Objective,
 ) -> None:
-    """Check that the run is a whole number of rollouts, which divide into mini-batches, and not shorter than its
-    warm-up (ValueError). The arguments are the settings of these names; ``max_steps`` is -1 if it is not given."""
+    """Raise ValueError unless the run is a whole number of rollouts, every rollout can be divided into mini-batches,
+    and the run is not shorter than its warm-up. The arguments are the settings of these names; ``max_steps`` is -1 if
+    it is not set."""
     steps = updates_per_rollout * mini_batches
     if max_steps < 1:
         raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")

@@ -31,8 +31,9 @@ def run_memory(
 ) -> RunMemory:
     """Collect the settings that decide the memory of a run on each of its GPUs.
 
-    The arguments are those of ``settings.model.ModuleSettings``, with the prompts of a rollout over all ranks and the
-    name of the optimizer's class. The engine need not have started.
+    Most arguments are the settings of the same names in ``settings.model.ModuleSettings``. ``num_prompts`` counts the
+    prompts of a rollout over all ranks, and ``optimizer`` is the name of the optimizer's class. The engine need not
+    have started.
     """
     rank, _, targets, _ = lora.filled_in()
     return RunMemory(

@@ -21,11 +21,12 @@ class TeacherSettings:
 
     Args:
         base: folder of a checkpoint, a GGUF file or a model's name on the hub, dense or quantised, whose tokenizer is
-            the policy's; "dense": ``model.base`` before it is quantised, which brings a 4-bit policy back to it.
-        base_format: use the copy of it in this format, as ``model.base_format``.
-        quantize: quantise it at the first start, as ``model.quantize``.
-        keep: where its weights are while it does not score: on the "gpu" or in "host" memory, from which they are
-            copied once per rollout; "auto": on the GPU if the run then fits it.
+            the policy's; "dense": ``model.base`` before it is quantised, so that a 4-bit policy recovers the behaviour
+            of the unquantised model.
+        base_format: use the copy of the teacher in this format, as ``model.base_format`` does for the policy.
+        quantize: quantise the teacher at the first start, as ``model.quantize`` does for the policy.
+        keep: where the teacher's weights are while it does not score: on the "gpu", or in "host" memory, from which
+            they are copied once per rollout; "auto": on the GPU, if the run then still fits into its memory.
 
     Raises:
         ValueError: settings contradict each other.
@@ -44,9 +45,9 @@ class TeacherSettings:
             )
 
     def folder(self, base: str, policy: str) -> str:
-        """Return the checkpoint folder that the teacher is loaded from; download or quantise it if necessary. ``base``
-        is ``model.base``, and ``policy`` the folder made of it. ValueError: it cannot be used, or its tokens are not
-        the policy's."""
+        """Return the checkpoint folder that the teacher is loaded from; download or quantise the teacher if necessary.
+        ``base`` is ``model.base``, and ``policy`` the folder that the policy is loaded from. ValueError: the teacher
+        cannot be used, or its tokens are not the policy's."""
         if self.base == DENSE:
             folder = prepared_base(base)
             if (layout := read_layout(Path(folder))) is not None:

@@ -31,8 +31,8 @@ UNUSABLE = {
 
 
 def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
-    """Refuse (ValueError) settings of the YAML section ``trainer`` with which Lightning would fail with a traceback or
-    train nothing in a command (fit, validate, test or predict)."""
+    """Raise ValueError for settings of the YAML section ``trainer`` with which ``command`` (fit, validate, test or
+    predict) would end in a traceback of Lightning or do nothing."""
     for name, (usable, instead) in UNUSABLE.items():
         value = trainer.get(name, usable)
         if value is not None and value != usable:
