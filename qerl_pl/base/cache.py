@@ -29,9 +29,9 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     """Return the folder in the cache that holds a copy of a base, made by ``make`` if it does not exist. If several
     processes ask for the same folder, one makes it and the others wait.
 
-    The folder's name begins with ``label``. The copy is looked up by what the source (a folder or a GGUF file)
-    contains, and by all settings that it depends on, in JSON's types. ``make`` gets a path at which the copy must
-    appear only when it is complete.
+    The folder's name begins with ``label``. The copy is found by a digest of the content of ``source`` (a folder or a
+    GGUF file) and of ``settings``, which must be all settings that the copy depends on, in JSON's types. ``make`` is
+    called with the path of the copy, and may create it there only when it is complete.
     """
     if source.is_file():
         content = [stored_digests(source.parent, [source])[source.name]]

@@ -1,4 +1,4 @@
-"""Digest of a base checkpoint over every byte of its weights, computed once and stored in the base's folder."""
+"""Digest of a base checkpoint, computed once from every byte of its weights and stored in the base's folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import Phase, phase
 
 KEPT = ".qerl-pl-digests.json"
-"""File in the base's folder with size, modification and change times and SHA-256 digest by weight file."""
+"""File in the base's folder that holds, for every weight file, its size, modification and change times and SHA-256
+digest."""
 
 
 def base_digest(base: str | Path) -> str:

@@ -46,14 +46,15 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
 
 
 def check_kinds_of_files(base: Path) -> None:
-    """Refuse a named pipe, a device or a socket as the base or in its folder, which could be read without an end."""
+    """Refuse a named pipe, a device or a socket as the base or in its folder, because reading it might never end."""
     for path in (base, *base.iterdir()) if base.is_dir() else (base,):
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise ValueError(f"model.base: {path} is no regular file; expected a checkpoint's folder with its files")
 
 
 def check_base(path: str | Path) -> Mapping:
-    """Return config.json of a folder, or raise ValueError, in one line, if a run cannot use it; reads no weights."""
+    """Return the content of config.json of a checkpoint's folder, after checking, without reading weights, that a run
+    can use the checkpoint. ValueError says in one line why it cannot."""
     if Path(path).is_file():
         raise ValueError(
             f"model.base: {path} is a file; give the folder of the checkpoint, with config.json in it, or a GGUF file"

@@ -36,15 +36,19 @@ MAGIC = b"GGUF"
 RECORD = "gguf.json"
 """File of the dequantised folder and its copies: the GGUF file's name, bits per weight and weights by type."""
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
-BYTES_PER_WEIGHT = 6  # of host memory at the peak: bfloat16, and one tensor in fp32, which may be the embeddings
+BYTES_PER_WEIGHT = 6
+"""Host memory at the peak: all weights in bfloat16 (2 bytes), and one tensor, which may hold most of the weights, in
+fp32 (4 bytes)."""
 SAME_MATRIX = 0.2
-"""Embeddings and head whose relative difference is smaller are one matrix at two precisions: the rounding of the
-coarsest type, 2 bits per weight, is about this large, and different matrices differ by more than 1."""
+"""Embeddings and output head with a smaller relative difference are taken for one matrix stored at two precisions.
+Rounding to the coarsest type, 2 bits per weight, causes about this difference; matrices that are really different
+differ by more than 1."""
 ROPE_TENSOR, ROPE_TYPE = "rope_freqs.weight", ".rope.scaling.type"
-"""Names under which a file says that it scales its rotary positions, as those of Llama 3.1 and of YaRN do."""
+"""Metadata keys under which a GGUF file says that the model scales its rotary positions, as Llama 3.1 and models with
+YaRN do."""
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "</s>")
-"""Tokens that end a turn or a text. The file names one end token, and models may end with others as well."""
+"""Tokens that end a turn or a text. A GGUF file names only one end token, although a model may have several."""
 
 
 def is_gguf(base: str | Path) -> bool:
@@ -75,7 +79,8 @@ def _say_once(text: str) -> None:
 
 
 def described(folder: Path) -> str | None:
-    """Describe in one sentence from what precision a folder's weights were dequantised; None if they were not."""
+    """Describe in one sentence the precision from which a folder's weights were dequantised; None if the folder was not
+    made from a GGUF file."""
     if not (folder / RECORD).is_file():
         return None
     record = read_json(folder / RECORD)
@@ -143,7 +148,7 @@ def _end_tokens(reader: GGUFReader, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _check_contents(reader: GGUFReader, path: Path) -> None:
-    """Refuse what transformers would leave out without a word."""
+    """Refuse a file with contents that transformers would silently ignore."""
     parts = reader.fields.get("split.count")
     if parts is not None and (count := int(parts.contents())) > 1:
         raise ValueError(
@@ -164,8 +169,8 @@ def _check_contents(reader: GGUFReader, path: Path) -> None:
 
 
 def _unquantized(read: PreTrainedModel) -> PreTrainedModel:
-    """Return the model that ``from_pretrained`` read from a GGUF file as one that transformers agrees to save, with
-    embeddings and head tied if the file stores one matrix for both."""
+    """Change the model that ``from_pretrained`` read from a GGUF file so that transformers can save it, and tie
+    embeddings and head if they are one matrix in the file; returns the model."""
     config, weights = read.config, dict(read.state_dict())
     vars(config).pop("quantization_config", None)  # set by some releases
     embeddings, head = weights["model.embed_tokens.weight"].float(), weights["lm_head.weight"].float()

@@ -49,7 +49,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
         load_tokenizer(folder, config)
         if declared_layout(folder) is not None or quantization is None:
             folder = _converted(folder, name, reasons)
-        else:  # The checkpoint need not be converted before, because the quantiser reads only its text model.
+        else:  # Conversion is not needed before quantisation, because the quantiser reads only the text model.
             rank_zero_info(f"{base}: {'; '.join(reasons)}")
     if quantization is None:
         return str(folder)

@@ -73,8 +73,7 @@ class HelpFormatter(DefaultHelpFormatter):
         super().add_usage(usage, actions, *args, **named)
 
     def add_argument(self, action: Action) -> None:
-        """Show a setting, unless it has no effect in this program; this program's own description, if there is one, replaces
-        Lightning's."""
+        """Show a setting, with the text of ``MEANINGS`` in place of Lightning's, unless it has no effect here."""
         if action.dest not in HIDDEN:
             action.help = MEANINGS.get(action.dest, action.help)
             super().add_argument(action)

@@ -119,9 +119,9 @@ def check_yaml(path: Path) -> None:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file as nodes. ValueError names file and line of duplicate keys (YAML takes the last), cyclic
-    aliases, and aliases of aliases that stand for more than ``MOST_VALUES`` values; ``expected`` says what the file
-    should hold."""
+    """Read a YAML file as nodes. ValueError names file and line of a duplicate key (YAML itself would silently take the
+    last value), of a cyclic alias, and of aliases of aliases that stand for more than ``MOST_VALUES`` values;
+    ``expected`` says in messages what the file should hold."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)

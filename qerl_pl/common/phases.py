@@ -125,9 +125,8 @@ def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator
 
 def _repeat(current: Phase, terminal: bool) -> None:
     every = REDRAW_S if terminal else LINE_S
-    while (
-        True
-    ):  # checked at once, too, because many short phases that followed each other may have printed nothing for long
+    # The first check comes at once, because the short phases before this one may have printed nothing for a long time.
+    while True:
         now = time.monotonic()
         silent = now - _Silence.since
         first = min(now - current.started, silent) >= FIRST_S or silent >= LINE_S

@@ -1,10 +1,10 @@
 """RMS norms with fp32 weights and 16-bit activations, so that noise smaller than the spacing of 16-bit numbers is not
 rounded away.
 
-bf16 numbers near 1 are 2^-8 to 2^-7 apart, so of noise with sigma 5e-4 (arXiv 2510.11696) rounding to bf16 would leave
-a tenth or less. A norm here rounds its normalised input to the activations' dtype, multiplies it by the weight in fp32
-and rounds the product. The product of two bf16 numbers is exact in fp32, so a bf16 weight that is stored in fp32 gives
-the same bits as the bf16 weight does in transformers' norms.
+bf16 numbers near 1 are 2^-8 to 2^-7 apart, so rounding the sum of weight and noise to bf16 would leave a tenth or less
+of noise with sigma 5e-4 (arXiv 2510.11696). A norm here rounds its normalised input to the activations' dtype,
+multiplies it by the weight in fp32 and rounds the product. The product of two bf16 numbers is exact in fp32, so a bf16
+weight that is stored in fp32 gives the same bits as the bf16 weight does in transformers' norms.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: 
 
 @contextmanager
 def weights_replaced(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the weights of transformers' norms by [H] of any dtype inside the context, by name of the module; each
-    norm's output keeps the dtype of its input."""
+    """Inside the context, replace the weights of transformers' norms by other weights [H] of any dtype, given by name
+    of the module. The output of each norm keeps the dtype of its input."""
     with ExitStack() as after:
         for name, weight in weights.items():
             parameter = modules[name].get_parameter("weight")

@@ -19,8 +19,8 @@ class NormNoise:
     seed: int = 0
     """Seed in [0, 2^63)."""
     rounded: bool = False
-    """Whether noisy norm weights are rounded to the engine's compute dtype instead of staying in fp32. In bf16 some of
-    noise whose sigma is below about 2e-3 is lost."""
+    """Whether noisy norm weights are rounded to the engine's compute dtype instead of staying in fp32. Rounding to bf16
+    removes a part of the noise if sigma is below about 2e-3."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sigma < math.inf:
@@ -60,7 +60,7 @@ def noisy_norms(
 def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
     """Compute the root mean square of the noise that remains after the noisy weights are rounded to a dtype.
 
-    In bf16 it is less than sigma if that is below half the spacing of bf16 numbers near the weights.
+    In bf16, the result is less than sigma if sigma is below half the spacing of bf16 numbers near the weights.
     """
     noisy = noisy_norms(clean, noise, dtype=dtype)
     changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]

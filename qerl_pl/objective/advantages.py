@@ -14,7 +14,7 @@ AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Find the groups with a signal, [P] bool: those in which two scored rewards differ.
+    """Return [P] bool, True for groups in which at least two scored rewards differ, so that advantages are not all 0.
 
     ``rewards`` and ``scored`` are as in ``group_advantages``; raises ValueError if their shapes differ or are not
     [P, G], or a scored reward is not finite.
@@ -41,23 +41,26 @@ def group_advantages(
     """Compute advantages: how much better each completion is than its group.
 
     "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
-    no eps). "batch_normalized": with the std of the whole batch, which does not raise a group of nearly equal rewards
-    to the size of the others (arXiv 2508.08221; TRL's scale_rewards "batch"). "centered": r - mean (Dr. GRPO, arXiv
-    2503.20783). "leave_one_out": r minus the mean of the other rewards (RLOO, arXiv 2402.14740), which is "centered"
-    times n / (n - 1).
+    no eps). "batch_normalized": with the std of the whole batch, so that a group of nearly equal rewards keeps small
+    advantages instead of being scaled to the same size as other groups (arXiv 2508.08221; TRL's scale_rewards "batch").
+    "centered": r - mean (Dr. GRPO, arXiv 2503.20783). "leave_one_out": r minus the mean of the other rewards (RLOO,
+    arXiv 2402.14740), which is "centered" times n / (n - 1).
 
-    Unscored rows do not enter mean or std. A group whose scored rewards are all equal gets exact zeros. Arithmetic
-    would not give them: the mean of eight times 0.7 is one ulp off, and that ulp would be divided by its own std.
+    Unscored rows do not enter mean or std. A group whose scored rewards are all equal gets exact zeros. Rounding would
+    otherwise make them nonzero: the computed mean of eight rewards of 0.7 is one ulp off, and this error would be
+    divided by a std of the same size.
 
     Args:
-        rewards: [P, G] fp32, anything where ``scored`` is False.
+        rewards: [P, G] fp32; where ``scored`` is False, any value, nan included.
         scored: [P, G] bool, True where the reward is known.
-        baseline: one of the rules above, or a function of the user's own, whose value is taken as it is.
+        baseline: one of the rules above, or a user's function, whose result is returned unchanged.
         eps: added to a std, in units of the reward.
-        std_of_batch: [] from ``batch_std`` over the groups of all ranks, for "batch_normalized"; None: over these rows.
+        std_of_batch: [] std of the rewards of all ranks from ``batch_std``, for "batch_normalized"; None: the std is
+            computed from ``rewards``.
 
     Returns:
-        [P, G] of the rewards' dtype (computed in fp64), exactly 0 on unscored rows and in groups without signal.
+        [P, G] of the rewards' dtype (computed in fp64), exactly 0 on unscored rows and in groups whose scored rewards
+        are all equal.
 
     Raises:
         ValueError: see ``has_signal``.
@@ -66,7 +69,7 @@ def group_advantages(
     if callable(baseline):
         return baseline(rewards, scored)
     values = torch.where(scored, rewards, 0.0).double()
-    count = scored.sum(dim=1, keepdim=True).clamp(min=2)  # groups with fewer have no signal
+    count = scored.sum(dim=1, keepdim=True).clamp(min=2)  # groups with fewer than 2 scored rewards get advantage 0
     centered = torch.where(scored, values - values.sum(dim=1, keepdim=True) / count, 0.0)
     if baseline == "normalized":
         std = (centered.square().sum(dim=1, keepdim=True) / (count - 1)).sqrt()
@@ -89,12 +92,14 @@ def batch_std(rewards: Tensor) -> Tensor:
 def less_penalty(
     advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline | AdvantageFunction = "normalized"
 ) -> Tensor:
-    """Subtract a penalty [P, G] from advantages, compared within its group: A - (penalty - its group's baseline).
+    """Subtract from advantages [P, G] a penalty [P, G] relative to its group: A - (penalty - baseline of the penalties
+    in the group).
 
     "centered" and "leave_one_out" are linear, so this equals ``group_advantages(rewards - penalty)``: RLOO's KL in the
-    reward (arXiv 2402.14740). With the others, the penalty is only centered. If it were divided by a std that includes
-    it, its noise would get full size in groups of equal rewards, whatever its coefficient; divided by the rewards' std,
-    the same would happen in groups of nearly equal rewards.
+    reward (arXiv 2402.14740). With the other baselines, the penalty only has its group's mean subtracted and is not
+    divided by a std. In groups of equal rewards, a std of rewards and penalties together would scale the penalty's
+    noise to about 1, however small its coefficient; the std of the rewards alone would do the same in groups of nearly
+    equal rewards.
     """
     return advantages - group_advantages(
         penalty, scored, "leave_one_out" if baseline == "leave_one_out" else "centered"

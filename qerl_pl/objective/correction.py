@@ -1,7 +1,8 @@
 """Measure the difference between trainer and sampler, and correct it with importance weights.
 
 All functions take the log-ratio, log(trainer / sampler) in nats, at the sampled tokens. The trainer's probability is
-that of the policy before its first update on the batch, because the loss has a ratio of its own for the updates.
+that of the policy before its first update on the batch, because the ratio in the surrogate loss covers the change by
+the updates.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ Level = Literal["token", "sequence", "geometric"]
 class Rejection:
     """Leaves out completions on which trainer and sampler differ too much, in addition to importance weights per token.
 
-    Weights per token bound the influence of single tokens. A completion whose tokens all differ a little may still be
-    one that the trainer would hardly have sampled. Truncated weights and rejection can be used together.
+    Weights per token bound the influence of single tokens. However, if the probabilities differ a little at every token
+    of a completion, the trainer may be very unlikely to sample the whole completion. Truncated weights and rejection
+    can be used together.
 
     Args:
         level: the quantity that is bounded: the ratio of trainer to sampler over the whole completion ("sequence",
@@ -66,8 +68,8 @@ REJECTION_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 
 
 class Correction(NamedTuple):
-    """Importance weights, and sums for metrics. A unit has one weight: a token at the level "token", else a
-    completion."""
+    """Importance weights, and sums for metrics. A unit is what has one weight: a token at the level "token", a
+    completion at the other levels."""
 
     weights: Tensor
     """[B, S] importance weight of each token: a factor of its loss without gradient, 0 in padding."""
@@ -101,12 +103,12 @@ def importance_weights(
     this mismatch Yao et al. 2025, with high 2). "mask": r inside [low, high], else 0, which leaves the token or row out
     of the loss (IcePop, arXiv 2510.18855, with 0.5 and 5, at the level "token").
 
-    Levels: "token": each its own ratio. "sequence": the product over the row, the true ratio of the whole completion,
-    with a variance that grows with its length. "geometric": the |y|-th root of this product for |y| tokens, biased,
-    with a spread that does not grow with the length.
+    Levels: "token": every token has its own ratio. "sequence": all tokens have the product of the row's ratios, which
+    is the true ratio of the whole completion, but whose variance grows with the length. "geometric": for |y| tokens,
+    the |y|-th root of this product, which is biased, but whose variance does not grow with the length.
 
     Args:
-        log_ratio: [B, S] fp32, nats, anything in padding.
+        log_ratio: [B, S] fp32, nats; any value where ``mask`` is False.
         mask: [B, S] bool, True on sampled tokens.
         low: lower bound of the ratio.
         high: upper bound of the ratio.
@@ -150,7 +152,8 @@ def importance_weights(
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Compute ratios of trainer to sampler, and whether each has a valid token: [B, S], or [B, 1] per row."""
+    """Return the ratios of trainer to sampler, and a bool for each, True if it is of at least one valid token; both [B,
+    S] at the level "token", else [B, 1]."""
     values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
     if level != "token":
         units = mask.any(dim=1, keepdim=True)
@@ -184,8 +187,8 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(log_ratio: Tensor) -> Mismatch:
-    """Compute statistics of log(trainer / sampler), [N] nats of the sampled tokens of all ranks (percentiles cannot be
-    averaged), or of a part of it such as the effect of noise."""
+    """Compute statistics of log(trainer / sampler), or of a part of it such as the effect of noise, from the values [N]
+    in nats at the sampled tokens of all ranks (they are pooled because percentiles cannot be averaged over ranks)."""
     values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)

@@ -28,7 +28,8 @@ class UserFunction:
     def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> UserFunction:
         """Import a function, and try it on the small arguments ``offered``.
 
-        The first of these must be one of its parameters, and no other parameter may be required.
+        The function must have a parameter with the name of the first of ``offered``, and may have parameters of the
+        other names. It may not require any other argument.
 
         Raises:
             ValueError: the function does not exist, has other parameters, or ``call`` refuses it.
@@ -59,8 +60,9 @@ class UserFunction:
         return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
-        """Return the value for the offered arguments that it takes; raises ValueError if the function fails or the
-        value is no finite tensor of the first argument's shape. Where ``scored`` is False, it becomes 0."""
+        """Call the function with those of the offered arguments that it takes, and return its value, set to 0 where an
+        argument ``scored`` is False. ValueError: the function fails, or its value is not a finite tensor of the first
+        argument's shape."""
         try:
             value = self.function(**{name: offered[name] for name in self.takes})
         except torch.OutOfMemoryError:  # the pass is repeated with fewer tokens
@@ -83,8 +85,8 @@ class UserSurrogate:
 
     The user's function returns the loss of each token, [B, S]. It gets ``logprobs`` and ``old_logprobs`` [B, S] in
     nats, 0 outside of ``mask`` [B, S] bool, the tokens in the loss; ``advantages`` [B, 1]; and ``clip_low``,
-    ``clip_high`` and ``max_ratio`` if these are set. Selecting tokens, importance weights and averaging are left to
-    the caller.
+    ``clip_high`` and ``max_ratio`` if these are set. The caller selects the tokens, multiplies by importance weights
+    and averages.
     """
 
     function: UserFunction
@@ -138,8 +140,8 @@ class UserSurrogate:
 class UserAdvantages:
     """A user's rule for advantages: a function of ``rewards`` [P, G] fp32, 0 where ``scored`` [P, G] bool is False.
 
-    It returns advantages [P, G]. Those of a group should depend on this group alone, because dynamic sampling replaces
-    groups, and ranks have different ones.
+    It returns advantages [P, G]. The advantages of a group should depend on this group's rewards alone, because dynamic
+    sampling replaces groups, and each rank calls the function with only its own groups.
     """
 
     function: UserFunction

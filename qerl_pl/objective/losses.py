@@ -1,8 +1,9 @@
 """Policy losses, KL estimators and their reductions, as pure functions.
 
-Every loss is a sum over tokens of ``row_weights[b] * value[b, s]`` where the mask is True. The row weights contain the
-averaging rule and its divisor, which is counted once over the whole batch (micro-batches and ranks), so the losses of
-micro-batches add up to the loss of the batch. The published objectives are pairs of a loss and an averaging rule:
+Every loss is the sum of ``row_weights[b] * value[b, s]`` over the tokens at which the mask is True. The row weights
+express the averaging rule and contain its divisor. The divisor is counted over the whole batch (all micro-batches and
+ranks), so the losses of micro-batches add up to the loss of the batch. The published objectives are pairs of a loss and
+an averaging rule:
 
     GRPO       arXiv 2402.03300   clipped_policy_loss,  "sequence"
     DAPO       arXiv 2503.14476   clipped_policy_loss,  "token"
@@ -25,7 +26,8 @@ from torch import Tensor
 Aggregation = Literal["token", "sequence", "constant"]
 KLKind = Literal["k1", "k2", "k3"]
 
-# nats; log-ratios are clamped to it, because exp of larger ones overflows fp32, and their gradient is clipped or noise
+# nats; log-ratios are clamped to +-this value, because exp of larger ones overflows in fp32, and the gradient of such
+# tokens is clipped or noise
 MAX_LOG_RATIO = 20.0
 
 
@@ -43,14 +45,16 @@ class PolicyLoss(NamedTuple):
     k1: Tensor
     """[] sum of log(old / new), nats: an unbiased, noisy estimate of KL(old || new)."""
     k3: Tensor
-    """[] sum of new / old - 1 - log(new / old), nats: estimates KL(old || new) too, and is never negative."""
+    """[] sum of new / old - 1 - log(new / old), nats: another estimate of KL(old || new), which is never negative."""
 
 
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
-    """Count what the loss is averaged over, [] int64; sum it over the whole batch (micro-batches and ranks) before use.
+    """Count what the loss is averaged over, [] int64. The caller sums the counts of all micro-batches and ranks to get
+    the divisor.
 
-    "token": the tokens of ``mask`` [B, S] bool; "sequence": rows with such a token, because others were filtered out or
-    not scored; "constant": these rows times ``max_tokens``, the longest completion that could have been sampled.
+    "token": the tokens at which ``mask`` [B, S] bool is True. "sequence": the rows with at least one such token, since
+    rows without one were filtered out or not scored. "constant": the number of these rows times ``max_tokens``, the
+    limit on the length of a completion.
     """
     if aggregation == "token":
         return mask.sum()
@@ -129,8 +133,8 @@ def sequence_policy_loss(
     """Clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071,
     eq. 5).
 
-    Arguments and errors as in ``clipped_policy_loss``; the defaults are the paper's bounds. Every token of a row
-    carries the row's ratio, so the counts are in tokens and any ``row_weights`` may be used.
+    Arguments and errors as in ``clipped_policy_loss``; the defaults are the paper's bounds. Every token of a row has
+    the row's ratio. The counts in the result are therefore numbers of tokens, and any ``row_weights`` may be used.
 
     Args:
         whole: [B, S] bool, True on all sampled tokens of a row, of which ``mask`` may select a part; the ratio is taken
@@ -157,9 +161,9 @@ def cispo_policy_loss(
 ) -> PolicyLoss:
     """REINFORCE with a clipped, constant ratio: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (arXiv 2506.13585).
 
-    No token loses its gradient: the bounds limit its weight, whatever the sign of A. Arguments and errors as in
-    ``clipped_policy_loss``, but ``max_ratio`` is refused. The paper sets no lower bound and does not publish its upper
-    one; a ratio of at most 5 is our default.
+    Every token keeps its gradient; the bounds only limit the token's weight, for both signs of A. Arguments and errors
+    as in ``clipped_policy_loss``, but ``max_ratio`` is refused. The paper sets no lower bound and does not publish its
+    upper bound; the default here, a ratio of at most 5, is our choice.
     """
     log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     low, high = _bounds(clip_low, clip_high)
@@ -173,10 +177,10 @@ def cispo_policy_loss(
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKind) -> Tensor:
     """Per-token estimate of KL(policy || reference) at tokens sampled from the policy.
 
-    "k1" log(p/q): unbiased; its gradient is zero in expectation, so it belongs, detached, in the reward.
-    "k2" log(p/q)^2 / 2: as a loss, on policy, its gradient is that of KL(policy || reference).
-    "k3" q/p - 1 - log(q/p): unbiased and never negative; GRPO's term (arXiv 2402.03300, eq. 4). As a loss, on policy,
-    its gradient is that of KL(reference || policy).
+    "k1" log(p/q): unbiased. As a loss, its gradient is zero in expectation, so it is used, detached, in the reward.
+    "k2" log(p/q)^2 / 2: as a loss, on policy, its gradient is that of KL(policy || reference). "k3" q/p - 1 - log(q/p):
+    unbiased and never negative; GRPO's term (arXiv 2402.03300, eq. 4). As a loss, on policy, its gradient is that of
+    KL(reference || policy).
 
     Args:
         logprobs: [B, S] nats under the policy; the gradient flows through it in every kind: detach it for a reward.
@@ -200,20 +204,21 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
 
     A KL estimator expects tokens sampled from the policy itself. After the first update on a batch, the tokens are
     those of an older policy, and E_new[k] = E_old[(new / old) k] per token (the ratio in the KL term of arXiv
-    2512.02556, which also lets a gradient through it). Quantities that depend only on the tokens before, such as the
-    exact entropy, need no weight: the weight's mean over the next token is 1, so it would only add noise. The weights
-    are multiplied by ``importance`` [B, S], those between trainer and sampler.
+    2512.02556, which also lets a gradient through it). Quantities that depend only on the preceding tokens, such as the
+    exact entropy, need no weight: its expectation over the sampled token is 1, so it would only add noise. The result
+    is multiplied by ``importance`` [B, S], the weights between trainer and sampler.
     """
     ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     return ratio if importance is None else ratio * importance
 
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the entropy [] that a ``share`` of N tokens reaches or exceeds (arXiv 2506.01939: tau for the share rho).
+    """Find the entropy [] that a given ``share`` of N tokens reaches or exceeds (in arXiv 2506.01939, tau for the share
+    rho).
 
     ``entropy`` [N] nats is of the valid tokens of all ranks that share the batch. The number of tokens that reach the
-    threshold is rounded up; without a token it is +inf. The paper divides the loss by all tokens, so the divisor is
-    counted with the full mask. Raises ValueError if the share is not in (0, 1].
+    threshold is rounded up. Without any token, the threshold is +inf. The paper divides the loss by the number of all
+    tokens, so the divisor counts tokens below the threshold too. Raises ValueError if the share is not in (0, 1].
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")
@@ -274,8 +279,8 @@ def prepared(
     weights: Tensor,
     importance: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a policy loss; returns the log-ratio [B, S], and its ratio's factor in the loss, [B, S]:
-    advantage x row weight x importance weight."""
+    """Check the arguments of a policy loss. Returns the log-ratio [B, S], and the factor of the ratio in the loss, [B,
+    S]: advantage x row weight x importance weight."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:

@@ -18,7 +18,7 @@ Preset = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 Surrogate = Literal["clipped", "sequence", "cispo"]
 
 DEFINING = ("surrogate", "aggregation", "baseline")
-"""Settings that define a published objective; all others may be changed without contradicting its name."""
+"""Settings that cannot be changed together with a preset, because they define the published objective of that name."""
 
 PUBLISHED: dict[Preset, dict[str, Any]] = {
     # arXiv 2503.14476: only DAPO's loss. Its dynamic sampling, overlong filtering and length reward have settings of
@@ -44,8 +44,9 @@ class Objective:
     combination.
 
     ``objective: gspo`` in YAML and ``--model.objective gspo`` are short for ``objective: {preset: gspo}``. A setting of
-    null gets a value that follows from the other settings; ``--print_config`` shows all resulting values. "Noise" is
-    AQN's, which the engine's norm weights have during a rollout and the trainer's never have.
+    null gets a value that follows from the other settings; ``--print_config`` shows all resulting values. "Noise" means
+    the noise of AQN, which is added to the norm weights of the engine during a rollout, and never to those of the
+    trainer.
 
     Args:
         preset: "dapo", "grpo", "dr_grpo", "gspo" or "cispo". It fixes surrogate, aggregation and baseline, which cannot
@@ -54,8 +55,10 @@ class Objective:
             function of your own (docs/extending.md).
         aggregation: mean over tokens (DAPO), over sequences (GRPO), or over max_tokens per sequence (Dr. GRPO). null:
             "sequence" with the "sequence" surrogate, else "token".
-        clip_low: distance of the ratio's lower bound from 1; null: the surrogate's own (0.2, 3e-4 or none).
-        clip_high: distance of the ratio's upper bound from 1; null: the surrogate's own (0.28, 4e-4 or 4).
+        clip_low: distance of the ratio's lower bound from 1; null: 0.2 for "clipped", 3e-4 for "sequence", no bound for
+            "cispo".
+        clip_high: distance of the ratio's upper bound from 1; null: 0.28 for "clipped", 4e-4 for "sequence", 4 for
+            "cispo".
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
             Not for "cispo", whose bounds hold for both signs.
         baseline: how rewards become advantages inside a group: less its mean and divided by its std ("normalized") or
@@ -69,12 +72,13 @@ class Objective:
         correction: importance weights between trainer and sampler: "truncate" clamps the weight to the bounds, "mask"
             sets it to 0 where the ratio is outside of them, "none" corrects nothing (noise included). null: "truncate",
             unless the ratio itself is taken against the "sampler".
-        correct_noise: True: the weights correct the whole difference, from kernels and noise together. False keeps the
-            effect of noise: rollouts with noise are not corrected at all, because the two causes cannot be separated
-            per token without scoring every rollout a second time with clean norms (docs/correctness.md has their
-            sizes).
-        correction_level: one weight per "token", per "sequence", or per sequence as the "geometric" mean over tokens.
-            null: "geometric" with the "sequence" surrogate, whose ratio has that form, else "token".
+        correct_noise: True: the weights correct the whole difference, from kernels and noise together. False: rollouts
+            with noise are not corrected at all, so the loss keeps the effect of noise. To correct the kernels alone,
+            every rollout would have to be scored a second time with noise-free norms (docs/correctness.md has the sizes
+            of both effects).
+        correction_level: one weight per "token", one per "sequence" (the product of its tokens' ratios), or one per
+            sequence that is the "geometric" mean of these ratios. null: "geometric" with the "sequence" surrogate,
+            whose ratio has that form, else "token".
         correction_low: lower bound of a weight, from 0 to 1.
         correction_high: upper bound of a weight, at least 1; .inf: none.
         correction_divisor: the policy loss is averaged over "all" tokens or rows, including masked and rejected ones
@@ -83,7 +87,8 @@ class Objective:
         rejection: bounds on a completion's ratio of trainer to sampler, outside of which the whole completion is left
             out of the loss, in addition to the importance weights; null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
-        kl_coefficient: coefficient of the KL to the base model (adapter disabled); 0 needs no pass of the base.
+        kl_coefficient: coefficient of the KL to the base model (the policy with its adapter disabled); with 0, the
+            forward pass of the base is left out.
         kl: estimator of the KL. With kl_in "loss": "k3" (GRPO's; its gradient is that of KL(base || policy)) or "k2"
             (that of KL(policy || base)); "k1" has no gradient in expectation there. With kl_in "reward" only "k1",
             because the gradient of "k2" and "k3" vanishes near the base there. null: "k3" or "k1".
@@ -94,8 +99,8 @@ class Objective:
             verl, while TRL always takes the mean over tokens). Where the loss is divided by rows times max_tokens
             (dr_grpo), the bonus of a token weighs mean length / max_tokens times as much as in a mean over tokens.
         top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
-        teacher: draws the policy towards ``model.teacher`` on its own samples (distillation), in addition to rewards or
-            without any; null: no teacher.
+        teacher: term of the loss that draws the policy towards ``model.teacher`` on the policy's own samples
+            (distillation), with or without rewards; null: no such term.
 
     Raises:
         ValueError: a value is out of range, or contradicts another.
@@ -142,7 +147,8 @@ class Objective:
 
 
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the settings of an objective, all of them by name, that are null and follow from others.
+    """Fill in those settings of an objective that are null and follow from other settings. ``values`` has all settings
+    by name.
 
     The "constant" aggregation goes with "centered" rewards, as in Dr. GRPO, which weighs every token and every prompt
     equally. Sampler and trainer always differ a little, so importance weights correct it unless the ratio is taken
@@ -150,7 +156,7 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     ratio. A surrogate of the user's own has its own clip bounds.
 
     Raises:
-        ValueError: a setting contradicts the preset, or is no known word.
+        ValueError: a setting contradicts the preset, or names neither a known surrogate or baseline nor an import path.
     """
     settings = dict(values)
     preset: Preset | None = settings["preset"]

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, and the values that decide it: what ``Objective`` resolves to."""
+"""The loss of one micro-batch, and the complete settings that determine it, which ``Objective.resolve`` returns."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class LossInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ResolvedObjective:
-    """An ``Objective``, which explains the fields, with values in place of nulls and functions in place of paths."""
+    """An ``Objective`` with values in place of nulls and functions in place of import paths; the docstring of
+    ``Objective`` explains the fields."""
 
     surrogate: Callable[..., PolicyLoss]
     aggregation: Aggregation
@@ -215,7 +216,8 @@ class ResolvedObjective:
         """Compute the loss of one micro-batch; the sum over micro-batches is the loss of the batch.
 
         Returns:
-            The loss; the surrogate's own part and counts; the summed KL estimate to the reference in nats.
+            The loss; the policy loss of the surrogate alone, with its counts; the sum over tokens of the estimated KL
+            to the reference, in nats.
         """
         logprobs, old_logprobs, importance = inputs.logprobs, inputs.old_logprobs, inputs.importance
         weights = row_weights(inputs.mask, self.aggregation, inputs.divisor)
@@ -244,8 +246,9 @@ class ResolvedObjective:
         """Compute the divergence from the teacher at each token, [B, S].
 
         At sampled tokens it is the estimator "k2", whose gradient is (log p - log q) grad log p: that of a policy loss
-        whose advantage is log q - log p. It needs the weights of tokens that an older policy sampled; a divergence over
-        the whole vocabulary depends only on the tokens before, and needs none.
+        whose advantage is log q - log p. After the first update on a batch, this estimator needs importance weights,
+        because an older policy sampled the tokens. A divergence over the whole vocabulary depends only on the preceding
+        tokens, and needs no weights.
         """
         if inputs.teacher_divergence is not None:
             return inputs.teacher_divergence

@@ -12,7 +12,8 @@ Kind = Literal["sampled", "forward", "reverse", "jensen_shannon"]
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherTerm:
-    """On-policy distillation: the divergence from ``model.teacher`` at the sampled tokens, averaged as the loss is.
+    """On-policy distillation: the divergence from ``model.teacher`` at the sampled tokens, averaged by the objective's
+    ``aggregation``.
 
     With p the policy's distribution of a token and q the teacher's, both at the sampling temperature:
 
@@ -23,7 +24,8 @@ class TeacherTerm:
     - "jensen_shannon": the mixture of both of GKD (arXiv 2306.13649, equation 1) with ``beta``.
 
     Args:
-        coefficient: factor of the term. Advantages are about 1 and the divergence is in nats per token.
+        coefficient: factor of this term in the loss. For comparison: advantages are about 1, and the divergence is in
+            nats per token.
         divergence: "sampled", "reverse", "forward" or "jensen_shannon". All but "sampled" keep the teacher's hidden
             states of a rollout, and compute logits of both models in every pass.
         beta: share of the teacher in the mixture of "jensen_shannon", between 0 (forward) and 1 (reverse).

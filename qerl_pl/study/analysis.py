@@ -32,13 +32,14 @@ HEAD = ["readout", "arms", "difference", "pairs", "p", "p (Holm)", "sd", "seen f
 
 
 class Group(NamedTuple):
-    """Finished runs of an arm at one point of the grid, that is with one combination of values of its options."""
+    """Finished runs of one arm at one point of the study's grid (one combination of the values of its options)."""
 
     arm: str
     point: str
     """Values of the grid's options as text."""
     runs: dict[int, dict[str, float]]
-    """Readouts by seed. Runs of two arms with equal seeds are a pair."""
+    """Readouts (numbers that summarise a run, by name) of each run, by seed. Runs of two arms with equal seeds are a
+    pair."""
     curves: dict[int, Curves]
 
     @property
@@ -47,7 +48,7 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def values(self, readout: str) -> list[float]:
-        """Return a readout of these runs, ordered by seed, NaN where a run has none."""
+        """Return one readout of these runs, ordered by seed; NaN for a run that does not have this readout."""
         return [values.get(readout, math.nan) for _, values in sorted(self.runs.items())]
 
     def mean_curves(self) -> Curves:
@@ -68,12 +69,13 @@ class Judged(NamedTuple):
     readout: str
     comparison: Comparison
     adjusted: float
-    """P-value with Holm's adjustment over all comparisons in the same readout."""
+    """P-value of the comparison after Holm's adjustment for all comparisons in the same readout."""
     seen_from: float
-    """Smallest true difference that is accepted, so adjusted, with a probability of 80 %; NaN if so few pairs can
-    accept nothing."""
+    """Smallest true difference that Holm's adjusted test finds significant with a probability of 80 %; NaN if no result
+    of so few pairs can be significant."""
     seeds: int | None
-    """Pairs with which a true difference of ``TINY_DIFFERENCE`` would be; None: too many, or the spread is unknown."""
+    """Number of pairs with which a true difference of ``TINY_DIFFERENCE`` would be found significant with that
+    probability; None: too many, or the standard deviation of the differences is unknown."""
 
 
 def gather(study: Study) -> list[Group]:
@@ -101,8 +103,8 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Test the paired difference of two arms in one readout, for each pair of arms that the study names, at each point
-    of the grid at which both were run."""
+    """Compare, in one readout, each pair of arms that the study names, at each point of the grid at which both arms
+    have finished runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -129,8 +131,8 @@ def differences(one: Group, other: Group, readout: str) -> list[float]:
 
 
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
-    """Give each run whose readout is NaN or infinite the lowest finite value of any run, in place, so that a run that
-    collapsed counts against its arm."""
+    """Replace, in place, a readout that is NaN or infinite by the lowest finite value of all runs, so that a run whose
+    training collapsed counts against its arm."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
     for values in (values for group in groups for values in group.runs.values()):
         if finite and not math.isfinite(values.get(readout, 0.0)):
@@ -149,7 +151,8 @@ def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
 
 
 def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Name in lines of Markdown the runs of which a readout is NaN or infinite, and these readouts."""
+    """List, as lines of Markdown, the runs that have a readout that is NaN or infinite, with the names of those
+    readouts."""
     runs = [
         f"- {group.name}, seed {seed}: {', '.join(lost)}"
         for group in groups
@@ -191,7 +194,7 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Say how long the commands of finished runs took, all together and in the median run."""
+    """Say how long the commands of the finished runs took in all, and how long those of the median run took."""
     done = [state.seconds_done(run) for run in runs]
     names = dict.fromkeys(name for seconds in done for name in seconds)
     hours = {name: sum(seconds.get(name, 0.0) for seconds in done) / 3600 for name in names}
@@ -203,7 +206,8 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Name the point of the grid with the highest mean of the deciding readout, for each arm that ran at several."""
+    """For each arm with runs at several points of the grid, name the point with the highest mean of the readout that
+    decides the study."""
     metric, lines = study.analysis.metric, []
     for arm in study.arms:
         means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}
@@ -234,7 +238,8 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     """Write analysis.md, readouts.csv, comparisons.jsonl and the arms' entropies; returns the text of analysis.md.
 
-    surprisal/ARM_POINT.json has the sampling entropy per rollout, in nats per token, averaged over the arm's runs.
+    surprisal/ARM_POINT.json has the sampling entropy of each rollout, in nats per token, averaged over the runs of this
+    arm at this point of the grid.
     """
     collapsed = not_finite(study, groups)
     rank_collapsed_last(groups, study.analysis.metric)

@@ -1,4 +1,5 @@
-"""Compute the readouts of a run, numbers that summarise it, from its event files."""
+"""Compute the readouts of a run from its event files. A readout is a number that summarises a run, such as its last
+accuracy."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from qerl_pl.results.curves import SURPRISAL, Curve, read_curves
 from qerl_pl.study import state
 from qerl_pl.study.study_file import FIT, Run, Study
 
-WINDOW = 5  # rollouts of a running mean
+WINDOW = 5  # number of rollouts over which a running mean is taken
 Curves = dict[str, Curve]
 
 
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
-    """Compute a run's readouts by name; one whose scalars were not logged is left out.
+    """Compute a run's readouts by name; a readout whose scalars were not logged is left out.
 
     A readout named "area under ..." is the mean of a curve over the steps of training. ``analysis.gather`` adds
     ``entropy at equal reward``, which depends on the other runs.
@@ -62,7 +63,7 @@ def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
 
 
 def average(curve: Curve, last: int | None = None) -> float:
-    """Compute the mean of a curve's values, or of so many last ones, at least one."""
+    """Compute the mean of a curve's values, or of its ``last`` values (at least one)."""
     return float(np.mean(curve.values if last is None else curve.values[-max(1, last) :]))
 
 

@@ -1,5 +1,5 @@
-"""Execute the runs of a study, a process each and several at a time; an interrupted run continues from its
-checkpoint."""
+"""Execute the runs of a study, several at the same time and each in its own process; an interrupted run continues from
+its checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ TIME_IS_UP = 3  # exit status
 
 @dataclass
 class Slot:
-    """One of the places for runs that are executed at the same time; it has at most one run and one process."""
+    """Place in which one run at a time is executed, by one process; the number of slots limits how many runs execute
+    concurrently."""
 
     gpu: str | None
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
@@ -41,13 +42,14 @@ class Slot:
     """Names of the commands that the process executes, in order."""
     started: float = 0.0
     attempts: int = 0
-    """Starts of the command that is executed."""
+    """How often the command that is being executed has been started."""
 
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     """Create the slots of this machine, ordered so that consecutive slots are on different GPUs.
 
-    Each GPU has ``jobs`` slots, else ``study.jobs``; if both are None, as many as GPU memory and CPU cores allow.
+    Each GPU gets ``jobs`` slots; if this is None, ``study.jobs``; if both are None, as many as GPU memory and CPU cores
+    allow.
     """
     import torch  # imported here, because `study --analyse` needs none
 
@@ -65,11 +67,11 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Executes the runs of a study, except those that another process works on.
+    """Executes the runs of a study, except those that another runner's process works on.
 
     Args:
         study: the study.
-        slots: slots for runs, which execute at the same time.
+        slots: the slots, which all execute runs at the same time.
         minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
     """
 
@@ -83,8 +85,8 @@ class Runner:
         self._signal = 0
 
     def work(self) -> int:
-        """Execute all runs until each has finished or failed, or until a signal is received or the time is up: then all
-        processes are stopped at a checkpoint. Returns an exit status, which is 0 unless they were stopped."""
+        """Execute all runs until each has finished or failed. If a signal is received or the time is up before, stop
+        all processes at their next checkpoint. Returns an exit status, which is 0 unless processes were stopped."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._say(f"{self.total - len(self.waiting)} of {self.total} runs are finished already")
@@ -103,7 +105,8 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Start a process in a slot that has none, for what is left of its run or of the next one."""
+        """Start a process in a slot that has none, for the remaining commands of the slot's run or, if it has no run,
+        for the next waiting run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -119,7 +122,8 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Give a slot the first waiting run that no other process works on and that no other run has to precede."""
+        """Give a slot the first waiting run that no other process works on and that need not wait for another run to
+        finish."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)
@@ -128,7 +132,9 @@ class Runner:
                 continue
             if before is None or state.is_finished(self.study, before):
                 lock = state.lock(run)
-                if lock is not None and not is_running(run.folder):  # a process whose runner was killed may still end
+                if lock is not None and not is_running(
+                    run.folder
+                ):  # a process whose runner was killed may still be about to end
                     slot.run, slot.lock, slot.attempts = run, lock, 0
                     state.write_files(self.study, run)
                     return
@@ -159,8 +165,8 @@ class Runner:
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
-        """Record the end of a slot's process; a run of which a command failed ``study.attempts`` times is given up,
-        unless this end was asked for."""
+        """Record the end of a slot's process. If a command of the run has now failed ``study.attempts`` times, the run
+        is given up, unless the runner itself stopped the process (``stopped``)."""
         run = slot.run
         assert run is not None
         slot.process = None
@@ -227,5 +233,6 @@ class Runner:
 
 
 def _end_with_parent() -> None:
-    """Called in a new process: have Linux send it SIGTERM when the runner, its parent, dies for any reason."""
+    """Called in a new process, asks Linux to send this process SIGTERM when its parent, the runner, dies for any
+    reason."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

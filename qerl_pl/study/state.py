@@ -1,4 +1,5 @@
-"""Read and write the state of a study's run on disk: commands that succeeded, and a lock while a runner works on it."""
+"""Read and write the state of a study's run on disk: which commands succeeded, and the lock that a runner holds while
+it works on the run."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def keep(folder: Path, **changes: Any) -> None:
 
 
 def succeeded(folder: Path, name: str, seconds: float) -> None:
-    """Record that a command of a run succeeded, in so many seconds of its last start; removes an earlier failure."""
+    """Record that a command of a run succeeded, and that its last start took ``seconds``; removes the record of an
+    earlier failure."""
     state = _read(folder)
     spent = state.get("spent", {})
     done = state.get("done", {}) | {name: seconds + spent.pop(name, 0.0)}
@@ -48,15 +50,16 @@ def succeeded(folder: Path, name: str, seconds: float) -> None:
 
 
 def write_files(study: Study, run: Run) -> None:
-    """Write the run's -c files; the caller must hold the run's lock. ValueError if the study changed the settings with
-    which it began."""
+    """Write the run's -c files; the caller must hold the run's lock. ValueError: the study's file now gives the run
+    other settings than those with which the run began."""
     check_unchanged(study, run)
     for path, text in files_of(study, run).items():
         write_whole(path, text)
 
 
 def check_unchanged(study: Study, *runs: Run) -> None:
-    """Refuse a study in which a run (of these, or of all) would have other settings than those with which it began.
+    """Refuse a study whose file now gives a run other settings than those with which the run began. The given runs are
+    checked, or all if none is given.
 
     Raises:
         ValueError: names the configuration file that differs.

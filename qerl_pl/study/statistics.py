@@ -2,9 +2,9 @@
 
 One procedure gives the p-value and the interval, so that they cannot contradict each other: the two-sided sign-flip
 permutation test of the mean. Under the hypothesis that differences are symmetric about m, flipping the signs of any
-subset of the values x - m is as likely as not. A flipped mean is at least as large as the observed one exactly if the
-mean of the flipped subset of x is at most m. So the p-value of any m, and the interval of all m that are not rejected,
-follow from the means of the subsets (typical values; Hartigan, JASA 1969).
+subset of the values x - m is as likely as not. The mean after flipping a subset is at least as large as the observed
+mean exactly if the mean of that subset of x is at most m. So the p-value of any m, and the interval of all m that are
+not rejected, follow from the means of all subsets (typical values; Hartigan, JASA 1969).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from scipy import optimize, stats
 
 ALPHA = 0.05
-"""Error rate of a study over all comparisons that decide it."""
+"""Probability that a study, in all comparisons that decide it, finds at least one difference that does not exist."""
 POWER = 0.8
 EXACT_PAIRS = 16
-"""Largest number of pairs of which all subsets are taken; of more pairs, 2^16 random ones."""
+"""Largest number of pairs for which the test takes all subsets; for more pairs it takes 2^16 random subsets."""
 SIMULATED_PAIRS = 12
 """Largest number of pairs for which power is simulated; with more, the t test has the same power within 2 %."""
 MOST_SEEDS = 10_000
@@ -70,8 +70,8 @@ def compare(values: Sequence[float]) -> Comparison:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values by Holm's step-down method, which keeps the error rate of the family; NaN stays NaN and does not
-    count as a test."""
+    """Adjust p-values by Holm's step-down method, so that the probability of any false rejection among them stays below
+    the level of the test. A NaN stays NaN and does not count as a test."""
     adjusted = np.array(p_values, dtype=np.float64)
     order = np.argsort(adjusted)[: np.count_nonzero(~np.isnan(adjusted))]  # NaN is sorted last
     stepped = np.maximum.accumulate(adjusted[order] * np.arange(len(order), 0, -1))
@@ -80,12 +80,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def smallest_p(pairs: int) -> float:
-    """Return the smallest p-value that the sign-flip test of so many pairs can give, whatever the differences."""
+    """Return the smallest p-value that the sign-flip test can give with this number of pairs, for any differences."""
     return min(1.0, 2.0 ** (1 - pairs))
 
 
 def pairs_to_accept(comparisons: int) -> int:
-    """Return the number of pairs below which no comparison can be accepted after Holm's adjustment."""
+    """Return the smallest number of pairs with which a comparison can be significant after Holm's adjustment for
+    ``comparisons`` tests."""
     pairs = 1
     while comparisons * smallest_p(pairs) > ALPHA:
         pairs += 1
@@ -93,8 +94,8 @@ def pairs_to_accept(comparisons: int) -> int:
 
 
 def power(size: float, pairs: int, comparisons: int = 1) -> float:
-    """Compute the probability that a comparison is accepted in Holm's first step, p <= 0.05 / ``comparisons``, if
-    differences are normal and ``size`` is their true mean over their standard deviation."""
+    """Compute the probability that a comparison is significant in Holm's first step, p <= 0.05 / ``comparisons``, if
+    the differences are normally distributed and ``size`` is their true mean divided by their standard deviation."""
     alpha = ALPHA / comparisons
     if smallest_p(pairs) > alpha:
         return 0.0
@@ -108,8 +109,8 @@ def power(size: float, pairs: int, comparisons: int = 1) -> float:
 
 @cache
 def smallest_size(pairs: int, comparisons: int = 1) -> float:
-    """Compute the smallest true difference that is accepted with a probability of 80 %, in standard deviations of the
-    differences; NaN if so few pairs can accept nothing."""
+    """Compute the smallest true difference that is found significant with a probability of 80 %, in standard deviations
+    of the differences; NaN if no result of so few pairs can be significant."""
     if pairs < pairs_to_accept(comparisons):
         return math.nan
     root = optimize.bisect(lambda size: power(size, pairs, comparisons) - POWER, 0.0, 100.0, xtol=1e-3)
@@ -117,8 +118,9 @@ def smallest_size(pairs: int, comparisons: int = 1) -> float:
 
 
 def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
-    """Return the number of pairs with which a true difference is accepted with a probability of 80 %; None if it is
-    more than 10 000."""
+    """Return the number of pairs with which a true difference is found significant with a probability of 80 %, if the
+    differences have the standard deviation ``spread``; None if the true difference is 0, or if more than 10 000 pairs
+    are needed."""
     if difference == 0:
         return None
     least = pairs_to_accept(comparisons)
@@ -148,13 +150,15 @@ def _subsets(num: int) -> np.ndarray:
 
 @cache
 def _standard_sums(pairs: int) -> np.ndarray:
-    """Sum subsets of standard normal differences, of as many simulated studies as 32 MB hold."""
+    """Simulate studies with standard normal differences, and return the sum of each subset of the pairs, [studies,
+    subsets]; there are as many studies as fit into 32 MB, at most 4000."""
     studies = min(4000, 2**22 // 2**pairs)
     return np.random.default_rng(0).standard_normal((studies, pairs)) @ _subsets(pairs).T
 
 
 def _p_values(sums: np.ndarray) -> np.ndarray:
-    """Compute the p-value of the mean 0 for each row of sums of subsets, of which the last is of the whole set."""
+    """Compute, for each row of ``sums`` over subsets of the differences (the last one over all of them), the p-value of
+    the hypothesis that the true mean is 0."""
     # A subset has a flipped mean that is at least as extreme if its own sum has the other sign than the sum of all, or
     # is as far on the other side as to turn the sum around; both are counted by taking the subset and its complement.
     total = sums[..., -1:]
@@ -165,7 +169,8 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
 
 
 def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
-    """Compute the interval of true means that the test does not reject, between two of the sorted means of subsets."""
+    """Compute the interval of true means that the test does not reject; its ends are two of the sorted means of
+    subsets."""
     means = np.sort(sums / _subsets(pairs).sum(axis=1))
     rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
     if rejected < 1:  # five pairs or fewer reject no mean

@@ -17,9 +17,9 @@ import yaml
 
 FIT = "fit"
 SET_BY_STUDY = ("run_dir", "seed_everything", "ckpt_path")
-"""Settings that a study gives to every run itself."""
+"""Settings that the study itself sets for every run, so its file may not contain them."""
 MOST_LETTERS = 80
-"""Longest name of a value in the name of a folder."""
+"""Most characters that a value of the grid takes in the name of a folder."""
 KINDS = (
     ("a mapping", dict, ("arms", "after", "settings", "grid", "evaluations", "analysis")),
     ("a list", list, ("seeds", "config")),
@@ -35,7 +35,8 @@ class Analysis:
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
         validation: name of the scalar that is the accuracy on held-out problems.
-        metric: readout that decides the study, a measured quantity from ``qerl_pl.study.readouts``.
+        metric: readout (a number that summarises a run, see ``qerl_pl.study.readouts``) whose comparisons decide the
+            study.
         folder: folder of the analysis inside the study's output. Two studies with the same output share the runs of
             their common arms; each needs a folder of its own.
     """
@@ -54,15 +55,15 @@ class Study:
         output: folder of all runs and their analysis.
         arms: the compared configurations: settings by name of the arm, as in a -c file.
             `$seed` in a text of an arm is the run's seed.
-        after: for arms that read files of another arm's runs, that arm: a run begins when the other arm's run with the
-            same seed and options is finished.
+        after: maps an arm that reads files of another arm's runs to that other arm. A run of the first arm begins when
+            the other arm's run with the same seed and options is finished.
         seeds: values of ``seed_everything``; every arm is run with each of them, so that runs of two arms are compared
             in pairs of equal seed.
         config: -c files or shipped names that every run reads first, e.g. [configs/tasks/gsm8k.yaml].
         settings: further settings of every run, as in a -c file.
         grid: values of options, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}; every arm is run with every
-            combination. The runs' folders have the last part of a value that is a path, and a digest where that is not
-            enough to tell values apart.
+            combination. A value that is a path appears in the names of the runs' folders by its last part, with a
+            digest if two values have the same last part.
         evaluations: settings by name of evaluations (``test``) of every finished run, e.g. with other problems or more
             samples.
         gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
@@ -124,7 +125,8 @@ class Study:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """Refuse settings that others of the study would overwrite in every run."""
+        """Refuse settings in the study's file that would be overwritten in every run by the study's ``grid`` or
+        ``gpu_memory``, or by settings that the study makes itself."""
         sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
         sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]

@@ -23,7 +23,7 @@ PER_TOKEN = {
     "teacher/agreement": "agrees",
 }
 OF_ALL_TOKENS = {"reference": ("policy/kl_ref",), "teacher": ("teacher/divergence", "teacher/agreement")}
-"""Metrics that are averaged over all tokens in the loss, by what has to be there for them."""
+"""Metrics that are averaged over all tokens in the loss, by the term of the loss that they need."""
 
 
 def update_metrics(
@@ -36,9 +36,10 @@ def update_metrics(
     reference: bool,
     teacher: bool,
 ) -> dict[str, Tensor]:
-    """Convert sums over all updates on a batch, by name, to means: over ``num_tokens`` tokens in the loss in rows that
-    have a gradient, and over those of them, ``num_kept``, that have a policy loss. Sums of the loss are missing if this
-    rank had no row in the loss; ``reference`` and ``teacher`` say which divergences were measured."""
+    """Convert the sums of all updates on a batch, by name, to means. ``num_tokens`` is the number of tokens in the
+    loss, in rows with a gradient; ``num_kept`` is the number of those tokens that have a policy loss. Sums of the loss
+    are missing if this rank had no row in the loss; ``reference`` and ``teacher`` say which divergences were
+    measured."""
     zero = torch.zeros_like(num_tokens)
     # the divisors are means over ranks, so the mean of this over ranks is the loss of the whole batch
     per_step = totals.get("loss", zero) / num_steps
@@ -54,8 +55,8 @@ def update_metrics(
 
 
 def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, Tensor]:
-    """Return metrics of the importance weights between trainer and sampler; none without correction, or if no rank has
-    a weight."""
+    """Return metrics of the importance weights between trainer and sampler; an empty dict if the objective corrects
+    nothing, or if no rank has a weight."""
     if not objective.corrects:
         return {}
     experience = batch.experience
@@ -87,7 +88,7 @@ def gap_metrics(batch: Batch) -> dict[str, Tensor]:
 
 def teacher_metrics(batch: Batch) -> dict[str, Tensor]:
     """Return the mean of log(p / q) of policy and teacher over the tokens in the loss, before the first update: an
-    estimate of KL(policy || teacher) in nats per token. None without a teacher or without a token."""
+    estimate of KL(policy || teacher) in nats per token. An empty dict without a teacher or without a token."""
     if batch.teacher is None:
         return {}
     mask = batch.experience.mask

@@ -20,7 +20,8 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
     """Build the optimizer for the groups of ``parameter_groups``. ValueError: it refuses its settings, such as a
-    negative learning rate, or a step of it on a small matrix fails, is not finite or goes up the gradient."""
+    negative learning rate, or a trial step on a small matrix fails, is not finite or goes along the gradient instead of
+    against it."""
     groups = parameter_groups(parameters)
     try:
         made = build(groups)
@@ -50,8 +51,8 @@ def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torc
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Split the trained ones of some parameters into groups for an optimizer: matrices, and vectors without weight
-    decay, which would pull norm weights towards 0, while their neutral value is near 1."""
+    """Split those parameters that are trained into groups for an optimizer: matrices, and vectors (norm weights), which
+    get no weight decay, because it would pull them towards 0 while their neutral value is near 1."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -60,8 +61,8 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if a checkpoint's optimizer states (one, or none) are of other numbers of parameters than
-    ``parameter_groups`` gives now."""
+    """Raise ValueError if the parameter groups in a checkpoint's optimizer state have other numbers of parameters than
+    ``groups``, those of this run; ``saved`` has one optimizer's state, or none."""
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in groups]
@@ -74,7 +75,7 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
 
 
 def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the factor on the learning rate of the optimizer step after ``step`` others.
+    """Return the factor by which the learning rate of optimizer step ``step``, counted from 0, is multiplied.
 
     After the warm-up, "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at ``total_steps``.
     """
@@ -95,7 +96,7 @@ def lr_scheduler(optimizer: Optimizer, *, schedule: Schedule, warmup_steps: int,
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copy the settings of an optimizer's parameter groups, without the rate that the schedule sets."""
+    """Copy the settings of an optimizer's parameter groups, except the learning rate, which the schedule sets."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
@@ -103,8 +104,8 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
-    """Restore the settings (e.g. betas) that ``group_settings`` gave before a checkpoint was loaded over them, and log
-    every difference. The scheduler is at the checkpoint's step."""
+    """Set the optimizer back to the ``settings`` (e.g. betas) that ``group_settings`` returned before a checkpoint was
+    loaded, and log every value that differs from the checkpoint's. The scheduler must be at the checkpoint's step."""
     changed = {}
     groups = optimizer.param_groups
     for group, configured, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):
@@ -119,10 +120,9 @@ def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequen
 def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
     """Average the gradients over ranks and clip them. Every rank must call this.
 
-    A parameter without a gradient gets the gradient 0. An optimizer step without any signal is thus one step with a
-    zero gradient, whether no row had an advantage, all rows were rejected or all were masked: the schedule advances,
-    and AdamW goes on by its momentum and decays the weights, as after a gradient that is almost 0. TRL and verl do the
-    same.
+    A parameter without a gradient gets the gradient 0. If no row contributes to the loss (all advantages are 0, or all
+    rows were rejected or masked), the optimizer thus makes a step with a zero gradient: the schedule advances, and
+    AdamW moves by its momentum and decays the weights, as with a gradient that is almost 0. TRL and verl do the same.
 
     Returns the norm [] of all gradients before they are clipped to ``max_norm``; 0 disables clipping.
     """

@@ -88,7 +88,8 @@ class Batch:
         """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 for prompts and padding, and
         until they are computed."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, the policy's entropies before the first update, 0 where ``old`` is 0."""
+        """[B, S] fp32 nats, the policy's entropies before the first update; 0 for prompts and padding, and until they
+        are computed."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
         self.teacher: TeacherScores | None = None
@@ -102,8 +103,8 @@ class Batch:
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Split the given rows into micro-batches of at most ``max_tokens``; if the policy computes equal prompts of a
-        micro-batch only once, their tokens count only once."""
+        """Split the given rows into micro-batches of at most ``max_tokens`` tokens. If the policy computes a prompt
+        that several rows of a micro-batch share only once, its tokens count once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)

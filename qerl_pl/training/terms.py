@@ -68,7 +68,8 @@ def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
     call it.
 
     Mini-batches consist of whole groups in the order of the global batch, of which rank r of W has the groups r, r + W,
-    r + 2W and so on, so they do not depend on W. Dynamic sampling may leave fewer groups and smaller mini-batches.
+    r + 2W and so on, so the mini-batches do not depend on the number of ranks W. If dynamic sampling leaves fewer
+    groups, mini-batches are smaller.
     """
     if num_mini_batches == 1:
         return torch.zeros(num_groups, dtype=torch.int64)
