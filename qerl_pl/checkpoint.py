@@ -342,7 +342,9 @@ def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the identity (``run_identity``) that is stored in a checkpoint; raises ValueError if there is none."""
     identity = checkpoint.get("identity")
     if not isinstance(identity, Mapping) or "base" not in identity:
-        raise ValueError("the checkpoint does not say of which base it is: it was not written by a run of this program")
+        raise ValueError(
+            "the checkpoint does not name the base that it was trained on: it was not written by a run of this program"
+        )
     return identity
 
 

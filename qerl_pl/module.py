@@ -91,7 +91,9 @@ class QeRLModule(LightningModule):
             rewards, max_tokens=self.sampling.max_tokens, metric=dynamic and dynamic.metric, optional=taught
         )
         if dynamic is not None and not self.is_rewarded:
-            raise ValueError("model.dynamic_sampling replaces groups without a signal, and no reward has a weight")
+            raise ValueError(
+                "model.dynamic_sampling replaces groups of equal rewards, and no reward has a weight: give one a weight"
+            )
         self.micro_batch_tokens = self.settings.first_micro_batch
         self.memory_plan: Plan | None = None
         """Memory plan of this run on its GPU; None on a CPU."""

@@ -121,23 +121,23 @@ class ResolvedObjective:
     def _contradictions(self) -> Iterator[str]:
         if self.kl_in == "loss" and self.kl == "k1":
             yield (
-                "kl is 'k1' and kl_in 'loss': its gradient is zero in expectation, so nothing is held; expected k3 "
-                "(GRPO's) or k2, or kl_in: reward"
+                "kl is 'k1' and kl_in 'loss': its gradient is zero in expectation, so the term would have no "
+                "effect; expected k3 (GRPO's) or k2, or kl_in: reward"
             )
         if self.kl_in == "reward" and self.kl != "k1":
             yield (
-                f"kl is {self.kl!r} and kl_in 'reward': only k1's gradient there is that of the KL (that of the others "
-                "vanishes near the base, so nothing is held); expected k1, or kl_in: loss"
+                f"kl is {self.kl!r} and kl_in 'reward', where only k1 gives the gradient of the KL (that of k2 and k3 "
+                "vanishes near the base, so the term would have no effect); expected k1, or kl_in: loss"
             )
         if self.correction == "mask" and self.correction_low == self.correction_high:
             yield (
-                "correction_low and correction_high are both 1; every token but those of equal log-probabilities would "
+                "correction_low and correction_high are both 1; every token whose two log-probabilities differ would "
                 "leave the loss: set them apart, e.g. 0.5 and 2"
             )
         if self.ratio_against == "sampler" and self.correction != "none":
             yield (
-                f"ratio_against is 'sampler' and correction is {self.correction!r}: the ratio would make up for the "
-                "sampler a second time; set one of them to its default"
+                f"ratio_against is 'sampler' and correction is {self.correction!r}: the ratio and the weight "
+                "would both correct the difference to the sampler; set one of them to its default"
             )
         if self.correction_divisor == "kept" and self.correction != "mask" and self.rejection is None:
             yield "correction_divisor is 'kept' and nothing is left out; expected correction: mask or a rejection"

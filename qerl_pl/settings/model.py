@@ -133,7 +133,7 @@ class ModuleSettings:
             if is_of_other_base(start, self.base, self.folder):
                 rank_zero_warn(
                     f"model.lora.start is an adapter of {start.base}, and model.base is {self.base}; the shapes agree, "
-                    "but an adapter changes only its own base in the way that it was trained to"
+                    "but an adapter has its trained effect only on the base that it was trained on"
                 )
         if self.lora.rank > config["hidden_size"]:
             raise ValueError(

@@ -52,7 +52,7 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
         if limit is not None and (not limit >= 0 or (isinstance(limit, float) and limit > 1)):
             raise ValueError(f"trainer.{name} is {limit}; expected a number of batches, or a share up to 1.0")
         if limit == 0 and name == needed:
-            raise ValueError(f"trainer.{name} is 0, with which {command} does nothing; expected more, or leave it out")
+            raise ValueError(f"trainer.{name} is 0, so {command} would do nothing; expected more, or leave it out")
     sanity = trainer.get("num_sanity_val_steps")
     if sanity is not None and sanity < -1:
         raise ValueError(f"trainer.num_sanity_val_steps is {sanity}; expected 0 (none) or more batches, or -1 for all")
@@ -92,7 +92,9 @@ def _check_time(max_time: Any) -> None:
     except (MisconfigurationException, TypeError, OverflowError) as error:
         raise ValueError(f"trainer.max_time is {max_time!r}; expected days:hours:minutes:seconds") from error
     if seconds is not None and seconds <= 0:
-        raise ValueError(f"trainer.max_time is {max_time!r}, after which nothing is trained; expected more than 0")
+        raise ValueError(
+            f"trainer.max_time is {max_time!r}, which would end the run before its first step; expected more than 0"
+        )
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:

@@ -69,8 +69,8 @@ def check_unchanged(study: Study, *runs: Run) -> None:
             for path, text in files_of(study, run).items():
                 if path.exists() and path.read_text(encoding="utf-8") != text:
                     raise ValueError(
-                        f"{path} is not what the study says now: the run began with other settings, and what is "
-                        "finished is never overwritten; give the arm another name, or the study another output"
+                        f"{path} differs from the study's file: the run began with other settings, and results are "
+                        "never overwritten; give the arm another name, or the study another output"
                     )
 
 
@@ -96,7 +96,9 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); remove it, and what is finished is done again") from error
+        raise ValueError(
+            f"{path} is damaged ({error}); remove it; the run's commands are then executed again"
+        ) from error
     if not isinstance(state, dict):
-        raise ValueError(f"{path} holds no mapping; remove it, and what is finished is done again")
+        raise ValueError(f"{path} holds no mapping; remove it; the run's commands are then executed again")
     return state

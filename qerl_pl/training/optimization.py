@@ -69,8 +69,8 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
         if had != wanted:
             raise ValueError(
                 f"the checkpoint's optimizer has groups of {had} parameters and this run {wanted} (matrices, then "
-                "norms without weight decay): it is of other trained parameters or of another version; start in a "
-                "new --run_dir"
+                "norms without weight decay): other parameters were trained, or by another version of this program; "
+                "start in a new --run_dir"
             )
 
 

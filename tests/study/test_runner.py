@@ -192,7 +192,7 @@ def test_settings_that_changed_since_a_run_began_are_refused_before_anything_sta
     study = study_of(tmp_path, "good", seeds=1)
     work(study)
     changed = replace(study, settings={"trainer": {"max_steps": 9}})
-    with pytest.raises(ValueError, match=r"settings\.yaml is not what the study says now"):
+    with pytest.raises(ValueError, match=r"settings\.yaml differs from the study's file"):
         state.check_unchanged(changed)
     state.check_unchanged(study)
     assert json.loads((study.runs()[0].folder / "study.json").read_text())["done"]
