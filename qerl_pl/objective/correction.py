@@ -99,9 +99,10 @@ def importance_weights(
 ) -> Correction:
     """Compute importance weights from the ratio r of trainer to sampler; 0 on rows that are rejected.
 
-    Modes: "none": 1. "truncate": r put into [low, high]; with low 0 truncated importance sampling (Ionides 2008; for
-    this mismatch Yao et al. 2025, with high 2). "mask": r inside [low, high], else 0, which leaves the token or row out
-    of the loss (IcePop, arXiv 2510.18855, with 0.5 and 5, at the level "token").
+    Modes: "none": the weight is 1. "truncate": r clamped to [low, high]; with low 0, this is truncated importance
+    sampling (Ionides 2008; used for the difference of trainer and sampler by Yao et al. 2025, with high 2). "mask": r
+    if it is inside [low, high], else 0, which leaves the token or row out of the loss (IcePop, arXiv 2510.18855, with
+    0.5 and 5, at the level "token").
 
     Levels: "token": every token has its own ratio. "sequence": all tokens have the product of the row's ratios, which
     is the true ratio of the whole completion, but whose variance grows with the length. "geometric": for |y| tokens,

@@ -206,7 +206,7 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
-    """For each arm with runs at several points of the grid, name the point with the highest mean of the readout that
+    """Name, for each arm with runs at several points of the grid, the point with the highest mean of the readout that
     decides the study."""
     metric, lines = study.analysis.metric, []
     for arm in study.arms:

@@ -42,7 +42,7 @@ class Slot:
     """Names of the commands that the process executes, in order."""
     started: float = 0.0
     attempts: int = 0
-    """How often the command that is being executed has been started."""
+    """Number of times that the command that is being executed has been started."""
 
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
