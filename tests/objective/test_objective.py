@@ -163,7 +163,7 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
         ({"correct_noise": False, "ratio_against": "sampler"}, "correct_noise is false and nothing is corrected"),
         ({"kl": "k1"}, "kl is 'k1' and kl_in 'loss': its gradient is zero"),
         ({"kl": "k2", "kl_in": "reward"}, "kl is 'k2' and kl_in 'reward', where only k1"),
-        ({"kl": "k3", "kl_in": "reward"}, "kl is 'k3' and kl_in 'reward': only k1"),
+        ({"kl": "k3", "kl_in": "reward"}, "kl is 'k3' and kl_in 'reward', where only k1"),
         ({"top_entropy_share": 0.0}, r"top_entropy_share is 0\.0; expected more than 0"),
     ],
 )
