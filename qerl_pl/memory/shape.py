@@ -193,12 +193,12 @@ def _shape(
     config, head = model.config, model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     linears = {name: module for name, module in linears.items() if module is not head}
-    frozen = cache(partial(FrozenLinear, fmt=fmt, device="meta"))  # thousands of experts have one size
-    packed = {
-        name: frozen(module.in_features, module.out_features)
-        for name, module in linears.items()
-        if fmt is not None and is_packed(name)
-    }
+    packed: dict[str, FrozenLinear] = {}
+    if fmt is not None:
+        frozen = cache(partial(FrozenLinear, fmt=fmt, device="meta"))  # thousands of experts have one size
+        packed = {
+            name: frozen(module.in_features, module.out_features) for name, module in linears.items() if is_packed(name)
+        }
     packed_bytes = sum(buffer.nbytes for linear in packed.values() for buffer in linear.buffers())
     dense_bytes = sum(module.weight.nbytes for module in linears.values())
     linear_bytes = packed_bytes + sum(linears[name].weight.nbytes for name in linears.keys() - packed.keys())

@@ -58,7 +58,7 @@ def exchange(weight: Tensor) -> None:
     weight[[2, 6]] = weight[[2, 6]] * torch.tensor([1.25, 0.8]).view(2, 1, 1)
 
 
-FAULTS: dict[str, tuple[str, Callable[[Tensor], None], str]] = {
+FAULTS: dict[str, tuple[str, Callable[[Tensor], object], str]] = {
     "one code": ("w13_weight", flip, r"experts\.5\.gate_proj\+up_proj"),
     "two tensor scales": ("w2_weight", exchange, r"2 of .*experts\.2\.down_proj, .*experts\.6\.down_proj"),
     "a row of the router": ("mlp.gate.weight", lambda weight: weight[3].mul_(1.01), r"mlp\.gate\.weight"),
