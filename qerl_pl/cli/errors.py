@@ -128,7 +128,8 @@ def _constructor_of(error: BaseException) -> str:
 
 
 def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """Format the cause of an error, with the class that it concerns and the most similar name that is known."""
+    """Format jsonargparse's ``cause`` of an error at the setting ``place``: name the class whose arguments were wrong
+    and, if a setting or an import path is unknown, the most similar one that exists."""
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
     place = ": ".join(filter(None, [place, *named, *re.findall(f"{KEY}:", cause)[-1:]]))

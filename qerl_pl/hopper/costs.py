@@ -10,10 +10,10 @@ from __future__ import annotations
 
 SMS, CLOCK_HZ = 132, 1.755e9
 
-# The batch GEMM (nvfp4_batch): a sweep over the linears of Qwen2.5-7B to 32B with 64, 128 and 256 tokens at commit
-# 7d881c1. For each of these linears, the schedule chosen with these constants was the fastest or within 1 % of it. What
-# concerns 256 tokens per thread block is from a sweep over Qwen2.5-3B to 32B with 192 to 2048 tokens on an H100, which
-# `bench_batch` repeats: each chosen schedule was the fastest of those measured or within 9 % of it.
+# The constants of the batch GEMM (nvfp4_batch) come from a sweep over the linear layers of Qwen2.5-7B to 32B with 64,
+# 128 and 256 tokens at commit 7d881c1. For each layer, the schedule chosen with them was the fastest or within 1 %.
+# Those for thread blocks of 256 tokens come from a second sweep over Qwen2.5-3B to 32B with 192 to 2048 tokens on an
+# H100, which `bench_batch` repeats: each chosen schedule was the fastest of those measured or within 9 % of it.
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74, 256: 130}
 """Cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the tokens per thread block;
 ``bench_constants`` fits them and ``BLOCK_S`` to the times of one wave of thread blocks at several K. A GPU at its power

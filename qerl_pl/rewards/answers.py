@@ -14,8 +14,8 @@ Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?=\S)")
-# "####" before a word with a capital letter or an ordinal ("#### Step 2", "#### 3. Total") is a Markdown heading, but
-# not before one of these.
+# "####" before a word with a capital letter or the number of a list ("#### Step 2", "#### 3. Total") is a Markdown
+# heading, unless an answer follows: a choice from A to K alone, an amount with its currency, or "the answer is".
 _NO_HEADING = re.compile(
     r"\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d"
     r"|(?i:(?:the )?(?:final )?answer\b[^\n]{0,40}?\bis\b)"

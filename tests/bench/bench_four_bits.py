@@ -141,7 +141,8 @@ def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
 def compare(
     dense: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], targets: Tensor, *, divisor: float, cap: float | None
 ) -> Statistics:
-    """Compare two distributions of each token.
+    """Compare two models' distributions of each sampled token: divergence KL(dense, other), the other one's entropy,
+    difference of the sampled token's log-probability, and whether the most likely tokens are equal.
 
     Args:
         dense: hidden states [N, H] and output matrix [V, H] of the first distribution.
