@@ -82,3 +82,16 @@ WIDE_OUTPUTS, WIDE_TOKENS = range(16384, 40961), 16
 """Outputs N for which fusing the adapter into the GEMM pays although the GEMM leaves no SM idle, and the tokens per
 tile of h for such N, all of which are computed at the same time. With more outputs, thread blocks of the base GEMM
 would wait for an SM. Threshold: `bench_layer`."""
+
+# Speculation (draft_guard).
+VERIFICATION = {
+    1: {7: 1.04, 15: 1.12},
+    4: {3: 1.09, 7: 1.24},
+    8: {3: 1.21, 7: 1.39},
+    16: {1: 1.12, 3: 1.28},
+    32: {1: 1.13, 3: 1.41},
+    64: {1: 1.22},
+}
+"""Time of a decoding step with k drafts for each of n sequences, divided by that of a step without drafts, by n and k;
+for a 7B model in NVFP4 and 1000 tokens of context. Computed from the times of the linears (`bench_layer`) and of
+reading keys and values, and not measured; `bench_speculation` measures them."""

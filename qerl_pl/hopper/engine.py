@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qerl_pl.hopper import driver, patches
+from qerl_pl.hopper import draft_guard, driver, patches
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.experts import OF_EXPERT
 from qerl_pl.quant.selection import fused_groups
 
-PATCHES = patches.PATCHES
+PATCHES, guard = patches.PATCHES, draft_guard
 
 
 def install() -> None:

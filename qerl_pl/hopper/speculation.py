@@ -22,19 +22,23 @@ from vllm.v1.worker.worker_base import WorkerBase
 from qerl_pl.hopper import patches
 from qerl_pl.hopper.equal_drafts import accept
 from qerl_pl.hopper.group_drafts import draft
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 
-BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
-"""Drafts per sequence, by the most sequences of a step: as many as an extra tile of the decode GEMMs takes, so a step
-with them has at most ``GRAPH_SEQUENCES`` tokens. With more sequences there are none."""
-MOST_DRAFTS = BY_SEQUENCES[0][1]
+MOST_DRAFTS = DRAFTS_BY_SEQUENCES[0][1]
 MOST_SIBLINGS = 16
 """Most completions of a prompt in which a completion's end is looked for, its own text included."""
 
 
 def arguments(max_num_seqs: int) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for an engine that speculates."""
+    """Build the arguments of ``vllm.LLM`` for an engine that speculates.
+
+    By the numbers of drafts given here, vLLM only chooses which CUDA graphs it captures; before each call the engine
+    gives the scheduler its own (``draft_guard``), which may be 0 for any number of sequences. So there must be a 0:
+    if up to ``max_num_seqs`` sequences have drafts, it is given for one sequence.
+    """
+    before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
-    for last, drafts in (*BY_SEQUENCES, (max_num_seqs, 0)):
+    for last, drafts in (*before, *DRAFTS_BY_SEQUENCES, (max_num_seqs, 0)):
         if first <= min(last, max_num_seqs):
             ranges.append((first, min(last, max_num_seqs), drafts))
         first = last + 1
@@ -138,11 +142,12 @@ class GroupDrafts:
         aux_hidden_states: list[Tensor] | None,
         *_: object,
         dummy_run: bool = False,
+        num_speculative_tokens: int = MOST_DRAFTS,
         **__: object,
     ) -> Tensor:
-        """Draft ``MOST_DRAFTS`` tokens for each sequence of a batch, [N, MOST_DRAFTS] int64; replaces the method of
-        vLLM's speculator."""
-        if dummy_run:
+        """Draft ``MOST_DRAFTS`` tokens for each sequence of a batch, [N, MOST_DRAFTS] int64, of which the next step
+        verifies the first ``num_speculative_tokens``; replaces the method of vLLM's speculator."""
+        if dummy_run or not num_speculative_tokens:
             return torch.zeros(input_batch.num_reqs, MOST_DRAFTS, dtype=torch.int64, device=self.device)
         if self.is_changed:
             async_tensor_h2d(self.candidates_np, out=self.candidates)

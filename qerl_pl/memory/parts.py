@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import ceil
 
-from qerl_pl.memory.settings import GRAPH_SEQUENCES
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.delta_net import GROUP_TOKENS
 from qerl_pl.policy.logprobs import CHUNK_BYTES
@@ -21,7 +21,7 @@ from qerl_pl.policy.recompute import Recompute
 CONTEXT = 1 * 2**30
 """CUDA context, loaded kernels, workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
-"""Bytes of the engine's CUDA graphs per decoder block."""
+"""Bytes of the engine's CUDA graphs per decoder block, for steps with a fixed number of drafts per sequence."""
 FRAGMENTATION = 0.05
 """Bytes that torch's allocator reserves and cannot use because of fragmentation, as a share of the bytes of a pass's
 tensors."""
@@ -249,14 +249,21 @@ def engine_pass(
     return max(mlp, itemsize * batched_tokens * shape.hidden + logits)
 
 
-def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool) -> int:
+def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: bool = False, length: int = 0) -> int:
     """Return the bytes that vLLM keeps even while it sleeps.
 
     These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
-    graphs of decoding steps keep; and, for each sequence, an int32 and a bit per entry of the vocabulary.
+    graphs of decoding steps keep; and, for each sequence, an int32 and a bit per entry of the vocabulary. An engine
+    that speculates has another set of the model's graphs for each number of drafts; its steps have a row of logits for
+    each draft, too; and drafts are looked for in a table of all sequences' tokens, up to ``length`` int32 each.
     """
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
-    graphs = GRAPHS_PER_LAYER * shape.num_layers + 2 * 4 * shape.vocabulary * min(num_seqs, GRAPH_SEQUENCES)
+    sets, rows = 1, num_seqs
+    if speculates:
+        sets += len(DRAFTS_BY_SEQUENCES)
+        rows = max(rows, *(min(num_seqs, most) * (1 + drafts) for most, drafts in DRAFTS_BY_SEQUENCES))
+        counts += num_seqs * 4 * length
+    graphs = sets * GRAPHS_PER_LAYER * shape.num_layers + 2 * 4 * shape.vocabulary * min(rows, GRAPH_SEQUENCES)
     return counts + (0 if eager else graphs)
 
 

@@ -129,7 +129,8 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
         # only an NVFP4 base has linears that fit the native kernels
         dequantises=engine.dequantises and itemsize == 2 and shape.fitting_bytes > 0,
     )
-    state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager)
+    speculates = {"speculates": engine.speculates, "length": run.max_model_len}
+    state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager, **speculates)
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
     slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
     base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)

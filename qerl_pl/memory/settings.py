@@ -16,6 +16,10 @@ DEFAULT_BATCHED_TOKENS = 8192
 GRAPH_SEQUENCES = 64
 """vLLM's decoding steps with up to this many sequences run entirely as CUDA graphs, which keep memory for the logits.
 With more sequences the GPU takes longer than the host, so graphs would save nothing."""
+DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
+"""Drafts per sequence of an engine that speculates, by the most sequences of a decoding step: as many as an extra tile
+of the decode GEMMs takes, so a step with drafts has at most ``GRAPH_SEQUENCES`` tokens. With more sequences than the
+last number there are none."""
 CHECKED_TOKENS = 4096
 """Most tokens of a forward pass of the trainer without gradients while the engine is awake; a pass of this size takes
 less memory than the engine's own passes."""
@@ -41,6 +45,8 @@ class EngineMemory:
     """Whether the engine uses the trainer's packed weights instead of a copy, where its kernels can read them."""
     dequantises: bool = False
     """Whether the engine dequantises linears to scratch memory in forward passes with many tokens."""
+    speculates: bool = False
+    """Whether decoding steps verify drafts, with the numbers of ``DRAFTS_BY_SEQUENCES``."""
 
     def itemsize(self, policy_itemsize: int) -> int:
         """Return the bytes per value of the engine's compute dtype."""

@@ -46,7 +46,8 @@ class RolloutLoop:
     """Loop that samples completions of prompts, scores them and turns them into training data.
 
     Before each rollout, ``sync`` sets the engine's adapter and noise. The engine has no other state that affects
-    sampling, so a resumed run does not have to restore any.
+    sampling, so a resumed run does not have to restore any; where vLLM speculates, ``callbacks/draft_guard.py``
+    restores what decides its drafts.
 
     Args:
         engine: rollout engine.

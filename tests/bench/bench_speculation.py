@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 
+from qerl_pl.hopper.costs import VERIFICATION
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine, requests
 from qerl_pl.rollout.vllm.worker import linear_kernels
@@ -33,18 +34,8 @@ from tests.bench.bench_rollout import policy_of
 from tests.bench.harness import CUDA, DTYPE
 from tests.random_checkpoints import written_apart
 
-COMPUTED = {
-    1: {7: 1.04, 15: 1.12},
-    4: {3: 1.09, 7: 1.24},
-    8: {3: 1.21, 7: 1.39},
-    16: {1: 1.12, 3: 1.28},
-    32: {1: 1.13, 3: 1.41},
-    64: {1: 1.22},
-}
-"""Time of a step with k drafts for each of n sequences at 1000 tokens of context, in steps without drafts, by n and
-k, computed from the times of linears."""
 SEQUENCES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128] if CUDA else [1, 4, 8]
-CONTEXT, LONGER = (1000, 3000) if CUDA else (16, 48)  # tokens; the longer one for numbers of sequences in COMPUTED
+CONTEXT, LONGER = (1000, 3000) if CUDA else (16, 48)  # tokens; the longer one for numbers of sequences in VERIFICATION
 COMPARED = [8, 16, 32, 64] if CUDA else [2, 4]  # sequences that decode together, of which the first are compared
 STEPS, COMPARED_STEPS, COMPARED_PROMPT, FIRST_STEPS = (64, 256, 64, 8) if CUDA else (16, 16, 8, 2)
 
@@ -97,7 +88,7 @@ def measure(args: argparse.Namespace) -> None:
     watch, seconds = Watch(engine), {}
     for context in (CONTEXT, LONGER):
         for count in SEQUENCES:
-            if context == CONTEXT or count in COMPUTED:
+            if context == CONTEXT or count in VERIFICATION:
                 samples = [step for repeat in range(args.repeats) for step in watch.steps(count, context, repeat)]
                 seconds[count, context] = median(samples)
                 named = {"sequences": count, "context": context}
@@ -112,7 +103,7 @@ def costs(seconds: dict[tuple[int, int], float], shape: dict[str, object], outpu
     pairs = [(count, seconds[count, LONGER] - seconds[count, CONTEXT]) for count, at in seconds if at == LONGER]
     # least squares: the seconds per sequence of reading keys and values at the first context
     reading = sum(count * s for count, s in pairs) / sum(count**2 for count, _ in pairs) * CONTEXT / (LONGER - CONTEXT)
-    for count, by_drafts in COMPUTED.items():
+    for count, by_drafts in VERIFICATION.items():
         for drafts, computed in by_drafts.items():
             rows = count * (1 + drafts)
             if (rows, CONTEXT) in seconds:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.memory.settings import GRAPH_SEQUENCES
+from qerl_pl.hopper import draft_guard
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES
 
 pytestmark = pytest.mark.vllm
 SIZES: dict[str, Any] = {"max_num_reqs": 6, "max_model_len": 40, "max_num_batched_tokens": 40}
@@ -31,10 +32,14 @@ def test_steps_with_drafts_fit_the_graphs(speculation, most):
 
     settings = speculation.arguments(most)["speculative_config"]
     drafts = settings["num_speculative_tokens"]
-    table = build_dynamic_sd_schedule_lookup(settings["num_speculative_tokens_per_batch_size"], most, drafts)
+    captured = build_dynamic_sd_schedule_lookup(settings["num_speculative_tokens_per_batch_size"], most, drafts)
+    table = draft_guard.drafts_by_sequences([], most)
+    assert len(captured) == len(table) == most + 1
+    assert {*table[1:]} | ({0} if most > 1 else set()) <= {*captured[1:]}
     for sequences in range(1, most + 1):
-        due = next((number for last, number in speculation.BY_SEQUENCES if sequences <= last), 0)
+        due = next((number for last, number in DRAFTS_BY_SEQUENCES if sequences <= last), 0)
         assert table[sequences] == due
+        assert captured[sequences] == due or (sequences == 1 and captured[1] == 0)
         assert due == 0 or sequences * (1 + due) <= GRAPH_SEQUENCES
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qerl_pl.common.types import Completion
-from qerl_pl.hopper import driver
+from qerl_pl.hopper import draft_guard, driver
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts
@@ -51,9 +51,8 @@ def test_no_token_of_100_000_is_another_in_fp32(checkpoints):
         calls = [engine.generate(PROMPTS, way, seed) for way in WAYS for seed in range(60)]
         calls += [engine.generate(some_prompts(*range(1, 33)), Sampling(1, 64), seed) for seed in range(60)]
         found[speculation] = [each for call in calls for each in flat(call)]
-        scheduler = engine._scheduler()
         engine.close()
-        assert (sum(scheduler.emitted.values()) > sum(scheduler.verified.values())) == speculation
+        assert (engine.draft_counts.emitted.total() > engine.draft_counts.verified.total()) == speculation
     others = 0
     for mine, due in zip(found[True], found[False], strict=True):
         same = next((i for i, pair in enumerate(zip(mine.tokens, due.tokens, strict=False)) if len({*pair}) > 1), None)
@@ -93,10 +92,18 @@ def test_scores_are_those_without_speculation_also_of_a_cached_prompt(engine, un
 
 def test_most_of_a_text_that_repeats_itself_is_drafted(engine):
     """Greedy completions of a small random model soon repeat the same tokens."""
-    scheduler = engine._scheduler()
-    scheduler.verified.clear()
-    scheduler.emitted.clear()
+    engine.draft_counts.clear()
     engine.generate(PROMPTS, Sampling(1, 80, temperature=0), 0)
-    verified, emitted = sum(scheduler.verified.values()), sum(scheduler.emitted.values())
+    verified, emitted = engine.draft_counts.verified.total(), engine.draft_counts.emitted.total()
     print(f"{emitted} tokens in {verified} verifications")
     assert emitted > 1.2 * verified
+
+
+def test_nothing_is_drafted_where_it_did_not_pay(engine):
+    engine.draft_counts.clear()
+    engine.draft_history = [[7000, 1000, 1000]] * len(draft_guard.CLASSES)
+    try:
+        engine.generate(PROMPTS, Sampling(8, 40), 0)
+    finally:
+        engine.draft_history = []
+    assert not engine.draft_counts.verified

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PretrainedConfig
 
 from qerl_pl.memory import parts
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 from qerl_pl.memory.shape import checkpoint_shape, config_shape
 from qerl_pl.model.family import with_merged
 from qerl_pl.policy.delta_net import _scan
@@ -218,3 +219,22 @@ def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_se
     assert graphs[8] - graphs[1] == 7 * 2 * 4 * shape.vocabulary
     assert graphs[64] - graphs[8] == 56 * 2 * 4 * shape.vocabulary
     assert graphs[256] == graphs[64]
+
+
+@pytest.mark.parametrize(("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 64), (256, 64)])
+def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, rows):
+    """The rows are those of the largest step, found by trying all numbers of sequences."""
+    shape, length = config_shape(model_config("7B"), NVFP4, torch.bfloat16), 300
+    steps = {n: next((drafts for most, drafts in DRAFTS_BY_SEQUENCES if n <= most), 0) for n in range(1, sequences + 1)}
+    assert rows == min(64, max(n * (1 + drafts) for n, drafts in steps.items()))
+    sizes: dict[bool, int] = {}
+    for eager in (False, True):
+        off, on = (
+            parts.engine_state(shape, num_seqs=sequences, eager=eager, speculates=speculates, length=length)
+            for speculates in (False, True)
+        )
+        sizes[eager] = on - off
+    tokens, sets = 4 * sequences * length, len(DRAFTS_BY_SEQUENCES)
+    assert sizes[True] == tokens
+    logits = 2 * 4 * shape.vocabulary * (rows - min(64, sequences))
+    assert sizes[False] == tokens + logits + sets * parts.GRAPHS_PER_LAYER * shape.num_layers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -325,3 +327,13 @@ def test_short_rows_are_checked_together_in_what_the_engine_needs_anyway(size):
     assert replace(HALVES, rows=2).checked_tokens == 2 * 512, "a whole rollout"
     assert short.parts["engine's passes"] == long.parts["engine's passes"]
     assert short.parts["engine's passes"]["rollout"] == short.parts["engine's passes"]["start"]
+
+
+def test_only_an_engine_that_speculates_needs_more():
+    def parts_of(**engine: Any) -> Mapping[str, Mapping[str, int]]:
+        return plan(SHAPES["7B"], replace(HALVES, engine=EngineMemory(kv_cache_bytes=GIB, **engine))).parts
+
+    off, on, name = parts_of(), parts_of(speculates=True), "engine's state, CUDA graphs"
+    assert parts_of(speculates=False) == off
+    assert {part for part in off if off[part] != on[part]} == {name}
+    assert all(on[name][moment] > size for moment, size in off[name].items())

@@ -25,6 +25,7 @@ from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
 from qerl_pl.rollout.vllm import memory, patches, requests, setup, worker
+from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 from qerl_pl.rollout.vllm.launch import launch
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class VLLMEngine:
             tested vLLM.
         speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
             repeats what the sequence or another completion of its prompt says. Every token is the one that is sampled
-            without it, up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers.
+            without it, up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
+            (`docs/speculation.md`).
 
     Raises:
         ValueError: a value is out of its range.
@@ -95,6 +97,11 @@ class VLLMEngine:
         self.speculation: Literal["off", "on"] = speculation
         self._drafts: Any = None
         """The drafter, if the engine speculates."""
+        self.draft_counts = DraftCounts()
+        """What drafts gained in all calls since somebody last cleared the counts."""
+        self.draft_history: list[list[int]] = []
+        """What drafts gained in earlier rollouts, as ``hopper/draft_guard.py`` describes it. It decides for how many
+        sequences the next calls draft; if it is empty, as for an engine in no training run, they draft for up to 32."""
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
@@ -122,6 +129,7 @@ class VLLMEngine:
         # The plan ignores both if the base is not in NVFP4.
         is_native = setup.decoding_kernel(self.decoding_kernel, NVFP4, torch.bfloat16) == "native"
         sizes |= {"one_copy": is_native, "dequantises": is_native, "sleep_level": self.sleep_level}
+        sizes["speculates"] = self.speculation == "on"
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, **sizes)
 
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
@@ -179,6 +187,7 @@ class VLLMEngine:
         """Copy the base's norm weights, reserve the adapter's slots, and prepare kernels and the graphs of decoding
         steps."""
         faster = native.for_vllm()
+        self._scheduler().draft_counts = self.draft_counts
         if faster:
             faster.spare(self._scheduler())
         self._base_norms = {name: weight.clone() for name, weight in self._call(worker.live_norms).items()}
@@ -335,6 +344,8 @@ class VLLMEngine:
         lora = self._lora_request if adapter else None
         if self._drafts:
             self._drafts.forget()
+            scheduler, most = self._scheduler(), self._arguments["max_num_seqs"]
+            scheduler.dynamic_sd_lookup = native.for_vllm().guard.drafts_by_sequences(self.draft_history, most)
         with preserved_rng(), any_algorithm(), self._norms_of(adapter):
             return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu)
 

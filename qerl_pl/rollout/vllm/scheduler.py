@@ -8,13 +8,15 @@ step as the GPU.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+
+from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 
 
 class RolloutScheduler(AsyncScheduler):
@@ -24,10 +26,8 @@ class RolloutScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
-        self.verified: Counter[int] = Counter()
-        """Number of verifications of a sequence's drafts, by the number of sequences in the decoding step."""
-        self.emitted: Counter[int] = Counter()
-        """Number of tokens that these verifications produced, by the number of sequences in the decoding step."""
+        self.draft_counts = DraftCounts()
+        """Counts of drafts and of what they gained; the engine replaces the object by its own."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
         """Return and forget the log-probabilities collected so far, in nats per sampled token, by the caller's request
@@ -52,8 +52,9 @@ class RolloutScheduler(AsyncScheduler):
             for output in outputs.outputs:
                 if output.new_token_ids:
                     if output.request_id in drafts:
-                        self.verified[num] += 1
-                        self.emitted[num] += len(output.new_token_ids)
+                        self.draft_counts.drafted[num] += len(drafts[output.request_id])
+                        self.draft_counts.verified[num] += 1
+                        self.draft_counts.emitted[num] += len(output.new_token_ids)
                     row = rows[output.request_id]
                     start = row if first is None else first[row]
                     self._logprobs[output.request_id] += values[start : start + len(output.new_token_ids)]

@@ -1,0 +1,53 @@
+"""Guard of speculation: after each rollout it decides for which numbers of sequences the next one has drafts.
+
+Speculation slows down a policy of high entropy, whose tokens drafts rarely guess. So drafts are left out where a
+verification gave fewer tokens, in recent rollouts, than it costs steps without drafts. The functions depend on counts
+and constants only, never on a clock, so a run that resumes with the same counts decides the same.
+
+Counts are a list with one row [drafts, verifications, tokens] for each of ``CLASSES``, or empty if nothing was counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qerl_pl.hopper.costs import VERIFICATION
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
+from qerl_pl.rollout.vllm.draft_counts import DraftCounts
+
+CLASSES = tuple(number for number in VERIFICATION if number <= DRAFTS_BY_SEQUENCES[-1][0])
+"""Decoding steps are counted in classes by their number of sequences; here is the largest number of each class."""
+KNOWN = 512
+"""Verifications from which on the mean of their tokens is known well enough to leave drafts out."""
+
+
+def by_class(counts: DraftCounts) -> list[list[int]]:
+    """Add up counts within each class."""
+    rows, before = [], 0
+    for last in CLASSES:
+        numbers = range(before + 1, last + 1)
+        rows.append([sum(each[num] for num in numbers) for each in (counts.drafted, counts.verified, counts.emitted)])
+        before = last
+    return rows
+
+
+def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Add a rollout's counts to three quarters of the history. So a class without drafts is forgotten after some
+    rollouts, and drafts are tried again, since a policy's entropy changes in training."""
+    before = history or [[0, 0, 0]] * len(CLASSES)
+    return [
+        [3 * old // 4 + number for old, number in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)
+    ]
+
+
+def drafts_by_sequences(history: Sequence[Sequence[int]], max_num_seqs: int) -> list[int]:
+    """Decide how many drafts each sequence gets, by the number of sequences in a decoding step: a list whose entry n is
+    for n sequences, from 0 to ``max_num_seqs``."""
+    table = [0] * (max(max_num_seqs, CLASSES[-1]) + 1)
+    first = 1
+    for last, (_, verifications, tokens) in zip(CLASSES, history or [[0, 0, 0]] * len(CLASSES), strict=True):
+        drafts = next(number for most, number in DRAFTS_BY_SEQUENCES if last <= most)
+        if verifications < KNOWN or tokens > VERIFICATION[last][drafts] * verifications:
+            table[first : last + 1] = [drafts] * (last + 1 - first)
+        first = last + 1
+    return table[: max_num_seqs + 1]

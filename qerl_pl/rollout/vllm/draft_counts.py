@@ -1,0 +1,23 @@
+"""Counts of what speculation gains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DraftCounts:
+    """Numbers of drafts and tokens, by the number of sequences in the decoding step."""
+
+    drafted: Counter[int] = field(default_factory=Counter)
+    """Tokens that were drafted and verified."""
+    verified: Counter[int] = field(default_factory=Counter)
+    """Verifications: one for each sequence with drafts in each step."""
+    emitted: Counter[int] = field(default_factory=Counter)
+    """Tokens that these verifications gave: the accepted drafts, and one more for each verification."""
+
+    def clear(self) -> None:
+        """Set all counts to 0."""
+        for counts in (self.drafted, self.verified, self.emitted):
+            counts.clear()
