@@ -98,10 +98,10 @@ class VLLMEngine:
         self._drafts: Any = None
         """The drafter, if the engine speculates."""
         self.draft_counts = DraftCounts()
-        """What drafts gained in all calls since somebody last cleared the counts."""
+        """Numbers of drafts, verifications and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
-        """What drafts gained in earlier rollouts, as ``hopper/draft_guard.py`` describes it. It decides for how many
-        sequences the next calls draft; if it is empty, as for an engine in no training run, they draft for up to 32."""
+        """The same counts of earlier rollouts, as ``hopper/draft_guard.py`` describes them. They decide for how many
+        sequences the next calls draft; if they are empty, as for an engine in no training run, for up to 32."""
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
