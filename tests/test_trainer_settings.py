@@ -34,7 +34,7 @@ GOOD = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "max_epochs": -1, "
         ("accumulate_grad_batches", 2, "micro_batch_tokens"),
         ("gradient_clip_val", 1.0, "max_grad_norm"),
         ("accelerator", "tpu", "auto, cpu or gpu"),
-        ("limit_train_batches", 0, "does nothing"),
+        ("limit_train_batches", 0, "would do nothing"),
         ("limit_train_batches", -1, "share"),
         ("limit_train_batches", float("nan"), "share"),
         ("max_epochs", 3, "max_steps"),

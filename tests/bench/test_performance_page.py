@@ -82,7 +82,7 @@ def test_the_readmes_first_facts_are_in_its_table():
         row[0]: row[1:] for line in headline_table(results()).splitlines() if (row := line.strip("| ").split(" | "))
     }
     decoding, steps = re.findall(
-        r"is (\d\.\d) times as fast .* and whole steps (\d\.\d) times", " ".join(readme.split())
+        r"is (\d\.\d) times as fast .* whole training steps are (\d\.\d) times", " ".join(readme.split())
     )[0]
     assert (decoding, steps) == (f"{float(cells['7B'][0]):.1f}", f"{float(cells['7B'][4]):.1f}")
     assert f"{cells['32B'][-1]} GiB" in " ".join(readme.split())
