@@ -200,7 +200,7 @@ def test_sampling_that_an_engine_would_change_is_refused(settings, said):
 @pytest.mark.parametrize("name", ["samples", "length"])
 def test_the_size_of_no_calibration_data_is_refused(name):
     size: dict[str, Any] = {name: 7}
-    with pytest.raises(ValueError, match=f"{name} 7 and no calibration data"):
+    with pytest.raises(ValueError, match=f"{name} is 7 without calibration data"):
         Quantization(**size)
     assert getattr(Quantization(calibration="text.txt", **size), name) == 7
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
 
-MULTIPLE, OTHER = 16, 17  # integers that stand for multiples of 16, and for other integers above 1
+MULTIPLE, OTHER = 16, 17  # examples of the integers above 1 for which Triton compiles two variants
 
 
 def cache_folder() -> str:

@@ -75,8 +75,8 @@ def expand_tiles(num_tokens: int, widths: tuple[int, ...]) -> ExpandTiles:
 
 
 def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1) -> list[int]:
-    """Return the lowest number of tokens, from ``fewest`` on, for each combination of tile sizes: calling ``add_lora``
-    with each compiles every kernel that it may need."""
+    """Return, for each combination of tile sizes, the lowest number of tokens (at least ``fewest``) that has it.
+    Calling ``add_lora`` with each of these numbers compiles every kernel that it may need."""
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
     end = MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1
     # From one multiple of EXPAND_TOKENS to the next, tile sizes are the same.
@@ -159,8 +159,8 @@ def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, ti
     """Add up the partial sums of x A^T, and add (x A^T) B^T to the rows of y [T, N] whose entry in ``indices`` is >= 0,
     in place.
 
-    From compute capability 9.0 on, the kernel starts before ``shrink``, which must be the previous kernel of the
-    stream, has ended, loads B, one contiguous [n, R] for each slice, and then waits for the partial sums.
+    B is one contiguous [n, R] for each slice. ``shrink`` must be the previous kernel of the stream: from compute
+    capability 9.0 on, this kernel starts before ``shrink`` has ended, loads B, and then waits for the partial sums.
     """
     assert y.stride(1) == 1, y.stride()
     assert all(matrix.is_contiguous() for matrix in b), [matrix.stride() for matrix in b]

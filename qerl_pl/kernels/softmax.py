@@ -67,8 +67,9 @@ def _statistics_kernel(logits, targets, logprobs, entropy, log_partition, invers
     for start in range(0, V, BLOCK):
         col = start + tl.arange(0, BLOCK)
         inside = col < V
-        # Lanes outside of V get their value after the multiplication. A product of -1e30 would be fused with the
-        # subtraction of its own rounded value; the rounding error, up to 1e22, is then the argument of exp: inf or nan.
+        # Lanes outside of V get -1e30 after the multiplication by 1 / temperature. Before it, the compiler could fuse
+        # the product with the later subtraction of the maximum, which is the same product, rounded. The difference is
+        # the rounding error, up to 1e22, whose exp is inf or nan.
         z = tl.where(inside, tl.load(logits + row * V + col, mask=inside, other=0.0) * inverse_temperature, -1e30)
         highest, total, moment = _merge(highest, total, moment, z, tl.where(inside, 1.0, 0.0), 0.0)
     highest, total, moment = tl.reduce((highest, total, moment), 0, _merge)

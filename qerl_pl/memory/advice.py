@@ -100,8 +100,8 @@ ENGINE = "model.engine.init_args."
 def savings(run: RunMemory) -> dict[str, list[Any]]:
     """Return the settings that ``advice`` may change, the least harmful first, by their keys in the YAML file.
 
-    Each has the values that save memory, starting with the one that costs the run least; none if the run already has
-    such a value.
+    Each setting has a list of values that need less memory, starting with the one that costs the run least. A setting
+    that already has one of these values gets an empty list.
     """
     engine = run.engine or EngineMemory()
     values_of = {

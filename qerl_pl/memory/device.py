@@ -14,7 +14,8 @@ LARGEST_GPU = 4096
 
 
 def check_gpu_memory(gib: float | None, name: str) -> None:
-    """Refuse a setting (None is none) with this name that is no plausible number of GiB, such as nan; ValueError."""
+    """Raise ValueError if the setting ``name`` is no plausible number of GiB, such as nan; None means that it is not
+    set."""
     if gib is not None and not 0 < gib <= LARGEST_GPU:
         raise ValueError(f"{name} is {gib}; expected GiB, more than 0 and at most {LARGEST_GPU}")
 
@@ -26,7 +27,8 @@ def used_bytes(device: torch.device) -> int:
 
 
 def others_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that other processes use; right only while this one has nothing but a context there."""
+    """Return the bytes of a GPU that other processes use: all bytes in use except torch's and the CUDA context of this
+    process, so other memory of this process, such as vLLM's, would count as theirs."""
     return max(0, used_bytes(device) - torch.cuda.memory_reserved(device) - CONTEXT)
 
 

@@ -28,8 +28,8 @@ STEP = 256
 # constants are close to right for other model sizes.
 OVERHEAD = 600
 """Time of a pass that does not depend on its number of tokens, in units of the time per token."""
-# Extra time as a share of the time of a pass without recomputation: of recomputing every block (less than forward's
-# share, because a block's last matrix product is not recomputed), and of recomputing element-wise operations.
+# Extra time of recomputation, as a share of the time of a pass without it: of every block (less than the share of a
+# forward pass, because a block's last matrix product is not recomputed), and of element-wise operations only.
 WHOLE, SELECTIVE = 0.33, 0.09
 FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.023  # if norms, rotary embeddings and SwiGLU are fused kernels
 OFFLOAD = 0.07  # of copying the blocks' inputs to host memory and back, as a share of a pass that recomputes all
@@ -120,7 +120,8 @@ def usable(gpu_bytes: int) -> int:
 
 
 def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
-    """Return the smallest GPU memory, in whole GiB, on which the run fits; open settings are chosen for each size."""
+    """Return the smallest GPU memory, in whole GiB, on which the run fits; settings that the run leaves open are chosen
+    anew for each size."""
 
     def fits(gib: int) -> bool:
         return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)
@@ -132,8 +133,8 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     """Return the most tokens that each completion of a run may have on a GPU, a multiple of ``STEP``; 0 if none fits.
 
-    Open settings are chosen for each length, and the KV cache has to hold one sequence. The number of positions that
-    the model itself supports is not considered.
+    Settings that the run leaves open are chosen anew for each length, and the KV cache has to hold one sequence. The
+    number of positions that the model itself supports is not considered.
     """
 
     def too_long(steps: int) -> bool:

@@ -19,14 +19,14 @@ from qerl_pl.policy.recompute import Recompute
 # Estimates for parts of a run's memory that no formula gives. To check them, compare the predicted and the measured
 # peak, which ``callbacks/memory.py`` logs.
 CONTEXT = 1 * 2**30
-"""CUDA context, loaded kernels, workspaces of libraries."""
+"""Bytes of the CUDA context, loaded kernels and workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
 """Bytes of the engine's CUDA graphs per decoder block, for steps with a fixed number of drafts per sequence."""
 FRAGMENTATION = 0.05
 """Bytes that torch's allocator reserves and cannot use because of fragmentation, as a share of the bytes of a pass's
 tensors."""
 SCAN_BYTES = 52
-"""Bytes per token and value of queries and values that backward through the recurrence of a delta net takes."""
+"""Bytes that backward through the recurrence of a delta net takes per token and per element of queries and values."""
 
 # Defaults of vLLM 0.32.
 KV_BLOCK = 16
@@ -36,7 +36,8 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the LoRA parameters of one block at rank 1: the sum of N + K over the linears with an adapter."""
+    """Return the number of LoRA parameters of one block at rank 1: the sum of N + K over the linears with an
+    adapter."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
@@ -47,14 +48,14 @@ def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], tr
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of the kept inputs of the n blocks all of whose activations backward recomputes: c n T H; if
-    they are offloaded to host memory, about four are on the GPU at a time, in use or being copied."""
+    """Return the bytes of the inputs that are kept for the n blocks that backward recomputes completely: c n T H. If
+    these inputs are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
 def experts_kept(shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes per token that a mixture of experts keeps: the outputs of two linears of k experts, two int64
-    and a weight of each, and, in fp32, all experts' probabilities twice."""
+    """Return the bytes per token that a mixture of experts keeps: for each of the k chosen experts the outputs of two
+    linears, two int64 indices and an fp32 weight; and two fp32 copies of the probabilities of all experts."""
     sizes = shape.experts
     return sizes.chosen * (2 * itemsize * sizes.inner + 20) + 8 * sizes.num
 
@@ -74,9 +75,10 @@ def block_kept(
     In the compute dtype: the inputs of linears (two normalised inputs, the attention's output, the MLP's product);
     queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each adapted linear; A and
     B. In fp32: the inputs of all norms (query and key norms included) and the attention's log-sum-exp. Fused norms keep
-    their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. Of a model with
-    recurrent layers each block counts as the larger kind. Such a layer keeps, instead of attention's tensors, the
-    inputs and outputs of the recurrence, the gate and the gated output; and in fp32 what its norm and gate read.
+    their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. In a model with
+    recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer keeps, instead of
+    attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and in fp32 the inputs
+    of its norm and gate.
 
     With LoRA dropout, each adapted linear keeps, instead of its input, a copy of the input with zeros for dropped
     values, which it shares with no other linear, and a mask of one byte per value. The attention's output is kept all
@@ -135,9 +137,9 @@ def blocks_kept(
     fused: bool = False,
     dropout: bool = False,
 ) -> tuple[int, int]:
-    """Return the bytes of the activations that all blocks keep for backward, except what ``checkpoints`` counts: before
-    backward, and while it is in the last block, after recomputing its activations. Earlier blocks take no more, since
-    the fully recomputed ones are the first."""
+    """Return the bytes of the activations that all blocks keep for backward, except what ``checkpoints`` counts, at two
+    moments: before backward, and during backward of the last block, after its activations have been recomputed. During
+    backward of earlier blocks they are no more, since the completely recomputed blocks are the first ones."""
     full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets, fused=fused, dropout=dropout)
     if not how.selective:
         return shape.num_layers * full, shape.num_layers * full
@@ -184,8 +186,8 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the peak bytes of a pass without gradients: the larger of an MLP with a dequantised weight, and the hidden
-    states with a chunk of logits."""
+    """Return the peak bytes of a pass without gradients: those of an MLP's activations and a dequantised weight, or
+    those of the hidden states and a chunk of logits if these are more."""
     rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
     mlp = itemsize * (tokens * (max(3 * shape.inner, rows) + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
@@ -211,8 +213,9 @@ def kv_cache(
     """Return the bytes of vLLM's cache for ``num_sequences`` sequences of ``length`` tokens.
 
     Every sequence takes a whole number of blocks of ``block`` tokens, and vLLM reserves one block more. A model with
-    recurrent layers has blocks of so many tokens that their keys and values in one layer take at least as much as a
-    state. Layers are divided into groups of one kind; a sequence needs one block per group of recurrent layers.
+    recurrent layers has blocks of so many tokens that their keys and values in one layer take at least as many bytes as
+    a recurrent state. Layers are divided into groups of one kind; a sequence needs one block per group of recurrent
+    layers.
     """
     token = kv_token_bytes(shape, itemsize, kv_cache_dtype)
     recurrent = shape.recurrent.num_layers

@@ -151,7 +151,8 @@ def shared_base(shape: ModelShape, run: RunMemory) -> int:
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """A KV cache, the copy of one decoder block's part of it that is made to append a token, and fp32 logits."""
+    """Predict the memory of the transformers engine: a KV cache; a copy of one decoder block's part of the cache, made
+    when a token is appended; and fp32 logits."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)
@@ -165,8 +166,9 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
-    """Predict a teacher's weights and passes, and what a divergence over the vocabulary takes: its hidden states of the
-    rollout, its head, and five tensors of a chunk of logits."""
+    """Predict the memory of a teacher's weights and passes, and of a divergence over the vocabulary: the teacher's
+    hidden states for the rollout, a copy of its head if its weights are in host memory, and five tensors of a chunk of
+    logits."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

@@ -17,9 +17,9 @@ GRAPH_SEQUENCES = 64
 """vLLM's decoding steps with up to this many sequences run entirely as CUDA graphs, which keep memory for the logits.
 With more sequences the GPU takes longer than the host, so graphs would save nothing."""
 DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
-"""Drafts per sequence of an engine that speculates, by the most sequences of a decoding step: as many as an extra tile
-of the decode GEMMs takes, so a step with drafts has at most ``GRAPH_SEQUENCES`` tokens. With more sequences than the
-last number there are none."""
+"""Pairs (S, D): a decoding step with up to S sequences of an engine that speculates verifies D drafts per sequence;
+with more sequences than the last S, none. D is as many as one more tile of the decode GEMMs holds, so a step with
+drafts has at most ``GRAPH_SEQUENCES`` tokens."""
 CHECKED_TOKENS = 4096
 """Most tokens of a forward pass of the trainer without gradients while the engine is awake; a pass of this size takes
 less memory than the engine's own passes."""
@@ -59,9 +59,10 @@ class TeacherMemory:
 
     shape: ModelShape
     keep: Literal["auto", "gpu", "host"]
-    """Place of its weights while it does not score; "auto": on the GPU if the run then fits it."""
+    """Place of the teacher's weights while it does not score; "auto": the GPU if the run then fits, else host
+    memory."""
     states: bool
-    """Whether its hidden states at all sampled tokens are kept during the updates."""
+    """Whether the teacher's hidden states at all sampled tokens are kept during the updates."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RunMemory:
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
     dropout: bool = False
-    """Whether LoRA has dropout, with which adapted linears keep inputs of their own for backward."""
+    """Whether LoRA has dropout, with which each adapted linear keeps a separate copy of its input for backward."""
     train_norms: bool = False
     state_bytes: int = 8
     """Bytes of optimizer state per trained parameter: 8 for AdamW in fp32, 2 in 8 bits."""
@@ -105,7 +106,7 @@ class RunMemory:
         return recompute_of(self.gradient_checkpointing, num_layers, self.offload_checkpoints)
 
     def with_completions(self, tokens: int) -> RunMemory:
-        """Return the settings with so long completions in training and evaluation."""
+        """Return the settings with completions of up to ``tokens`` tokens in training and evaluation."""
         return replace(self, completion_tokens=tokens, evaluation_tokens=tokens)
 
     @property
@@ -125,10 +126,10 @@ class RunMemory:
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the limit on the tokens of a pass in which completions are checked: the longest row must fit."""
+    """Return the limit on the tokens of a pass in which completions are checked, which is at least the longest row."""
     return max(longest_row, CHECKED_TOKENS)
 
 
 def state_bytes(optimizer: str) -> int:
-    """Return the bytes per trained parameter of an optimizer's two moments, told by the name of its class."""
+    """Return the bytes per trained parameter of the two moments of an optimizer, given by the name of its class."""
     return 2 if "8bit" in optimizer else 8

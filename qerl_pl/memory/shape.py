@@ -40,11 +40,13 @@ class Recurrent(NamedTuple):
     num_layers: int = 0
     """Number of such layers."""
     conv_width: int = 0
-    """C, queries, keys and values of a token, which a convolution over the last tokens mixes."""
+    """Number of elements of a token's queries, keys and values together, which pass through a convolution over
+    tokens."""
     conv_tokens: int = 0
-    """Earlier tokens that the convolution reads."""
+    """Number of earlier tokens that the convolution reads for each token."""
     query_width: int = 0
-    """Number of value heads times the dimension of a query; each value head has a query and key of its own."""
+    """Number of value heads times the dimension of a query; queries and keys are repeated so that each value head has
+    one."""
     value_width: int = 0
     """Number of value heads times the dimension of a value."""
     state_values: int = 0
@@ -55,9 +57,9 @@ class ExpertSizes(NamedTuple):
     """Sizes of a block's mixture of experts; 0 without any."""
 
     num: int = 0
-    """E, experts of a block."""
+    """Number of experts of a block, E."""
     chosen: int = 0
-    """k, experts that compute a token."""
+    """Number of experts that compute each token, k."""
     inner: int = 0
     """Inner size of an expert."""
 
@@ -104,13 +106,14 @@ class ModelShape:
     other_bytes: int
     """Bytes of norms, biases and convolutions."""
     largest_packed: int
-    """Number of weights of the largest packed linear, or of one linear of all experts; 0 for a dense base."""
+    """Number of weights of the largest packed linear, where the same linear of all experts counts as one; 0 for a dense
+    base."""
     recurrent: Recurrent
     """Layers without attention."""
     positions: int | None
     """Most tokens of a prompt and completion together that the model supports; None if config.json does not say."""
     short_positions: int | None
-    """Most of them with which LongRoPE uses its short factors; None without LongRoPE."""
+    """Most tokens with which LongRoPE uses its short factors; None without LongRoPE."""
 
     @property
     def num_key_heads(self) -> int:
@@ -124,8 +127,8 @@ class ModelShape:
 
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
-    """Compute the shape of a model from its configuration, with linears (except the head) in a format, or dense, and
-    everything that is not packed of a dtype."""
+    """Compute the shape of a model from its configuration. Linears (except the head) are packed in ``fmt``, or dense if
+    it is None; everything that is not packed has ``dtype``."""
     return _shape(empty_model(config, dtype), fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 

@@ -19,12 +19,12 @@ Elementwise = Literal["norms", "mlp", "attention"]
 
 
 class Experts(NamedTuple):
-    """Names in config.json of what describes a mixture of experts."""
+    """Keys of config.json that describe a mixture of experts."""
 
     number: str = "num_experts"
-    """E, experts of a block."""
+    """Number of experts of a block, E."""
     chosen: str = "num_experts_per_tok"
-    """k, experts that compute a token."""
+    """Number of experts that compute each token, k."""
     inner: str = "moe_intermediate_size"
     """Inner size of an expert."""
     normalised: str = "norm_topk_prob"
@@ -59,21 +59,24 @@ class Family:
     logit_divisor: str | None = None
     """Name in config.json of the number by which the model divides its logits; None: it does not."""
     logit_cap: str | None = None
-    """Name in config.json of c in the logits' soft cap c tanh(logits / c); None, or null there: no soft cap."""
+    """Key in config.json of c in the logits' soft cap c tanh(logits / c). If this is None, or the key's value is null,
+    there is no soft cap."""
     keys_as_values: bool = False
-    """Whether blocks without v_proj use k_proj's output, LoRA's part included, as values, with a norm of their own."""
+    """Whether blocks without v_proj use k_proj's output, LoRA's part included, as values; the norm of the values then
+    differs from the norm of the keys."""
     dense: tuple[str, ...] = ()
     """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter, because they are small and the model takes
-    an exponential of their output, which amplifies quantisation errors, or chooses experts by it."""
+    an exponential of their output, which amplifies quantisation errors, or chooses experts by their output."""
     fp32: tuple[str, ...] = ()
     """Parameters outside linears and norms that trainer and vLLM both hold in fp32, whatever the compute dtype is."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Names in config.json of values that must be null, false or 0, because the feature that they enable, whose
-    description is for the error message, is not supported."""
+    """Keys of config.json whose values must be null, false or 0, because the feature that they enable is not supported;
+    each with a description of this feature for the error message."""
     one_window: bool = False
-    """Whether vLLM computes this family only if all blocks have a sliding window, or none."""
+    """True if vLLM supports this family only with a sliding window in all blocks or in no block."""
     experts: Experts | None = None
-    """Names in config.json for a mixture of experts, whose MLPs, dense ones included, get no adapters; None: dense."""
+    """Keys of config.json for mixtures of experts, in which no MLP, not even a dense one, gets an adapter; None: the
+    family has no experts."""
 
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear, given by its full name, is one of ``dense``."""
@@ -81,8 +84,8 @@ class Family:
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
         """Translate LoRA targets to the linears of this family. Naming all parts of a merged linear, such as q_proj,
-        k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some is refused. All linears of an MLP
-        together stand for those that may have an adapter, which is none in a mixture of experts."""
+        k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some raises ValueError. In a mixture
+        of experts, gate_proj, up_proj and down_proj are left out if all three are named."""
         targets = list(names)
         if self.experts is not None and set(MLP) <= set(names):
             targets = [name for name in names if name not in MLP]

@@ -21,21 +21,23 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
 WITH_VISION = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
-"""Maps the ``model_type`` of checkpoints with a vision part, whose config.json has the text model's configuration as
-``text_config``, to the text model's ``model_type``, for configurations that leave the latter out."""
+"""Maps the ``model_type`` of checkpoints with a vision part to the ``model_type`` of their text model, which is used if
+``text_config`` in config.json, the text model's configuration, does not name it."""
 PREFIXES = {
     "language_model.model.": "model.",  # written by transformers 4, and found in the hub's checkpoints
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-"""Maps prefixes of the text model's tensors to those that they have in a checkpoint of this model alone."""
+"""Maps prefixes that the text model's tensors have in a checkpoint with a vision part to the prefixes that they have in
+a checkpoint of the text model alone."""
 NOT_USED = "its vision part is not used"
 _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 
 class _Place(NamedTuple):
-    """File that holds a tensor, its name there, and, of stacked experts, the expert with its rows."""
+    """File that holds a tensor, the name under which it is stored and, for a part of stacked experts, the index of the
+    expert and its rows."""
 
     file: str
     stored: str

@@ -36,7 +36,8 @@ def is_hub_name(base: str) -> bool:
 
 
 def hub_config(name: str) -> Path:
-    """Download a model's config.json, and ModelOpt's configuration file if it has one; else as ``hub_folder``."""
+    """Download a model's config.json, and ModelOpt's configuration file if it has one; return and raise as
+    ``hub_folder`` does."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     with suppress(ValueError):
         _fetched(name, lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
@@ -63,7 +64,7 @@ def _answers(endpoint: str) -> bool:
     answered = threading.Event()
 
     def ask() -> None:
-        with suppress(Exception):  # of the HTTP library of any release of huggingface_hub: there is no answer
+        with suppress(Exception):  # whatever error the HTTP library raises, there is no answer
             get_session().head(endpoint, timeout=ANSWER_S)
             answered.set()
 
@@ -89,7 +90,8 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads, without huggingface_hub's warnings about each retry."""
+    """Call ``fetch``, which downloads, without huggingface_hub's warnings about each retry; turn its known errors into
+    ValueErrors that say what to do."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

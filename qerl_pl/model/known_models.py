@@ -63,8 +63,8 @@ def known_format(base: str) -> str | None:
 
 
 def known_config(base: str) -> Mapping[str, Any] | None:
-    """Return the known values of config.json by a model's name or folder, or None. Case, the folder and endings like
-    -Instruct and -NVFP4 do not count."""
+    """Return known values of a model's config.json, given its name or folder; None if the model is not in ``KNOWN``.
+    The names are compared without parent folders, case, and endings such as -Instruct and -NVFP4."""
     name = _short(base)
     sizes = next((sizes for known, sizes in KNOWN.items() if _short(known) == name), None)
     if sizes is None:

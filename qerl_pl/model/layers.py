@@ -17,7 +17,8 @@ def block_of(name: str) -> str | None:
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per layer: the model's own, if all layers of the family have the same sizes."""
+    """Return one configuration per layer; if all layers of the family have the same sizes, each is the model's
+    configuration."""
     per_layer = getattr(config, "per_layer_config", None)  # older versions of transformers do not have it
     return [config if per_layer is None else per_layer[index] for index in range(config.num_hidden_layers)]
 
@@ -29,7 +30,8 @@ def head_dims(config: PretrainedConfig) -> list[int]:
 
 
 def attention_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return each layer's attention window, itself included: None for all tokens, 0 for a recurrent state."""
+    """Return, for each layer, the number of last tokens that each token attends to, itself included: None for all
+    tokens before it, 0 for a layer with a recurrent state."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -44,19 +44,18 @@ class Quantization:
             )
         if self.samples < 1 or self.length < 1:
             raise ValueError(
-                f"model.quantize has samples {self.samples} and length {self.length}; expected at least 1 of both"
+                f"model.quantize has samples {self.samples} and length {self.length}; expected at least 1 for each"
             )
         check_calibrated(self.calibration, self.samples, self.length, section="model.quantize has ")
 
 
 def check_calibrated(calibration: str | None, samples: int, length: int, *, section: str = "--") -> None:
-    """Refuse ``samples`` and ``length`` without calibration data, which would have no effect; ``section`` stands before
-    the setting's name in the message of the ValueError."""
+    """Raise ValueError if ``samples`` or ``length`` is set (not the default) without calibration data, because it would
+    have no effect; ``section`` stands before the setting's name in the error message."""
     for name, value in (("samples", samples), ("length", length)) if calibration is None else ():
         if value != getattr(Quantization, name):
             raise ValueError(
-                f"{section}{name} {value} and no calibration data, which it is a size of; give calibration too, or "
-                f"leave {name} out"
+                f"{section}{name} is {value} without calibration data; give calibration too, or leave {name} out"
             )
 
 

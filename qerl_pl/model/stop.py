@@ -22,15 +22,15 @@ def tokenizer_of(base: str) -> Any:
 
 
 def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse (ValueError) stop strings that could never end a completion, or before which something else always ends
-    it: empty ones, the end-of-sequence token, and those that cannot be written with the tokenizer's tokens or contain
-    another one."""
+    """Raise ValueError for stop strings that cannot work: empty or repeated ones, the end-of-sequence token, those that
+    the tokenizer's tokens cannot write, and those that contain another stop string, which would always end the
+    completion first."""
     for text in stop:
         if not text:
             raise ValueError("data.stop has an empty string, which would end every completion at its first token")
         if other := next((each for each in stop if each != text and each in text), None):
             raise ValueError(
-                f"data.stop has {text!r} and {other!r}, which ends completions before it: remove the first"
+                f"data.stop has {text!r}, which contains {other!r}, so it never ends a completion: remove it"
             )
         if text == tokenizer.eos_token:
             raise ValueError(f"data.stop has {text!r}, the tokenizer's end token, which ends every completion already")

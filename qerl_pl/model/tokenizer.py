@@ -66,7 +66,8 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or from the hub, with the chat template of ``OF_PROCESSOR`` or ``TEMPLATES`` if
     its own files have none."""
-    # The hub is asked only for one of its models, and only if it answers at once: its client retries for a minute.
+    # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon: its client retries for a
+    # minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
     if not tokenizer.chat_template:
@@ -78,7 +79,8 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _template_in(path: str | Path, name: str, local: bool) -> Any:
-    """Return the chat template, or the templates by name, in a processor's file, or None."""
+    """Return the chat template in a processor's file, or several by their names; None if there is no file or no
+    template."""
     file = cached_file(path, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
@@ -127,7 +129,8 @@ def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Pat
 
 
 def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Refuse a tokenizer with which encoding and decoding changes more than white space in the sentence ``PROBE``."""
+    """Raise ValueError for a tokenizer with which encoding and decoding changes more than white space of the text
+    ``PROBE``."""
     tokens = tokenizer(PROBE, add_special_tokens=False).input_ids
     back = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
     if "".join(str(back).split()) != "".join(PROBE.split()):
@@ -138,8 +141,8 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, base: str) -> None:
-    """Check that every token of the policy has the same text and number for its teacher (ValueError with its name,
-    ``base``); the teacher may have more tokens."""
+    """Raise ValueError, with the teacher's name ``base``, unless every token of the policy's tokenizer has the same
+    text and number in the teacher's; the teacher may have more tokens."""
     known = teacher.get_vocab()
     other = sorted((index, token) for token, index in tokenizer.get_vocab().items() if known.get(token) != index)
     if other:

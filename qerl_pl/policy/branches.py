@@ -1,4 +1,4 @@
-"""A sequential test of whether an engine chooses among completions by a number such as their length."""
+"""Sequential test of whether an engine selects completions by a number, such as their length."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from qerl_pl.policy.evidence import in_shares
 
 ODDS = (2.0, 8.0)
 CERTAIN = 0.99
-"""Probability of all seen branches together above which the next token tells almost nothing, and is left out."""
+"""If the tokens with which earlier completions went on have more than this probability in total, the next token says
+almost nothing, and is left out."""
 
 
 class _Rest(NamedTuple):
-    """Rest of a completion after a branch that no other has reached; it becomes branches when another does."""
+    """Tokens of a completion after a branch that no other completion has reached; they become branches when another one
+    does."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -36,7 +38,7 @@ class _Branch:
     count: int = 1
     following: dict[int, _Branch] = field(default_factory=dict)
     mass: float = 0.0
-    """Probability of all tokens that follow, together."""
+    """Total probability of the tokens in ``following``."""
 
     def begin(self, tokens: Sequence[int], logprobs: Sequence[float], at: int, numbers: Sequence[float]) -> None:
         if at < len(tokens):
@@ -55,16 +57,16 @@ class _Branch:
 def branch_evidence(
     groups: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]], numbers: Sequence[Sequence[Sequence[float]]]
 ) -> Tensor:
-    """Compute the evidence that completions go the ways of earlier completions with low (or high) numbers more often
-    than the policy's probabilities say, as when the shortest of more completions were kept.
+    """Compute the evidence that completions repeat the beginnings of earlier completions with low (or high) numbers
+    more often than the policy's probabilities say, as when an engine samples more completions and keeps the shortest.
 
-    The completions of a group are compared one after the other. Where the next token of a completion follows a prefix
-    of earlier ones, E is the set of the tokens with which these went on and that led to numbers of at most (or at
-    least) the mean of the group so far. The log-probabilities that the engine reported for them give the probability M
-    of E. In the alternatives, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of a token is o / (1 +
-    (o - 1) M) in E and 1 / (1 + (o - 1) M) outside. E depends on earlier completions only, so the product of these
-    ratios is a martingale as those of ``evidence`` are, as far as the engine gives equal prefixes equal probabilities;
-    rounding errors of the probabilities have either sign and add up little.
+    The completions of a group are compared one after the other. Where a completion has a prefix in common with earlier
+    ones, E is the set of those next tokens of the earlier ones after which the number was on average at most (or at
+    least) its mean in the group so far. M is the probability of E according to the log-probabilities that the engine
+    reported. In the alternatives, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of a token is o /
+    (1 + (o - 1) M) in E and 1 / (1 + (o - 1) M) outside. E depends on earlier completions only, so the product of these
+    ratios is a martingale as those of ``evidence`` are, provided that the engine reports equal probabilities after
+    equal prefixes; differences by rounding errors have either sign and nearly cancel.
 
     Args:
         groups: tokens and log-probabilities in nats of each completion of P groups.

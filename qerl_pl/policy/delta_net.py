@@ -1,10 +1,11 @@
 """Gated delta nets (arXiv 2412.06464) on packed rows, such that the state of each row starts at zero.
 
 transformers' implementation in torch ignores where packed rows end, so a row would continue from the state of the
-previous row. Here the rows are padded on the right for the convolution and the recurrence, which are causal, so that
-padding does not change results of tokens before it, and packed again. Rows of similar lengths are computed together, so
-that less than half of a group's chunks of 64 tokens are padding. Backward recomputes convolution and recurrence, one
-group at a time, so their intermediate results, 17 times as large as their inputs, are never in memory for all tokens.
+previous row. Here the rows are padded on the right for the convolution and the recurrence, and packed again afterwards.
+Both are causal, so padding does not change the results of the tokens before it. Rows of similar lengths are computed
+together, so that less than half of a group's chunks of 64 tokens are padding. Backward recomputes convolution and
+recurrence, one group at a time, so their intermediate results, 17 times as large as their inputs, are never in memory
+for all tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from qerl_pl.policy.lora import apply_linears
 GROUP_TOKENS = 4096
 """Most tokens, padding included, of a group of rows that are computed together; a longer row is a group of its own."""
 CHUNK = 64
-"""Tokens to a multiple of which transformers' code pads rows."""
+"""Number of tokens to a multiple of which transformers' code pads rows."""
 
 
 class Groups:
@@ -43,8 +44,8 @@ class Groups:
         """[T] int64, index of each packed token among the tokens of all groups."""
 
     def of(self, starts: Tensor) -> Groups:
-        """Group the rows that begin at ``starts`` (see ``packing.Packed``); the same ``starts`` as in the last call
-        cost nothing."""
+        """Group the rows that begin at ``starts`` (see ``packing.Packed``); a call with the same tensor as the last
+        call returns at once."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 POWERS = (0.5, 0.75, 7 / 8, 15 / 16, 31 / 32, 33 / 32, 17 / 16, 9 / 8, 1.25, 1.5, 2.0, 4.0)
-"""Powers of q; those near 1 find what changes many tokens a little, as a choice of the likelier of some completions."""
+"""Exponents of q; those near 1 detect small changes of many tokens, as when the likelier of several completions are
+kept."""
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
 TOPS = (5, 20, 50)
 END_ODDS = (1 / 8, 1 / 2, 2.0, 8.0)
@@ -37,10 +38,12 @@ SHARES = (1.0, 1 / 4, 1 / 16)
 COPY_RATES = (0.9, 0.5, 0.1, 0.01)
 REDRAW_RATES = (0.9, 0.5)
 LEAST_LEFT = 1e-3
-"""Least probability of what a group has not drawn yet; a smaller one counts as this much."""
+"""Lower bound for the probability of all completions that a group has not drawn yet; smaller values are raised to
+it."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
 STEEPNESS = 4
-"""Exponent of the alternatives for sorted groups: ranks as of the largest, or smallest, of so many draws."""
+"""Number k of the alternatives for sorted groups, in which a rank is the largest, or the smallest, of k uniform
+draws."""
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
 """Completions of the same prompt that a completion may be a copy of."""
 
@@ -105,8 +108,8 @@ def in_shares(evidence: Tensor) -> Tensor:
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
-    """Accumulate the evidence [K] of each rollout that at it or an earlier one, sampling changed from p to an
-    alternative.
+    """Add the evidence [K] of a rollout to the accumulated evidence that sampling changed from p to an alternative at
+    this or an earlier rollout.
 
     The result is the logarithm of the Shiryaev-Roberts sum over the rollouts at which the change may have begun, M_n =
     (1 + M_{n-1}) exp(evidence_n) (an e-detector, arXiv 2203.03532); ``before`` is log M_{n-1}, -inf at first. M_n - n
@@ -116,12 +119,13 @@ def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """A completion, next to the earlier ones of the same prompt."""
+    """A completion, compared with the earlier completions of the same prompt."""
 
     prompt: int
     """Number that identifies the prompt."""
     equal: tuple[float, ...]
-    """Share of the completions that equal this one, for each entry of ``COPIED``; NaN if there are none."""
+    """Share of the completions that each entry of ``COPIED`` names which equal this one; NaN if there are none of
+    them."""
     logprob: float
     """Log-probability of the completion in nats."""
     left: float
@@ -208,6 +212,7 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def log_false_alarm(evidence: Tensor) -> float:
-    """Return the logarithm of an upper bound on the probability that independent draws give at least this evidence [K],
-    for the mixture of all alternatives with equal weights; after ``accumulated``, the probability per rollout."""
+    """Return the logarithm of an upper bound on the probability that independent draws reach this evidence [K], by
+    Ville's inequality for the mixture of the K alternatives with equal weights. For the evidence that ``accumulated``
+    returns, it is a probability per rollout."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

@@ -12,9 +12,9 @@ from torch import Tensor
 
 FAR = 8.0
 LEAST_OTHERS = 0.01
-"""Probability of all other tokens together below which a token is counted as if they had this much."""
+"""Lower bound for the total probability of all other tokens in ``logit_gap``; smaller values are raised to it."""
 ROUNDING = 1e-6
-"""Relative difference below which two means of fp32 numbers are taken for equal."""
+"""Relative difference up to which means of fp32 numbers count as equal."""
 
 
 class Jump(NamedTuple):
@@ -40,9 +40,9 @@ def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2
 
 
 def change(now: Sequence[float], before: Sequence[float]) -> float:
-    """Return the probability, by Welch's t test, that two samples of group means differ as much as these although their
-    groups are of one distribution. Each sample gets the other's mean as one further value, so that a few equal values
-    are no certainty."""
+    """Return the p-value of Welch's t test for two samples of group means. The mean of each sample is added to the
+    other sample as one more value, so that a sample of a few equal values, with variance 0, does not make a difference
+    certain."""
     first, second = (torch.tensor(values, dtype=torch.float64) for values in (now, before))
     first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
     values = torch.cat([first, second])
@@ -56,24 +56,25 @@ def far_share(log_ratio: Tensor) -> float:
     """Return the share of tokens whose probabilities in trainer and sampler differ by a factor of more than ``FAR``.
 
     By Chebyshev's inequality at most E[r^2] / log(FAR)^2 of the tokens have such a log-ratio r: below 1e-4 for a
-    correct engine, whose r is 0.02 in root mean square; each altered token usually is one.
+    correct engine, whose r is 0.02 in root mean square; a token that was altered after sampling usually has one.
     """
     return (log_ratio.abs() > math.log(FAR)).double().mean().item() if len(log_ratio) else 0.0
 
 
 def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
-    """Return the difference between two log-probabilities [N] of a token, in nats, as a difference of logits [N], at
-    most 1, so that no token decides alone.
+    """Estimate, from two log-probabilities in nats of each of N tokens, the absolute difference of the logits that
+    causes their difference: [N], at most 1, so that no single token decides.
 
     If the logits z_v of two implementations differ by e_v, then the log-probability of token y differs by about sum_v
-    p_v (e_y - e_v): 1 - p_y times a mean of differences of the errors. Divided by 1 - p_y, differences are therefore of
-    one size for all tokens, whatever the entropy is. What changes log-probabilities themselves, such as rounding them,
-    is not: it shows at the tokens that the policy is nearly certain of.
+    p_v (e_y - e_v): 1 - p_y times a mean of differences of the errors. Divided by 1 - p_y, differences therefore have
+    the same size for all tokens, whatever the entropy is. Errors of the log-probabilities themselves, such as their
+    rounding, do not scale with 1 - p_y, so they show at tokens of which the policy is nearly certain.
     """
     others = torch.maximum(-trainer.expm1(), -sampler.expm1()).clamp(min=LEAST_OTHERS)
     return ((trainer - sampler).abs() / others).clamp(max=1.0)
 
 
 def high_gap(row_gaps: Tensor) -> float:
-    """Return the gap that a thirty-second of the rows reach, at least two, given the mean |log-ratio| of each row."""
+    """Return the largest gap that at least 1/32 of the rows, and at least two rows, reach; ``row_gaps`` are the rows'
+    mean |log-ratio|."""
     return row_gaps.sort(descending=True).values[min(max(2, -(-len(row_gaps) // 32)), len(row_gaps)) - 1].item()

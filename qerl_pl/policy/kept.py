@@ -91,7 +91,7 @@ def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 class _Run:
-    """Context in which a block runs; torch enters that of the recomputation again if backward is called twice."""
+    """Context in which a block runs. If backward is called twice, torch enters the recomputation's context twice."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

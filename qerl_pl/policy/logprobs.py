@@ -216,8 +216,8 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def rows_of_chunk(hidden: Tensor, vocabulary: int, chunk_bytes: int) -> int:
-    """Return the number of tokens whose logits take at most ``chunk_bytes``; whole tiles of the matrix product, if
-    several fit."""
+    """Return the number of tokens whose logits take at most ``chunk_bytes``; a multiple of the matrix product's tile
+    size, if several tiles fit."""
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * vocabulary))
     return rows - rows % 128 if rows > 128 else rows
 

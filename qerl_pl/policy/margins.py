@@ -17,8 +17,9 @@ WORD = 0xFFFFFFFF  # arithmetic is modulo 2^32, in int64
 def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
     """Compute how far each target is from being the token that must have been sampled: max(z + g) - (z + g)[target].
 
-    A margin is at least 0, and at most the largest difference between two errors of the logits if the target was taken
-    as it must be; a token from another temperature, row of logits or noise usually has a margin of some nats.
+    A margin is at least 0. If the sampler took the token with its largest sum, the margin is at most the largest
+    difference between the errors of two logits. A token that was sampled with another temperature, row of logits or
+    noise usually has a margin of some nats.
 
     Args:
         logits: [R, V] fp32, z, divided by the sampling temperature.
@@ -39,8 +40,8 @@ def keyed_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     seed, the position and the token.
 
     Args:
-        seeds: [R] int64, the requests' seeds.
-        positions: [R] int64, the place in its sequence, from 0, of the last token before the sampled one.
+        seeds: [R] int64, the seed of each row's request.
+        positions: [R] int64, the position in its sequence, from 0, of the last token before the sampled one.
         vocabulary: number of tokens, V.
     """
     seeds, positions = seeds[:, None], positions[:, None]

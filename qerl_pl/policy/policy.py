@@ -70,7 +70,7 @@ class Policy(nn.Module):
         self.dtype = dtype
         self.recompute = Recompute()
         self.recompute_is_open = False
-        """Whether ``recompute_more`` may change it."""
+        """Whether ``recompute_more`` may change the level of gradient checkpointing."""
         self.start: dict[str, Tensor] | None = None
         """Tensors of the adapter with which the run started, fp32 on the CPU; None if it started at the base."""
         use_packed_attention(self.causal_lm)
@@ -219,7 +219,8 @@ class Policy(nn.Module):
             tokens: [B, S] int64, right-padded with any valid token.
             mask: [B, S] bool, True for tokens to compute. Column 0 must be False: no token precedes it.
             temperature: sampling temperature, by which logits are divided.
-            targets: [N] int64, tokens scored in place of the masked ones, which stay the model's input; None: those.
+            targets: [N] int64, tokens whose log-probabilities are computed instead of those of the masked tokens, which
+                remain the model's input; None: the masked tokens.
             teacher: the teacher's hidden states at the masked tokens, to compute the divergence from it.
         """
         wanted, hidden = self._predicting(tokens, mask)
@@ -303,8 +304,8 @@ def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Ten
 def load_policy(base: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", **settings: Any) -> Policy:
     """Load a base, dense or in the format that its config.json names, on a device, and add a fresh adapter.
 
-    The arguments are those of ``make_policy``. Raises ValueError as that does, and if the folder holds no supported
-    model.
+    The arguments are those of ``make_policy``. Raises ValueError as ``make_policy`` does, and if the folder holds no
+    supported model.
     """
     return make_policy(load_base(base, dtype=dtype, device=device), base=base, dtype=dtype, **settings)
 

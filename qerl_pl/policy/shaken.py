@@ -1,9 +1,9 @@
-"""Compute a model as another right implementation might: with other rounding errors.
+"""Compute a model with other rounding errors, as another correct implementation of it would.
 
-Two implementations of one model add and round in other orders, so their results differ by rounding errors, and by what
-the model makes of these: one with a few huge activations magnifies errors that a random one averages out. It can be
-measured with one implementation, by adding random relative errors of the size of a rounding error to intermediate
-results (Monte Carlo arithmetic, Parker 1997).
+Two implementations of one model add and round in different orders, so their results differ. How much depends on the
+model: one with a few huge activations magnifies rounding errors, which average out in a model with random weights. The
+difference can be measured with one implementation, by adding random relative errors of the size of a rounding error to
+intermediate results (Monte Carlo arithmetic, Parker 1997).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 SHAKES = 8
-"""Computations with other rounding errors, from which their size is estimated."""
+"""Number of computations with other rounding errors, from which the size of the differences is estimated."""
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
     """Add rounding errors to what the parts of each decoder block (norms, attention, MLP) return, inside the context.
 
     Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e about the root mean square of ``dtype``'s
-    relative rounding errors (2^-9 in bfloat16). Rows of a batch get errors of their own. ``model`` is a Hugging Face
+    relative rounding errors (2^-9 in bfloat16). Each row of a batch gets different errors. ``model`` is a Hugging Face
     causal language model.
     """
     error = torch.finfo(dtype).eps / 4
@@ -51,9 +51,10 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
 def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute N log-probabilities, and the root mean square changes [N] of them by other rounding errors of ``dtype``.
+    """Compute N log-probabilities and, for each, the root mean square of its changes by other rounding errors of
+    ``dtype``.
 
-    ``score(copies)`` computes them with ``model`` in this many rows, [copies, N].
+    ``score(copies)`` computes the log-probabilities with ``model`` in a batch of ``copies`` equal rows: [copies, N].
     """
     [plain] = score(1)
     with shaken(model, dtype, seed=seed):

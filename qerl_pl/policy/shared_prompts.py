@@ -92,8 +92,8 @@ def reused_tokens(tokens: Tensor, prompts: Tensor) -> Tensor:
 
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
-    """Pack rows such that equal prompts occur only once; None if that would save less than ``WORTH`` of the tokens, by
-    which micro-batches are planned too (``micro_batches_of_groups``).
+    """Pack rows such that equal prompts occur only once; return None if that would save less than a share ``WORTH`` of
+    the tokens. Micro-batches are planned by the same rule (``micro_batches_of_groups``).
 
     Args:
         tokens: [B, S] int64.

@@ -21,8 +21,8 @@ WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "eva_config", "loftq_config", "corda_config"),
     *("megatron_config", "megatron_core", "ensure_weight_tying", "lora_ga_config"),
 )
-"""Fields of adapter_config.json that do not change what finished adapter computes; which linears it adapts is read from
-the names of its tensors."""
+"""Fields of adapter_config.json that do not change what a trained adapter computes. The names of its tensors, and not
+these fields, say which linears it adapts."""
 OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Initialisations for which PEFT changes the base's weights, so the adapter belongs to the changed base."""
 
@@ -99,9 +99,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_of_other_base(start: StartAdapter, *names: str) -> bool:
-    """Return whether the base for which an adapter was trained has none of the names of a run's base.
+    """Return whether an adapter was trained for another base than a run's, which may have several names; False if the
+    adapter names no base.
 
-    Names are the last parts of folders and of names on the hub; one may be longer, as that of a 4-bit copy is.
+    Only the last parts of folders and hub names are compared. One of two names for the same base may begin with the
+    other, as the name of a 4-bit copy begins with the name of the model.
     """
     trained_for = Path(start.base).name.lower()
     others = [Path(name).name.lower() for name in names]
@@ -111,7 +113,7 @@ def is_of_other_base(start: StartAdapter, *names: str) -> bool:
 
 
 def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
-    """Raise ValueError if an adapter is of another number of layers or another hidden size than a base."""
+    """Raise ValueError if an adapter has another number of layers, or another hidden size, than the run's base."""
     layers = {name.split(".layers.")[1].split(".")[0] for name in start.tensors if ".layers." in name}
     if layers != {str(index) for index in range(num_layers)}:
         raise ValueError(

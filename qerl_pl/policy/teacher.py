@@ -1,4 +1,4 @@
-"""A frozen model whose distribution the policy is drawn towards."""
+"""The teacher: a frozen model whose next-token distribution the policy is trained to approach."""
 
 from __future__ import annotations
 

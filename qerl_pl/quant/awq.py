@@ -1,5 +1,5 @@
-"""AWQ (arXiv 2306.00978): before quantisation, multiply a linear's important input channels by scales, and divide the
-output channels of the preceding norm or linear, which computes the linear's input, by them.
+"""AWQ (arXiv 2306.00978): before quantisation, multiply the important input channels of a linear by scales, and divide
+by the same scales the output channels of the norm or linear that computes this input.
 
 Scales are powers of two, so both operations are exact in every floating dtype and the dense model computes the same
 bits as before. Finer scales lowered the error by at most 3 % on random layers.
@@ -25,14 +25,16 @@ _NUM_EXPONENTS = 10
 
 @dataclass(frozen=True)
 class Fold:
-    """Scales that multiplied input channels of linears and divided output channels of the module before."""
+    """Scales of a group of linears: AWQ multiplied the linears' input channels by them, and divided the output channels
+    of the module that computes this input by them."""
 
     into: str
     """Module whose output channels were divided by the scales."""
     linears: list[str]
     """Linears whose input channels were multiplied by the scales."""
     exponent: float
-    """e of the scales rms(x_k)^e of input channels k, before normalising and rounding; with 0 nothing changes."""
+    """Exponent e: the scale of input channel k is rms(x_k)^e, normalised and rounded to a power of two. If e is 0, all
+    scales are 1."""
     smallest: float
     largest: float
 
@@ -46,14 +48,15 @@ def fold_block(
     family: Family,
     head_dim: int,
 ) -> list[Fold]:
-    """Apply AWQ's scales to the weights of a decoder block, chosen such that the output error of its packed linears is
-    smallest; return one record per group of linears that was scaled.
+    """Choose AWQ's scales for a decoder block such that the output error of its packed linears is smallest, and apply
+    them to the block's weights; return one record per group of linears that was scaled.
 
     Args:
         block: name of the block, e.g. "model.layers.3".
         tensors: the block's weights by full name; changed weights are replaced in this mapping.
-        second_moments: measured [K, K] mean of x x^T over inputs x, by the name of the first linear of each group with
-            a common input; replaced by the mean for the scaled inputs. Groups without a measurement are not scaled.
+        second_moments: mean of x x^T, [K, K], over measured inputs x, by the name of the first linear of each group
+            with a common input; replaced by the mean for the scaled inputs. Groups without a measurement are not
+            scaled.
         family: its ``scale_sources`` names the module that computes each group's input.
         head_dim: channels per attention head.
 
@@ -91,8 +94,8 @@ def best_scales(
     """Search the exponent e for which scales rms(x_k)^e, rounded to powers of two, give the smallest output error of
     packed weights, [N_i, K] each, of linears that share an input x; return the exponent and the scales [K] fp32.
 
-    The second moment is the mean [K, K] of x x^T. ``repeats`` consecutive heads, of ``head_dim`` channels, have equal
-    scales, because they come from one value head.
+    The second moment is the mean [K, K] of x x^T. Every ``repeats`` consecutive heads, of ``head_dim`` channels each,
+    get equal scales, because grouped-query attention computes them from the same value head.
     """
     mean_square = second_moment.diagonal().view(-1, repeats, head_dim if repeats > 1 else 1).mean(1, keepdim=True)
     rms = mean_square.expand(-1, repeats, -1).flatten().sqrt()

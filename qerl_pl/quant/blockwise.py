@@ -17,16 +17,16 @@ from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
 PRIOR_ROWS = 256
-"""Rows of calibration data, of all experts, that count as rows of each."""
+"""Weight, in rows, of the mean over the rows of all experts in the mean of each expert."""
 
 
 class BlockStream:
     """Hidden states of calibration sequences ``tokens``, [S, L] int64, at the input of the next decoder block, kept in
     host memory.
 
-    A block is run on ``device`` by calling the forward of the model ``skeleton``, which is on the meta device and gets
-    modified, with all other blocks replaced by the identity, so that the model itself computes masks, rotary embeddings
-    and attention.
+    A block runs on ``device`` inside of ``skeleton``, the model on the meta device, in which all other blocks are
+    replaced by the identity. So the model's own forward computes masks, rotary embeddings and attention. ``skeleton``
+    is modified.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class BlockStream:
         self.running = nn.ModuleList(_PassOver() for _ in blocks)
         self.decoder.layers, self.decoder.norm = self.running, nn.Identity()
         fill_computed_buffers(self.decoder, device)
-        embed = cast(nn.Embedding, skeleton.get_input_embeddings())  # of some families it multiplies by a constant
+        embed = cast(nn.Embedding, skeleton.get_input_embeddings())  # in some families it multiplies by a constant
         embed.weight = nn.Parameter(checkpoint.read(f"{names[embed]}.weight"), requires_grad=False)
         self.hidden = embed.to("cpu")(tokens).to(self.dtype)  # [S, L, H]
         embed.to("meta")
-        self.hidden = self._run()  # of some families the decoder multiplies by a constant
+        self.hidden = self._run()  # in some families the decoder multiplies by a constant
 
     def second_moments(
         self,
@@ -53,9 +53,9 @@ class BlockStream:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Measure the mean of x x^T over the inputs x of some linears of the block ``name``, given the block's weights
-        by full name: [K, K] on the device, computed in ``dtype``, fp32 or fp64, by the linear's full name. Those of an
-        expert are averaged over its own tokens and those of all experts, see ``_shrink``."""
+        """Run the block ``name`` with the weights ``tensors``, by full name, and return the mean of x x^T over the
+        inputs x of each of its ``linears``, by full name: [K, K] on the device, computed in ``dtype``, fp32 or fp64.
+        The means of an expert's linears also include tokens of other experts, see ``_shrink``."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
         counts: Counter[str] = Counter()
@@ -110,8 +110,8 @@ class BlockStream:
 
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
-    """Add to the sum of each expert's linear the mean of all experts' rows, ``PRIOR_ROWS`` times, because an expert may
-    have computed few rows of the calibration data."""
+    """Add ``PRIOR_ROWS`` times the mean over the rows of all experts to the sum of each expert's linear, because the
+    router may have sent few rows of the calibration data to an expert."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

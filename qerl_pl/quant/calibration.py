@@ -31,10 +31,10 @@ def read_calibration(source: str, model: Path, *, samples: int = 256, length: in
             "train"). The text of a row is its column "text" or, without one, all strings in it, in order.
 
     Raises:
-        ValueError: the source cannot be read, or holds fewer than S x L tokens.
+        ValueError: the source cannot be read, or has fewer than ``samples`` x ``length`` tokens.
     """
     if samples < 1 or length < 1:
-        raise ValueError(f"samples is {samples} and length is {length}; expected at least 1 of both")
+        raise ValueError(f"samples is {samples} and length is {length}; expected at least 1 for each")
     if not (model / "tokenizer_config.json").is_file():  # transformers would make up an empty tokenizer
         raise ValueError(f"{model} has no tokenizer_config.json; the calibration text needs the model's tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -88,7 +88,9 @@ def _hub_texts(name: str) -> Iterator[str]:
         from datasets import load_dataset
         from datasets.exceptions import DatasetNotFoundError
     except ModuleNotFoundError as error:
-        raise ValueError(f"calibration source {name!r} is of the hub: {not_installed('datasets')}") from error
+        raise ValueError(
+            f"calibration source {name!r} is no file, and for the hub {not_installed('datasets')}"
+        ) from error
     try:
         rows = load_dataset(name, split="train", streaming=True)
     except (DatasetNotFoundError, ConnectionError) as error:

@@ -28,12 +28,12 @@ from qerl_pl.quant.selection import linears_of, output_files
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 NAN_BITS = 0x7F  # bits of NaN in E4M3, without the sign
 ROUNDING = 2.0**-23
-"""Relative tolerance for equal scales; an fp32 reciprocal has at most half of this relative error."""
+"""Relative difference up to which two scales count as equal: twice the largest rounding error of an fp32 reciprocal."""
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
     """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision part, to
-    ``output``; return ``conversion_reasons``.
+    ``output``; return the reasons for the conversion (``conversion_reasons``).
 
     Dequantised weights of the copy equal, bit for bit, the ones that compressed-tensors computes from the original. For
     a checkpoint by ModelOpt, the reciprocal of each tensor scale is stored in fp32, which changes weights by a relative
@@ -77,7 +77,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
 def _dense(
     tensors: Mapping[str, Tensor], stored: Stored, modules: Iterable[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Dequantise the weights of those modules that are quantised."""
+    """Dequantise the weights of those ``modules`` that are stored in NVFP4 or FP8; the others are not in the result."""
     written = {}
     for name in modules:
         if name in stored.packed:
@@ -88,14 +88,15 @@ def _dense(
 
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of the linears of a fused group, with a common tensor scale."""
+    """Return the tensors to write for linears that engines fuse into one matrix, with a common tensor scale; raise
+    ValueError if there is none."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())
         raise ValueError(
-            f"{path}: the tensor scales of {', '.join(weights)} are {numbers}; engines fuse these linears, which then "
-            "have one scale, and no block scales in E4M3 make up for the difference without changing weights: quantise "
-            "the bf16 model by `qerl quantize`"
+            f"{path}: the tensor scales of {', '.join(weights)} are {numbers}; engines fuse these linears into "
+            "a matrix with one tensor scale, and no block scales in E4M3 keep all weights the same under one tensor "
+            "scale: quantise the bf16 model by `qerl quantize`"
         )
     written = ((name, WRITERS["nvfp4"].tensors(weight, dtype)) for name, weight in zip(weights, shared, strict=True))
     return {name + suffix: tensor for name, tensors in written for suffix, tensor in tensors.items()}
@@ -160,8 +161,11 @@ def dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     if scale.ndim == 2 and scale.shape[1] > 1:
         block = next((size for size in (128, 64, 32, 16) if scale.shape == (-(-rows // size), -(-columns // size))), 0)
         if not block:
-            raise ValueError(f"{name} is in FP8 with scales {list(scale.shape)} for {[rows, columns]}; expected blocks")
+            raise ValueError(
+                f"{name} is in FP8, {[rows, columns]}, with scales {list(scale.shape)}; expected a scale per tensor, "
+                "row, or square block of 128, 64, 32 or 16"
+            )
         args = QuantizationArgs(strategy="block", block_structure=[block, block])  # pyright: ignore[reportArgumentType]
     if not (scale.isfinite() & (scale >= 0)).all():
-        raise ValueError(f"{name}.weight_scale holds a negative or no finite number; expected finite magnitudes")
+        raise ValueError(f"{name}.weight_scale holds negative numbers, NaN or infinity; expected finite magnitudes")
     return dequantize_fp8(weight, scale, args=args, dtype=scale.dtype)

@@ -1,4 +1,4 @@
-"""Read from a checkpoint's quantisation config, and not from its weights, in which formats and layout it is stored."""
+"""Read the formats and the layout of a checkpoint's weights from its quantisation config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODELOPT_FORMATS = {
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), "NVFP4"),
     **dict.fromkeys(("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"), "FP8"),
 }
-"""Format of a linear by ModelOpt's name of the algorithm."""
+"""Maps ModelOpt's names of quantisation algorithms to formats of weights."""
 _VARIANT_KEYS = {"compressed-tensors": "format", "bitsandbytes": "bnb_4bit_quant_type"}
 _LAYOUTS: Mapping[tuple[object, object], Layout] = {
     ("compressed-tensors", "nvfp4-pack-quantized"): COMPRESSED_NVFP4,
@@ -54,8 +54,8 @@ def _require_mapping(file: Path, name: str, value: object) -> None:
 
 
 def is_weight_only(config: Mapping) -> bool:
-    """Return whether a quantisation config leaves activations in 16 bits, as ModelOpt's algorithm "NVFP4" does only if
-    the config has groups and none has input_activations."""
+    """Return whether a quantisation config leaves activations in 16 bits: none of its groups has input_activations or,
+    if it has no groups, ModelOpt's algorithm is W4A16_NVFP4."""
     if groups := (config.get("config_groups") or {}).values():
         return not any(group.get("input_activations") for group in groups)
     return config.get("quant_algo") == "W4A16_NVFP4"
@@ -67,7 +67,8 @@ def quantises_cache(config: Mapping) -> bool:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """Return the layout of a base that needs no conversion, None if it is not quantised; refuse other layouts."""
+    """Return the layout of a checkpoint's packed linears, or None if it is not quantised; raise ValueError if it cannot
+    be loaded without conversion."""
     config = quantization_config(path)
     if config is None:
         return None
@@ -87,7 +88,7 @@ def read_layout(path: Path) -> Layout | None:
         if size not in (None, layout.fmt.block):
             raise ValueError(
                 f"{path / CONFIG}: quantization_config has {key} {size!r}; its format has {layout.fmt.block} weights "
-                "to a scale, so either is wrong: take config.json from the folder that the weights are from"
+                "per scale, so one of the two is wrong: take config.json from the folder that the weights are from"
             )
     if quantises_cache(config):
         raise ValueError(f"{path} quantises the key/value cache; we read {_KNOWN}")
@@ -95,7 +96,8 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Return the layout of packed linears in a checkpoint that may need conversion; else as ``read_layout``."""
+    """Return the layout of packed linears in a checkpoint that may have NVFP4 with features that ``convert`` removes;
+    for other checkpoints, return and raise as ``read_layout`` does."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)
@@ -103,7 +105,8 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Return which of "NVFP4" and "FP8" a quantisation config gives; refuse NVFP4 with other formats."""
+    """Return which of the formats "NVFP4" and "FP8" a quantisation config has; raise ValueError if it has NVFP4
+    together with a format other than FP8."""
     method = str(config.get("quant_method"))
     if method.startswith("modelopt"):
         algorithm = str(config.get("quant_algo"))

@@ -24,14 +24,15 @@ from qerl_pl.quant.linear import FrozenLinear
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Names of the linears of an expert, y = down(silu(gate(x)) up(x))."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
-"""Full name of an expert's linear; its groups are the experts' module and the part."""
+"""Pattern of the full name of an expert's linear; its groups are the experts' module and the linear's name in
+``PARTS``."""
 
 
 class Routes(NamedTuple):
-    """Order of the S rows in which those of an expert follow each other."""
+    """Order of the S rows, one per token and chosen expert, in which the rows of each expert are consecutive."""
 
     order: Tensor
-    """[S] int64, index of each sorted row in ids [T, k], flattened: token order // k."""
+    """[S] int64, index of each sorted row in the flattened ids [T, k]; its token is order // k."""
     inverse: Tensor
     """[T, k] int64, place of each choice among the sorted rows."""
     ends: Tensor
@@ -66,14 +67,15 @@ def sort_rows(ids: Tensor, num_experts: int) -> Routes:
 
 
 class _Unset(nn.Linear):
-    """Linear without initial values, which would take longer than all else that is done with 18 000 linears."""
+    """Linear whose weights are not initialised, because initialising the 18 000 linears of a large mixture takes longer
+    than everything else that is done with them."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 class Expert(nn.Module):
-    """One expert on the meta device, until its weights are read, or while a block is calibrated."""
+    """One expert with linears of its own, on the meta device until its weights are read."""
 
     def __init__(self, hidden: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Experts as modules of their own, ``experts.3.up_proj``, which compute one after the other."""
+    """Experts as separate modules, with linears such as ``experts.3.up_proj``, which compute one after another."""
 
     def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         """Compute the weighted sum of experts, [T, H], as ``FrozenExperts`` does."""
@@ -138,7 +140,8 @@ class StackedLinear(nn.Module):
 
 
 class FrozenExperts(nn.Module):
-    """Stacked experts, made of ``SeparateExperts``, which keep for backward the outputs of gate_proj and up_proj."""
+    """Experts with stacked weights, built from ``SeparateExperts``. For backward they keep the outputs of gate_proj and
+    up_proj."""
 
     def __init__(self, experts: SeparateExperts) -> None:
         super().__init__()
@@ -180,14 +183,15 @@ class Mixture(nn.Module):
 
 
 def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch.dtype) -> None:
-    """Replace the mixtures of a model on the meta device by ``Mixture``, with experts apart."""
+    """Replace the mixtures of experts of a model on the meta device by ``Mixture`` with ``SeparateExperts``."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "experts") and hasattr(module, "gate"):
             model.set_submodule(name, Mixture(config, names, dtype))
 
 
 def check_alike(packed: Collection[str], model: nn.Module) -> None:
-    """Refuse a mixture of which only some linears are packed, given by name: engines have one kernel for all."""
+    """Raise ValueError for a mixture of which only some linears are in ``packed`` (names), because engines compute all
+    experts by one kernel."""
     for name, module in model.named_modules():
         if isinstance(module, SeparateExperts):
             inside = [f"{name}.{expert}.{part}" for expert in range(len(module)) for part in PARTS]
@@ -198,7 +202,8 @@ def check_alike(packed: Collection[str], model: nn.Module) -> None:
 
 
 def stack_experts(block: nn.Module) -> None:
-    """Stack the experts of a decoder block, or model, whose weights have been read."""
+    """Replace the ``SeparateExperts`` of a decoder block, or of a model, whose weights have been read, by
+    ``FrozenExperts``."""
     for module in block.modules():
         if isinstance(module, Mixture) and isinstance(module.experts, SeparateExperts):
             module.experts = FrozenExperts(module.experts)

@@ -1,9 +1,9 @@
 """Check config.json of a checkpoint: whether the model's family is supported, whether values that training depends on
 are possible, and whether trainer and vLLM compute the same function with them.
 
-transformers ignores a key that its configuration class for the family does not have, while vLLM reads some keys of
-every model that its file for the architecture serves. So a key that only one of the two reads is refused, and so are
-values that only one of them supports.
+transformers ignores a key that its configuration class for the family does not have. vLLM uses one implementation for
+several families and reads some keys for all of them. So a key that only one of the two would act on is refused, and so
+are values that only one of them supports.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ONLY_IN_VLLM = (
     "layer_rope_theta", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling",
     "llama_4_scaling", "dual_chunk_attention_config", "target_layer_count",
 )  # fmt: skip
-"""Names in config.json that vLLM reads for every model of some architectures; where the family's configuration class in
-transformers lacks one, only vLLM would act on it."""
+"""Keys of config.json that vLLM reads for all families of some architectures. If the family's configuration class in
+transformers does not have such a key, only vLLM would act on it, so it is refused."""
 ACTIVATIONS = {"hidden_act": ("silu", "swish"), "hidden_activation": ("gelu_pytorch_tanh",)}
 """Activations of the MLP that vLLM has, by the name under which config.json gives them."""
 LAYERS = ("full_attention", "sliding_attention", "linear_attention")
@@ -55,7 +55,8 @@ ROPE_NUMBERS = (
 
 
 def check_family(path: str | Path) -> Mapping:
-    """Refuse models that cannot be trained, by config.json of a checkpoint folder, with a ValueError of one line.
+    """Check by config.json of a checkpoint folder that its model can be trained; if not, raise ValueError with a
+    message of one line.
 
     Returns:
         The content of config.json; for a checkpoint with a vision part, the configuration of its text model.
@@ -139,14 +140,14 @@ def _check_values(file: Path, config: Mapping) -> None:
     for name in POSITIVE:
         _check_number(file, name, config.get(name))
     if (config.get("rms_norm_eps") or 0) > HIGHEST_EPS:
-        raise ValueError(f"{file}: rms_norm_eps is {config['rms_norm_eps']}; expected at most {HIGHEST_EPS}, as 1e-6")
+        raise ValueError(f"{file}: rms_norm_eps is {config['rms_norm_eps']}; expected at most {HIGHEST_EPS}")
     heads, groups, hidden = config["num_attention_heads"], config.get("num_key_value_heads"), config["hidden_size"]
     if groups and heads % groups:
         raise ValueError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
     if not config.get("head_dim") and hidden % heads:
         raise ValueError(f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     if (head := config.get("head_dim") or hidden // heads) % 2:
-        raise ValueError(f"{file}: a head has {head} dimensions; rotary embeddings turn pairs, so expected an even one")
+        raise ValueError(f"{file}: a head has {head} dimensions; rotary embeddings need an even number")
     _check_ends(file, config, config["vocab_size"])
     generation = file.with_name("generation_config.json")
     if generation.is_file():
@@ -173,7 +174,7 @@ def _check_number(file: Path, name: str, value: object) -> None:
 def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:
     ends = config.get("eos_token_id")
     tokens = [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
-    # A further end token may have been added to the tokenizer alone; the model then ends with one of the others.
+    # An end token above the vocabulary exists only in the tokenizer. It does no harm if the model knows another one.
     known = [token for token in tokens if type(token) is int and 0 <= token < vocab_size]
     for token in tokens:
         if type(token) is not int or token < 0 or not known:
@@ -187,7 +188,7 @@ def _check_keys(file: Path, config: Mapping) -> None:
         if config.get(name) and name not in known:
             raise ValueError(
                 f"{file}: {name} is {repr(config[name])[:80]}, which transformers ignores for {family} and vLLM does "
-                "not; remove it, if the model was trained without"
+                "not; remove the key if the model was trained without it"
             )
     backwards = "a language model that generates text attends backwards only"
     if config.get("is_causal") is False:
@@ -216,11 +217,12 @@ def _check_layers(file: Path, config: Mapping) -> None:
         if kind not in LAYERS:
             raise ValueError(f"{file}: layer_types has {repr(kind)[:80]}; expected {', '.join(LAYERS)}")
     if "sliding_attention" in kinds and window is None and "sliding_window" in config:
-        raise ValueError(f"{file}: layer_types has sliding_attention and sliding_window is null; give its tokens")
+        raise ValueError(f"{file}: layer_types has sliding_attention and sliding_window is null; give its length")
 
 
 def _check_windows(file: Path, config: Mapping) -> None:
-    """Refuse a sliding window in some blocks only, by the rule of transformers' Qwen2Config."""
+    """Raise ValueError if some blocks have a sliding window and others have none; without layer_types, the blocks with
+    a window are found as transformers' Qwen2Config does it."""
     blocks, kinds = config["num_hidden_layers"], config.get("layer_types")
     if not isinstance(kinds, list):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else blocks
@@ -236,7 +238,8 @@ def _check_windows(file: Path, config: Mapping) -> None:
 
 
 def _ropes(file: Path, config: Mapping) -> Iterator[tuple[str, Mapping]]:
-    """Yield the settings of rotary embeddings with their place: of the model, or one per kind of layer."""
+    """Yield pairs of a key of config.json and the settings of rotary embeddings under it; a model has one pair, or one
+    per kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, Mapping | None):

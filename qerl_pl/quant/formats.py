@@ -28,8 +28,8 @@ class PackedWeight:
     block_scale: Tensor
     """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor
-    """[] fp64 or fp32, tensor scale: factor of all weights of the tensor; 1 in formats without a tensor scale. To be
-    dequantised, E weights of one shape may follow each other in one, with tensor scales [E]."""
+    """[] fp64 or fp32, tensor scale: factor of all weights of the tensor; 1 in formats without a tensor scale. For
+    ``dequantize``, E weights of one shape may be concatenated along N, with tensor scales [E]."""
 
 
 def no_tensor_scale(amax: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ def no_tensor_scale(amax: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """Description of a 4-bit format: its values, block size and functions. Bits of block scales have ``scale_dtype``,
-    other scales are fp32, and [...] is any shape."""
+    """Description of a 4-bit format: its values, block size and functions. In its functions, bits of block scales are
+    integers of ``scale_dtype``, and weights and factors of blocks are fp32."""
 
     name: str
     block: int
@@ -50,17 +50,19 @@ class Format:
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps fp32 weights and their blocks' factors, of shapes that broadcast, to uint8 codes of nearest values."""
+    """Maps fp32 weights and the factors of their blocks (both broadcast to one shape) to uint8 codes of nearest
+    values."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the largest magnitude of each block and the tensor scale to the bits of the block's min-max scale."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the bits of block scales and the tensor scale to the factor of each block's values."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Maps the bits of min-max block scales to candidates for better ones; the first are the given scales."""
+    """Maps the bits of min-max block scales to candidates that may round with smaller errors; the first candidate is
+    the given scales."""
     tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
     """Maps the largest magnitude [] of all tensors that share one tensor scale to this tensor scale, [] fp64."""
     fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None
-    """Function of the format's own for ``dequantize``; None: ``decode``."""
+    """Faster implementation of ``dequantize`` for this format; None: ``decode`` is used."""
 
     def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         """Dequantise a weight to [N, K]: ``values[code] * effective_scale`` in fp32, rounded once to the dtype."""

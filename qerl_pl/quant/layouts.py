@@ -26,8 +26,8 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 @dataclass(frozen=True)
 class Part:
-    """Use of a stored tensor: the buffer, of ``FrozenLinear`` if the weight is packed, that it fills, and a
-    conversion."""
+    """Use of a stored tensor: the buffer or parameter that it fills (a buffer of ``FrozenLinear`` if the weight is
+    packed), and a conversion."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
@@ -44,9 +44,10 @@ class Layout:
     marker: str
     """Suffix of a tensor that exists only for packed linears."""
     redundant: tuple[str, ...] = ()
-    """Suffixes of tensors that are not needed."""
+    """Suffixes of a packed linear's tensors that are not needed for reading it."""
     table: str | None = None
-    """Suffix of a tensor that has the values of the codes, which have to be the format's."""
+    """Suffix of a tensor with the values of the 16 codes, which must be those of the format; None: no tensor stores
+    them."""
 
 
 def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
@@ -111,7 +112,8 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
-    """Refuse a stored tensor with values of the codes that differ from the format's, if ``name`` is one."""
+    """If ``name`` is the name of a tensor with the values of the codes (``Layout.table``), raise ValueError unless they
+    are the format's."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()
@@ -119,7 +121,7 @@ def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
     if values.shape != expected.shape or not torch.allclose(values, expected, atol=1e-3):
         raise ValueError(
             f"{checkpoint.path}: {name} gives the codes the values {values.tolist()[:3]} ...; expected those of "
-            f"{layout.fmt.name}, {expected.tolist()[:3]} ...: it is of another format"
+            f"{layout.fmt.name}, {expected.tolist()[:3]} ...: the weights are in another format"
         )
 
 

@@ -80,7 +80,7 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     vars(config).pop("quantization_config", None)
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not 0 <= pad < config.vocab_size:
-        config.pad_token_id = None  # a token of the tokenizer alone, which an embedding refuses; no row is padded by it
+        config.pad_token_id = None  # nn.Embedding refuses a token that it does not have; no row is padded with this one
     return empty_model(config, dtype or config.dtype)
 
 
@@ -117,7 +117,8 @@ def _swap_packed_linears(
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[str, Part]]:
-    """Map every tensor of the checkpoint to the attribute of the model that it fills; every attribute gets one."""
+    """Map every tensor of the checkpoint to the attribute of the model that it fills; raise ValueError if a tensor has
+    no attribute or an attribute has no tensor."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
@@ -205,7 +206,7 @@ def _fill(
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:
-    # Most tensors have a finite sum; only if it is not, which may also be overflow, all elements are tested.
+    # If the sum is finite, so are all elements. If it is not, it may have overflowed, so all elements are tested.
     if not tensor.is_floating_point() or (tensor.element_size() > 1 and tensor.sum().isfinite()):
         return
     numbers = tensor.float()
@@ -214,7 +215,7 @@ def _check_finite(tensor: Tensor, name: str) -> None:
 
 
 def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
-    """Refuse scales that are, once converted, no finite magnitudes; not every kernel reads the sign of a scale."""
+    """Raise ValueError for block scales that are NaN, infinite or negative; some kernels ignore the sign of a scale."""
     values = fmt.effective_scale(scales, torch.ones((), dtype=torch.float64, device=scales.device)).float()
     if number := int((~values.isfinite()).sum()):
         raise ValueError(f"{name} holds NaN or infinity in {number} of {scales.numel()} places")

@@ -19,7 +19,7 @@ from qerl_pl.quant.nvfp4 import E2M1_CODES, e2m1_codes
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
     """Choose the power of two, as uint8 exponents biased by 127, that brings the block's largest magnitude into
     [3.5, 7). E2M1's largest value is 6, to which magnitudes from 7 on would be clipped with a large error."""
-    exponent = (block_amax.view(torch.int32) + (1 << 21)) >> 23  # biased, of the magnitude rounded up from 1.75 on
+    exponent = (block_amax.view(torch.int32) + (1 << 21)) >> 23  # biased; significands from 1.75 on are rounded up to 2
     return (exponent - 2).clamp_min(0).to(torch.uint8)
 
 

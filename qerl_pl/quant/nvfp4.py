@@ -36,8 +36,8 @@ NVFP4Weight = PackedWeight  # codes [N, K/2] uint8; block_scale [N, K/16] uint8,
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
-    """Compute, from the largest magnitude [] of the tensors that share it, the tensor scale [] fp64 with which the
-    largest block scale becomes E4M3's maximum; 1 if its reciprocal would overflow fp32, as for a tensor of zeros."""
+    """Compute the tensor scale, [] fp64, with which the largest block scale becomes E4M3's maximum, from the largest
+    magnitude [] of all tensors that share this scale. It is 1 if its reciprocal would overflow fp32, as for zeros."""
     divisor = E4M3_MAX * E2M1_MAX / amax.float().clamp_min(torch.finfo(torch.float32).tiny)
     return 1 / torch.where(divisor.isfinite(), divisor, 1.0).double()
 
@@ -55,8 +55,8 @@ def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``; of stacked weights
-    with a tensor scale each, [E], E must divide the number of block scales."""
+    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``. Tensor scales [E]
+    belong to E weights of one shape, whose block scales follow each other."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
     if global_scale.ndim == 0:
@@ -72,7 +72,8 @@ def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the given block scales, and all E4M3 values, 8 per factor of two, from 0.42 to 1.2 times each."""
+    """Yield the given block scales, then the E4M3 values 1 and 2 places above and 1 to 10 places below each, which is
+    from about 0.42 to 1.2 times the scale, since E4M3 has 8 values per factor of two."""
     for step in (0, 1, 2, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10):
         yield (block_scale.int() + step).clamp(1, _E4M3_MAX_BITS).to(torch.uint8)
 

@@ -30,8 +30,9 @@ class OutputFolder:
     """Checkpoint folder that is being written to ``OUTPUT.partial``, next to its final place, which must not exist or
     be empty.
 
-    A manifest lists the finished files, so a later run with equal settings continues after them; one with others is
-    refused. ``settings``, in JSON's types, are all values that the files' contents depend on; the report holds them.
+    A manifest lists the finished files, so a later run with equal settings continues after them; a run with other
+    settings is refused. ``settings``, of JSON's types, are all values that the contents of the files depend on; they
+    are also written into the report.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
@@ -52,7 +53,8 @@ class OutputFolder:
         self.done = dict(manifest["files"])
 
     def add(self, file: str, tensors: Mapping[str, Tensor], reports: Mapping[str, Sequence[object]]) -> None:
-        """Write one safetensors file, and add it to the manifest with its reports, lists by kind of report."""
+        """Write one safetensors file, and add it to the manifest with its ``reports``, a list for each kind of
+        report."""
         write_tensors(self.partial / file, tensors)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})

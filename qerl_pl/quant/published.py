@@ -30,7 +30,7 @@ QUANTISED = COMPRESSED | MODELOPT | {"weight_zero_point", "weight_g_idx", "weigh
 
 @dataclass
 class Stored:
-    """Kinds of tensors in a checkpoint, seen from the headers of its files."""
+    """Names of a checkpoint's linears and tensors by kind, derived from the headers of its files."""
 
     packed: dict[str, set[str]] = field(default_factory=dict)
     """Suffixes of the tensors, ``COMPRESSED`` or ``MODELOPT``, by the name of each linear in NVFP4."""
@@ -49,8 +49,9 @@ class Stored:
 
 
 def conversion_reasons(path: Path) -> list[str]:
-    """List the reasons why a checkpoint has to be converted before it can be used as a base, none if it can be used as
-    it is, or if it is neither in NVFP4 nor has a vision part. Only config.json and headers are read."""
+    """List the reasons why a checkpoint has to be converted before it can be used as a base. The list is empty if it
+    can be used as it is, and for checkpoints with neither NVFP4 linears nor a vision part, which ``convert`` does not
+    handle. Only config.json, headers and tensor scales are read."""
     config = quantization_config(path)
     reasons = [NOT_USED] if has_vision(read_json(path / CONFIG)) else []
     if config is None:
@@ -112,8 +113,8 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
 
 
 def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
-    """Group the NVFP4 linears of the decoder blocks by the matrices that engines fuse them into; raise ValueError if of
-    the linears of a group some are in NVFP4 and some are not."""
+    """Group the NVFP4 linears of the decoder blocks by the matrices that engines fuse them into; raise ValueError if
+    only some linears of a group are in NVFP4."""
     groups = []
     for name in stored.packed:
         group = fused_with(name, stored.modules)

@@ -3,9 +3,9 @@
 All linears except the ignored ones are packed; embeddings, norms and biases are copied. Linears that engines fuse into
 one matrix share one tensor scale.
 
-Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. If
-there is calibration data, each block's weights are rounded, and their errors measured, for the hidden states that the
-already packed previous blocks, with the adapter if one is written, compute from it.
+Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. With
+calibration data, each block's weights are rounded, and their errors measured, for the inputs that the already packed
+previous blocks compute, with their adapter if one is written.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def quantize_checkpoint(
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by awq and gptq. If it is given, mse weights squared errors by the
             inputs' mean squares, and output errors are reported for all methods.
-        residual: rank of an adapter near the quantisation errors (``residual_factors``) that is written to the output's
-            folder ``start``, for ``model.lora.start``; requires calibration data. None: none is written.
+        residual: rank of an adapter that approximates the quantisation errors (``residual_factors``). It is written to
+            the folder ``start`` inside of the output, for ``model.lora.start``, and requires calibration data. None: no
+            adapter.
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
@@ -133,7 +134,8 @@ def pack_file(
     Args:
         groups: linears to pack, of all files, in groups that share a tensor scale.
         stream: calibration data at the input of the file's decoder block; None without calibration data.
-        rank: rank of the adapter near the quantisation errors, which requires a stream; None: there is none.
+        rank: rank of the adapter that approximates the quantisation errors, which requires ``stream``; None: no
+            adapter.
 
     Returns:
         The tensors, on the CPU; reports: "layers" of the packed linears, "folds" of scales that AWQ applied; and the
@@ -200,7 +202,7 @@ def dense_tensors(
 
 
 def check_weights(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not finite, or above ``LARGEST_WEIGHT``."""
+    """Raise ValueError for weights that are not finite, or of a magnitude above ``LARGEST_WEIGHT``."""
     for name, tensor in tensors.items():
         largest = tensor.abs().amax().item() if tensor.is_floating_point() and tensor.numel() else 0.0
         if not math.isfinite(largest):

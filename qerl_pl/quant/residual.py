@@ -30,8 +30,8 @@ def residual_factors(
     E, where the columns of Q are the eigenvectors of E M E^T with the largest eigenvalues. This is the solution of QERA
     (Theorem 1), written without the inverse of a square root of M, so M may be singular. Since Q Q^T is an orthogonal
     projection, the product increases the error for no input at all, whatever M is. Row i of A and column i of B have
-    equal norms. Where the product has no component left (E is 0, or the rank exceeds the matrix), A and B are
-    ``fresh_factors``, drawn by the generator.
+    equal norms. Components beyond the rank of E (all, if E is 0) are those of ``fresh_factors``, drawn by the
+    generator.
 
     Arithmetic is fp64. M should be summed in fp64 too: a channel of a pretrained model can have a mean square a million
     times that of others, and rounding errors of its fp32 sums would exceed what the others contribute.
@@ -84,12 +84,12 @@ class StartFolder:
         self.folder, self.parts, self.rank = checkpoint / START, checkpoint / f"{START}.parts", rank
 
     def add(self, part: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of a file of the checkpoint, if it has any."""
+        """Write the adapter's tensors for the checkpoint's file ``part``, if there are any."""
         if tensors:
             write_tensors(self.parts / part, tensors)
 
     def read(self, part: str) -> dict[str, Tensor]:
-        """Read the tensors of a decoder block's file."""
+        """Read the adapter's tensors for the checkpoint's file ``part``."""
         return {} if self.rank is None else load_file(self.parts / part)
 
     def finish(self, *, base: Path) -> None:

@@ -46,9 +46,9 @@ def pack_weight(
     *,
     name: str = "weight",
 ) -> PackedWeight:
-    """Pack a weight [N, K], whose name is for error messages, by a rounding method under a given tensor scale []. The
-    second moment is the mean [K, K] of x x^T over the layer's inputs x; gptq does not allow None, for no calibration
-    data."""
+    """Pack a weight [N, K] by a rounding method under a given tensor scale []; ``name`` is for error messages. The
+    second moment is the mean [K, K] of x x^T over the layer's inputs x; without calibration data it is None, which gptq
+    does not allow."""
     nearest = quantize(weight, fmt, global_scale, name=name)
     if rounding == "rtn":
         return nearest
@@ -107,8 +107,9 @@ def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: T
     """Find packed codes [N, K/2] that approximately minimise the output error |X W^T - X W'^T|^2 under given scales,
     where X is the layer's inputs, with the second moment X^T X or a positive multiple of it, and W' the rounded weight.
 
-    GPTQ rounds column by column and compensates each rounding error in the columns that are left. As scales are given,
-    the column with the largest mean square of its inputs can come first, although neighbours share a scale.
+    GPTQ rounds column by column and compensates each rounding error in the columns that are left. The scales are fixed
+    beforehand, so columns may be rounded in any order although neighbours share a scale; those whose inputs have the
+    largest mean squares come first.
     """
     order = second_moment.diagonal().argsort(descending=True)
     weight = weight[:, order].float()  # a copy
@@ -153,7 +154,8 @@ class LayerReport:
     outlier_ratio: float
     """Largest magnitude of a weight, divided by the root mean square of the weights."""
     output_error: float | None = None
-    """Relative error of the outputs for calibration data after the packed previous blocks; None: not measured."""
+    """Relative error of the outputs for calibration data that has passed the packed previous blocks; None: not
+    measured."""
 
 
 def report_layer(

@@ -122,7 +122,7 @@ def test_prompts_and_stop_strings_are_shown_as_the_policy_gets_them(tokenizer_pa
     ("stop", "said"),
     [
         (["ok", ""], "an empty string, which would end every completion"),
-        (["</a", "</answer>"], "'</answer>' and '</a', which ends completions before it"),
+        (["</a", "</answer>"], "'</answer>', which contains '</a', so it never ends a completion"),
         (["ok", "ok"], "a string twice"),
         (["<|im_end|>"], "'<|im_end|>', the tokenizer's end token, which ends every completion already"),
     ],
