@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 0.01
 SECTIONS = "model.sampling or model.val_sampling"
-"""Settings that have values of ``Sampling``, for error messages."""
+"""Names of the settings that are ``Sampling`` objects, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class RolloutEngine(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Limit on the tokens in the KV cache of one batch of sequences, for the memory plan if ``memory`` is None."""
+        """Most tokens in the KV cache of one batch of sequences. The memory plan uses it if ``memory`` is None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -161,7 +161,7 @@ class RolloutEngine(Protocol):
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """Set the adapter with which completions are sampled; raises ValueError if a name or shape differs from the
-        policy's. The norms' noise stays as it is; cached prefixes are no longer used."""
+        policy's. The norms keep their noise; prefixes that were cached under the old adapter are no longer used."""
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
@@ -172,8 +172,8 @@ class RolloutEngine(Protocol):
 
     def fingerprint(self) -> dict[str, int]:
         """Compute checksums of the adapter and norm weights that the engine holds, to be compared with
-        ``expected_fingerprint``; raises CheckFailed if its own copy of the base's weights differs from the policy's
-        base."""
+        ``expected_fingerprint``; raises CheckFailed if the engine's copy of the base's weights differs from the
+        policy's."""
         ...
 
     def sleep(self) -> None:
@@ -194,9 +194,9 @@ def expected_fingerprint(
 ) -> dict[str, int]:
     """Compute the checksums that ``RolloutEngine.fingerprint`` must return.
 
-    ``adapter`` has fp32 master weights by PEFT's names, of which trained norms are ignored, and ``norms`` the norm
-    weights with noise by the model's names, which engines hold in fp32. Engines multiply B by ``scaling``, LoRA's
-    alpha / r (or alpha / sqrt r), and compute in ``dtype``.
+    ``adapter`` has fp32 master weights by PEFT's names; trained norms in it are ignored, because ``norms`` has all norm
+    weights with their noise, by the model's names. Engines hold norm weights in fp32. Engines multiply B by
+    ``scaling``, LoRA's alpha / r (or alpha / sqrt r), and compute in ``dtype``.
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():

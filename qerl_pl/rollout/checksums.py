@@ -11,8 +11,8 @@ from torch import Tensor
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Maps an element size in bytes to the integer dtype as which the bits of an element are read."""
 AT_ONCE = 2**20
-"""Most elements of tensors of one shape that are added up together. Larger numbers need fewer kernel launches, and more
-memory: about 24 bytes per element."""
+"""Most elements of equally shaped tensors that are stacked and added up in one call. A larger limit means fewer kernel
+launches and more memory, about 24 bytes per element."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:

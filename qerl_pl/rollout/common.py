@@ -21,7 +21,7 @@ def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
     """Check all prompts of a call before sampling starts: ValueError names the first that is empty, holds an unknown
-    token, or leaves fewer than ``max_tokens`` tokens for the completion (0 for sequences to score)."""
+    token, or leaves fewer than ``max_tokens`` tokens for the completion (0 if sequences are only scored)."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; expected at least one token")

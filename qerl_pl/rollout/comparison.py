@@ -1,7 +1,9 @@
-"""Compare the log-probabilities of a rollout engine with the trainer's: scores, and samples under a probe adapter.
+"""Compare log-probabilities that a rollout engine reports with the trainer's: of a given text, and of tokens that the
+engine samples with a random probe adapter.
 
-How far two right implementations are apart depends on the model, its dtype and the tokens. The trainer therefore
-measures it on the same tokens, with its own model alone (``policy.shaken``).
+Two correct implementations of a model differ by rounding errors, which depend on the model, its dtype and the tokens.
+The trainer therefore measures, on the same tokens and with its own model alone, how much log-probabilities change if
+rounding errors are drawn anew (``policy.shaken``).
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ PROBE = "samples after another adapter was loaded (it is not used, or cached pre
 
 
 MARGIN = 4.0
-"""Multiple of the trainer's own rounding errors above which an engine is wrong; right ones differ by about one."""
+"""Multiple of the trainer's rounding errors above which an engine counts as wrong; correct ones differ by about 1."""
 MOST = 4 * MARGIN
-"""Largest multiple that one token counts as, so that no single token decides."""
+"""Larger multiples at single tokens are lowered to this before their mean is taken, so that no token decides alone."""
 
 
 class Gap(NamedTuple):
@@ -44,39 +46,42 @@ class Gap(NamedTuple):
     nats: float
     """|engine - trainer|."""
     rounding: float
-    """Root mean square change of the trainer's value by other rounding errors, in nats."""
+    """Root mean square change of the trainer's value if its rounding errors are drawn anew, in nats."""
     excess: float
-    """|engine - trainer| as a multiple of the rounding errors at the same token."""
+    """|engine - trainer| as a multiple of the rounding errors at the same token, at most ``MOST``."""
     change: float = math.nan
-    """|change| by the probe adapter in the trainer's value, in nats; nan in a comparison without one."""
+    """Absolute change of the trainer's value by the probe adapter, in nats; nan without a probe adapter."""
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Return whether no right engine differs so much, given the nats that are right in any case; NaN is wrong."""
+        """Return whether the difference is a fault: more than ``tolerance`` nats and more than ``MARGIN`` times the
+        rounding errors, or NaN."""
         return not (self.nats <= tolerance or self.excess <= MARGIN)
 
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
-    """Compare N log-probabilities of an engine with the trainer's, [N] nats each, given the root mean square changes of
-    the trainer's by other rounding errors and the mean change by the probe adapter."""
+    """Compare N log-probabilities of an engine with the trainer's, [N] nats each. ``rounding`` [N] has the root mean
+    square change of each of the trainer's if rounding errors are drawn anew, ``change`` the mean change by the probe
+    adapter."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
-    # an error that is small by chance, or because the token is certain, says little about the errors of an engine
+    # Where the trainer's rounding error is tiny, by chance or because the token is nearly certain, the engine's need
+    # not be; 0.1 ``usual`` keeps such tokens from having large multiples.
     multiples = difference / (rounding + 0.1 * usual).clamp(min=1e-12)
     return Gap(difference.mean().item(), usual.item(), multiples.clamp(max=MOST).mean().item(), change)
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Join rows of tokens, repeated if they are too few, to a sequence of this many tokens."""
+    """Concatenate rows of tokens, again from the first row if they are too few, and return the first ``num_tokens``."""
     return list(islice(cycle(chain.from_iterable(rows)), num_tokens))
 
 
 def wrong_ones(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
-    """Select the differences between engine and trainer that show a fault."""
+    """Return the names of the comparisons in which the engine's difference from the trainer is a fault."""
     return [what for what, gap in gaps.items() if gap.is_wrong(tolerance)]
 
 
 @contextmanager
 def trainers_engine(policy: Policy, noise: NormNoise, *, max_model_len: int) -> Iterator[TransformersEngine]:
-    """Give an engine of the trainer's model, with this noise, to compare another engine with."""
+    """Yield an engine that computes with the trainer's model and this noise, as the reference for another engine."""
     oracle = TransformersEngine()
     oracle.start(policy, max_model_len=max_model_len)
     try:
@@ -99,11 +104,11 @@ def score_gaps(
 ) -> dict[str, Gap]:
     """Compare log-probabilities of engine and trainer; returns the differences by check.
 
-    ``oracle`` is the engine of the trainer's model with the same noise, ``dtype`` the coarser one of engine and
-    trainer, and ``tokens`` the text that is scored (with ``scores``) and whose prefixes are the prompts of the samples.
-    No samples are compared with a ``strength`` of 0 or None; after a comparison of samples both engines have another
-    adapter than the policy's. ``seed``, of probe adapter and rounding errors, must differ from the previous check's,
-    whose prefixes may still be cached.
+    ``oracle`` is an engine with the trainer's model and the same noise, ``dtype`` the less precise of the two engines'
+    dtypes. With ``scores``, the log-probabilities of the text ``tokens`` are compared, with and without the adapter.
+    Unless ``strength`` is 0 or None, tokens that are sampled after prefixes of the text with a probe adapter of this
+    strength are compared, too; both engines then keep the probe adapter. ``seed``, for probe adapter and rounding
+    errors, must differ from the previous check's, whose prefixes may still be cached.
     """
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())
@@ -131,15 +136,16 @@ def probe_gap(
     seed: int,
     strength: float,
 ) -> Gap:
-    """Sample one token after each of several prefixes of ``tokens`` with a probe adapter; compare its log-probability
-    in engine and oracle, which have the policy's adapter before and the probe adapter afterwards.
+    """Load a probe adapter, sample one token after each of several prefixes of ``tokens``, and compare the
+    log-probabilities of these tokens in engine and oracle. Both must have the policy's adapter before the call, and
+    have the probe adapter after it.
 
-    The prefixes differ in length by two tokens: a stale prefix cache changes most the first tokens after a cached block
-    (of 16 tokens or more).
+    The lengths of the prefixes differ by two tokens, so that some end soon after a cached block (of 16 tokens or more),
+    where a stale prefix cache changes log-probabilities most.
     """
     prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
     adapter = probe_adapter(policy, strength=strength, seed=seed)
-    engine.generate(prompts[:1], ONE_TOKEN, 0)  # caches prefixes under the old adapter; must be dropped
+    engine.generate(prompts[:1], ONE_TOKEN, 0)  # prefixes cached here must not be used below
     engine.load_adapter(adapter)
     completions = [group[-1] for group in engine.generate(prompts, ONE_TOKEN, 0)]
     lengths, sampled = [len(prompt) for prompt in prompts], [completion.tokens[0] for completion in completions]

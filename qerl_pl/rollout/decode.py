@@ -56,8 +56,8 @@ def check_ends(
 ) -> None:
     """Raise CheckFailed if a completion's ``finished`` contradicts its tokens.
 
-    A finished completion ends with an end token or with the token that completes a stop string, and has neither before.
-    A completion that is not finished has neither, and has ``max_tokens`` tokens. ``engine`` is a name for messages.
+    A finished completion ends with an end token or with the token that completes a stop string, and neither occurs
+    earlier in it. In an unfinished one, which has ``max_tokens`` tokens, neither occurs.
     """
     ends = frozenset(end_tokens)
     for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):

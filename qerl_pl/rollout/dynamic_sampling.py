@@ -26,8 +26,8 @@ class DynamicSampling:
     other than 0. The prompts of a rollout form one sequence that depends only on the run's seed and the rollout index:
     first the prompts of the batch, then further prompts. The batch that is trained on consists of the first groups with
     a signal in this sequence, over all ranks. It therefore does not depend on how many prompts are sampled at once or
-    on the number of ranks, and a resumed run has no state to restore. Groups are sent between ranks so that all ranks
-    train on equally many, or one more.
+    on the number of ranks, and a resumed run has no state to restore. Groups are sent between ranks so that the numbers
+    of groups on which ranks train differ by at most one.
 
     Args:
         max_refills: largest number of times that further prompts are sampled for one rollout.
@@ -69,8 +69,8 @@ class DynamicSampling:
         """Sample until the batch is full of groups with a signal, ``max_refills`` is reached, or prompts run out. Every
         rank must call it, with equally many prompts; ``more_prompts`` are the same on all.
 
-        Returns all groups that this rank sampled, of which group j of rank r of W belongs to prompt r + j * W of the
-        rollout's sequence of prompts, and the number of times that further prompts were sampled.
+        Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
+        of W, group j belongs to prompt r + j * W of the rollout's sequence of prompts.
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         batch_size = num_sampled = len(prompts) * num_ranks
@@ -102,8 +102,8 @@ class DynamicSampling:
     def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
         """Choose the first ``batch_size`` groups with a signal among those of all ranks; every rank must call this.
 
-        Returns those that this rank trains on, None if it has none. Groups are sent to other ranks than those that
-        sampled them only if ``may_move``. Raises CheckFailed if there are too few and ``when_short`` is "error".
+        Returns the groups that this rank trains on, or None. Only if ``may_move``, a rank may train on groups that
+        another one has sampled. Raises CheckFailed if fewer groups have a signal and ``when_short`` is "error".
         """
         shares, rank = ranks.gather_values(sampled.has_signal.tolist()), ranks.rank()
         places = sorted(

@@ -1,4 +1,4 @@
-"""Rollout engine that calls transformers' ``generate`` on the trained policy itself; tests compare vLLM's with it."""
+"""Rollout engine that calls transformers' ``generate`` on the trained policy; checks compare vLLM's with it."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ class TransformersEngine:
     def score_next(
         self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int], *, copies: int = 1
     ) -> Tensor:
-        """Compute the log-probability, in nats, of one token after each of N prefixes of a sequence: [copies, N] fp32
-        on the CPU, in one pass over ``copies`` rows, which differ only by errors that hooks add (``policy.shaken``).
-        The prefixes have ``lengths``, all different and below the sequence's, and the tokens ``following`` them need
-        not be its own."""
+        """Compute, for N prefixes of a sequence, the log-probability in nats of the token ``following[i]`` after the
+        first ``lengths[i]`` tokens: [copies, N] fp32 on the CPU. The lengths must be distinct and less than the
+        sequence's; ``following`` need not be the sequence's own tokens. One pass computes all ``copies`` of the
+        sequence, which differ only by errors that hooks add (``policy.shaken``)."""
         policy = self._check([tokens], max_tokens=0)
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
@@ -316,8 +316,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norm modules that the model uses, by the name of their weight: with the adapter, PEFT's trained
-    copies."""
+    """Return the norm modules by the name of their weight: with ``adapter`` those that the policy uses, which are
+    PEFT's copies if norms are trained, otherwise the base's."""
     modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
         for name in modules:

@@ -46,8 +46,8 @@ class RolloutLoop:
     """Loop that samples completions of prompts, scores them and turns them into training data.
 
     Before each rollout, ``sync`` sets the engine's adapter and noise. The engine has no other state that affects
-    sampling, so a resumed run does not have to restore any; where vLLM speculates, ``callbacks/draft_guard.py``
-    restores what decides its drafts.
+    sampling, so a resumed run does not have to restore any; for speculative decoding, ``callbacks/draft_guard.py``
+    restores the counts that decide how many tokens are drafted.
 
     Args:
         engine: rollout engine.
@@ -55,7 +55,7 @@ class RolloutLoop:
         tokenizer: tokenizer of the base, which decodes completions.
         baseline: rule by which advantages are computed from the rewards of a group.
         filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
-        dynamic_sampling: settings by which groups without a signal are replaced; None keeps such groups.
+        dynamic_sampling: settings by which groups whose advantages are all 0 are replaced; None keeps such groups.
         max_unscored_share: stop the run if a larger share of rows could not be scored by any reward.
     """
 
@@ -104,8 +104,8 @@ class RolloutLoop:
         watch: Stopwatch,
     ) -> Rollout:
         """Sample and score one rollout of training data. Every rank must call this, with its own prompts [P] and the
-        same further prompts (for dynamic sampling) and seed. The watch measures the phases "sync", "rollout", "reward",
-        "wait" (for slower ranks) and, if there are observers, "check".
+        same further prompts (for dynamic sampling) and seed. ``watch`` adds up the seconds of "sync", "rollout",
+        "reward", "wait" (for slower ranks) and, if there are observers, "check".
 
         CheckFailed: too many rows could not be scored, dynamic sampling did not fill the batch, or completions do not
         end as the engine says.
@@ -125,8 +125,7 @@ class RolloutLoop:
                 same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
                 batch_size = len(prompts) * ranks.num_ranks()
                 with_signal = self.dynamic_sampling.choose(sampled, batch_size=batch_size, may_move=same_noise)
-            # if no group has a signal, one group is passed on, without being in the loss, because a batch must not be
-            # empty
+            # A batch must not be empty: if no group has a signal, one is passed on, but left out of the loss.
             in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
         with watch.phase("wait"):
             self._check_scored(sampled.table)
@@ -147,8 +146,8 @@ class RolloutLoop:
         watch: Stopwatch,
         baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
-        """Sample completions of prompts with the engine's current adapter and noise, and score them; ``baseline`` is
-        the rule for advantages by which groups have a signal (an evaluation's may have one completion each)."""
+        """Sample completions of prompts with the engine's current adapter and noise, and score them. ``baseline`` is
+        the rule for the advantages by which groups have a signal; its default accepts groups of one completion."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Compare some completions of a rollout with the trainer's model."""
+"""Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the engine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Measured(NamedTuple):
     sampler: Tensor
     """[N] fp64, reported by the engine."""
     shaken: Tensor
-    """[N] fp64, by the trainer with other rounding errors; empty if they were not asked for."""
+    """[N] fp64, by the trainer with rounding errors drawn anew (``policy.shaken``), if ``other_rounding``, else empty."""
     rows: Tensor
-    """[N] int64, number of each token's row among the chosen ones."""
+    """[N] int64, for each token the index of its completion among the chosen ones."""
     evidence: Tensor
-    """[len(SHARES) * K] fp64 in nats, evidence of the chosen rows of all ranks for K other ways of sampling."""
+    """[len(SHARES) * K] fp64 in nats, evidence from all ranks for K other ways of sampling (``policy.evidence``)."""
 
 
 def measure_some(
@@ -47,11 +47,11 @@ def measure_some(
     other_rounding: bool = False,
 ) -> Measured:
     """Choose some completions of this rank, and compute their log-probabilities under the policy with the rollout's
-    noise and under the alternatives of ``evidence``. Every rank must call this.
+    noise and under ``evidence.ALTERNATIVES``. Every rank must call this.
 
     ``max_tokens`` limits the tokens of all chosen prompts and completions of all ranks, equal rows counted once; each
     rank may exceed its share by at most one row. With ``other_rounding``, log-probabilities are computed a second time,
-    with other rounding errors (``policy.shaken``).
+    with rounding errors drawn anew.
     """
     generator = torch.Generator().manual_seed(seed)
     limit, chosen, which, total = max_tokens / ranks.num_ranks(), [], [], 0

@@ -1,6 +1,6 @@
-"""Random probe adapters, and the strength with which they say most about an engine.
+"""Random probe adapters, and the strength at which they best reveal a wrong engine.
 
-A probe adapter changes log-probabilities, so that an engine that does not use it is seen. If it is too weak, the change
+A probe adapter changes log-probabilities, so an engine that does not use it is noticed. If it is too weak, the change
 drowns in rounding errors; if it is too strong, the model becomes chaotic, and rounding errors grow as large as the
 change. The strengths in between depend on the model, and the trainer finds them with its own model alone.
 """
@@ -21,21 +21,21 @@ STRENGTHS = tuple(2.0**-step for step in range(-2, 7))
 """Strengths that are tried, 4 to 1/64. With strength 1, the probe adapter's output has about 0.6 of the rms of the
 linear's input."""
 TOKENS = 64
-"""Tokens of text on which they are tried."""
+"""Number of tokens of text on which each strength is tried."""
 SEEDS = 2
-"""Probe adapters that are tried with each strength."""
+"""Number of probe adapters that are tried with each strength."""
 MOST_CHANGE = 3.0
-"""Largest change by a usable probe adapter, in nats. Beyond it the text is nearly impossible under the probe adapter,
-and the rounding errors of such log-probabilities have heavy tails: with a change of 20 nats, a right engine of a
-pretrained model of 1.5B parameters differed by 0.5 nats in most checks and by 3.2 in one."""
+"""Largest mean change of log-probabilities by a usable probe adapter, in nats. Beyond it the text is nearly impossible
+under the probe adapter, and the rounding errors of such log-probabilities have heavy tails: with a change of 20 nats, a
+correct engine of a pretrained model of 1.5B parameters differed by 0.5 nats in most checks and by 3.2 in one."""
 USABLE = 1 / 16
-"""Largest share of rounding errors in the change by a usable probe adapter. What the adapter changes is then 16 times
-the rounding errors, of which right engines may differ by a few (``comparison.MARGIN``)."""
+"""Largest ratio of rounding errors to the change of log-probabilities by a usable probe adapter. The change is then at
+least 16 times the rounding errors, and correct engines may differ by ``comparison.MARGIN`` times."""
 
 
 def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Tensor]:
-    """Draw a LoRA adapter: A as before the training, from U(-K^-1/2, K^-1/2) for K inputs, and B from N(0, s^2) with
-    the s that gives it this strength. Trained norms are the policy's."""
+    """Draw a random LoRA adapter: A as at the start of training, from U(-K^-1/2, K^-1/2) for K inputs, and B from N(0,
+    s^2), where s is in proportion to ``strength``. Trained norms are the policy's."""
     adapter = policy.adapter_state()
     device = next(iter(adapter.values())).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -54,13 +54,13 @@ def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Te
 def find_strength(
     oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
 ) -> float | None:
-    """Find the strength of probe adapters that change log-probabilities far more than rounding errors of a dtype do;
-    ``tokens`` is text like the run's, of which the last tokens are scored, and the oracle's adapter is changed.
+    """Find a strength at which probe adapters change log-probabilities far more than rounding errors of ``dtype`` do.
+    The last ``TOKENS`` of ``tokens``, text like the run's, are scored; the oracle keeps a probe adapter.
 
-    From the strongest on, each strength is tried with ``SEEDS`` adapters, whose share is that of rounding errors in the
-    change by the adapter, the larger one of the adapters. Strengths that change more than ``MOST_CHANGE`` are left out.
-    Of those whose share is at most twice the smallest, the weakest is returned, which is farthest from chaos; None if
-    rounding errors are more than the share ``USABLE`` with every strength.
+    Strengths are tried from the strongest on, each with ``SEEDS`` adapters; its share is the largest ratio of rounding
+    errors to an adapter's change. Strengths whose change exceeds ``MOST_CHANGE`` are left out. Of those whose share is
+    at most ``USABLE`` and at most twice the smallest, the weakest is returned, with which the model is least chaotic;
+    None if no share is at most ``USABLE``.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
@@ -85,7 +85,7 @@ def find_strength(
         if not max(changes) <= MOST_CHANGE:
             continue
         shares[strength] = max(shares_of_adapters)
-        if shares[strength] > 2 * min(shares.values()) <= 2 * USABLE:  # weaker ones only drown in rounding errors
+        if shares[strength] > 2 * min(shares.values()) <= 2 * USABLE:  # with weaker ones the share only grows
             break
     best = min(shares.values(), default=1.0)
     return min(tried for tried, share in shares.items() if share <= min(2 * best, USABLE)) if best <= USABLE else None

@@ -49,13 +49,13 @@ class ScoredBatch:
         baseline: Baseline | AdvantageFunction = "centered",
         metric: str | None = None,
     ) -> ScoredBatch:
-        """Find the rows that count in the loss, without those that were cut off at max_tokens if ``filter_truncated``,
-        and the groups with a signal, in which the scores of the reward ``metric``, if there is one, must differ too."""
+        """Build a batch and find its rows that count in the loss (with ``filter_truncated``, not those cut off at
+        max_tokens) and its groups with a signal, in which the scores of the reward ``metric``, if any, also differ."""
         finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
         in_loss = table.scored & (finished | (not filter_truncated))
         grouped = (values.view(-1, group_size) for values in (table.total, table.scored, in_loss))
         rewards, scored, counts = grouped
-        # "centered" advantages are exactly 0 for the rows whose advantage is 0 with any of our rules
+        # "centered" advantages are exactly 0 for the rows whose advantage is 0 with any built-in rule
         advantages = group_advantages(rewards, scored, baseline if callable(baseline) else "centered")
         signal = (counts & (advantages != 0)).any(dim=1)
         if metric is not None:
@@ -79,7 +79,7 @@ class ScoredBatch:
         return self.table.scored.view(-1, self.group_size)
 
     def group_numbers(self) -> dict[str, list[float]]:
-        """Return numbers of each group by name; the mean reward is of groups with a score only."""
+        """Return statistics by name, with one value per group; "mean reward" leaves out groups without any score."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)

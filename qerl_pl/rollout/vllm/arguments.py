@@ -123,9 +123,9 @@ def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) 
     if kernel == "native" and not recurrent:
         # This project's native kernels let the next kernel on the CUDA stream start before they end (programmatic
         # dependent launch). With this option, kernels that Inductor generates do so too, which saves time because a
-        # decoding step has hundreds of short kernels. Recurrent layers fill a tensor between two kernels of theirs, and
-        # a kernel that Inductor generates for a fill does not wait for the kernel before it, so a later kernel that
-        # waits for the fill alone could read what the first of them has not yet written.
+        # decoding step has hundreds of short kernels. Recurrent layers fill a tensor between two of their kernels. The
+        # fill that Inductor generates does not wait for the first of these kernels, so the second, which waits for the
+        # fill only, could read what the first has not yet written.
         settings["triton.enable_pdl"] = True
     return settings
 
@@ -158,6 +158,6 @@ def platform_arguments(
         # generator's offset, which torch's CPU generator does not support.
         return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_LIMIT), "enable_chunked_prefill": False}
     free, _total = torch.cuda.mem_get_info()
-    # Since the cache's size is given, vLLM uses the share only to refuse a start when less of the GPU is free.
+    # Since the cache's size is given, ``gpu_memory_utilization`` only makes vLLM refuse a start if less memory is free.
     sizes = {"gpu_memory_utilization": UNUSED_SHARE, "max_num_batched_tokens": DEFAULT_BATCHED_TOKENS}
     return {"kv_cache_memory_bytes": min(wanted, free // 2), **sizes}

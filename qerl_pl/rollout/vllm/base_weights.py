@@ -51,8 +51,8 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 
 
 def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the experts of vLLM's model, as ``fused_linears`` does: the layer of each is an object with those parameters
-    of the expert that vLLM holds at present, by the names that they have in a linear."""
+    """Find the experts of vLLM's model that consist of the trainer's packed linears. ``Fused.layer`` is an object with
+    the parameters of the expert that vLLM holds at present, under the names that the parameters of a linear have."""
     for name, layer in model.named_modules():
         if not isinstance(layer, RoutedExperts):
             continue
@@ -74,12 +74,8 @@ def check_same_base(
     model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
 ) -> int:
     """Compare the NVFP4 weights that vLLM has read from the folder ``base`` with the trainer's, before vLLM converts
-    them; of linears named in ``unread`` it has read the tensor scales only. Returns the number of the trainer's linears
-    compared.
-
-    Raises:
-        ValueError: a weight differs.
-    """
+    them; of linears named in ``unread``, vLLM has read the tensor scales only, and only these are compared. Returns the
+    number of the trainer's linears compared; ValueError if a weight differs."""
     compared = 0
     for name, layer, _, parts in chain(fused_linears(model, linears), fused_experts(model, linears)):
         codes = packed_codes(layer)
@@ -124,14 +120,11 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
 def check_rows(
     worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
 ) -> int:
-    """Compare every packed linear of vLLM with the trainer's: the first row of each part if both have copies, a digest
-    of the whole weight if they share one copy (its attribute ``adopted``). Of experts, and of the routers' weights,
-    which are given by name, all rows are compared. Linears whose packed weights vLLM has rearranged are not compared.
-    Returns the number of vLLM's linears compared.
-
-    Raises:
-        CheckFailed: a linear differs from the trainer's, or has changed since it was loaded.
-    """
+    """Compare every packed linear of vLLM with the trainer's. If vLLM has a dense copy, the first row of each of the
+    trainer's linears in it is compared; if both share one copy (the linear has the attribute ``adopted``), a digest of
+    the whole weight. Of experts and of ``routers``, the router weights by name, all rows are compared. Linears whose
+    packed weights vLLM has rearranged are left out. Returns the number of linears, experts and routers compared;
+    CheckFailed if one differs from the trainer's or has changed since it was loaded."""
     model, same = worker.get_model(), {}
     for name, layer, _, parts in fused_linears(model, linears):
         weight = getattr(layer, "weight", None)
@@ -178,8 +171,9 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return each part's tensor scale as a divisor, [n] fp32, as compressed-tensors stores it; None without them. n is
-    1, except in delta nets, whose first part has queries, keys and values with three equal divisors."""
+    """Return each part's tensor scale as a divisor, [n] fp32, as compressed-tensors stores it; None for each part if
+    vLLM holds none. n is 1, except in delta nets, whose first part has queries, keys and values with three equal
+    divisors."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

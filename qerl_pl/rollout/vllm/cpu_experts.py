@@ -24,7 +24,7 @@ PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 class TorchExperts(CPUUnquantizedExperts):
-    """Kernel of vLLM for experts that keeps weights in the order of rows, so that they can be compared."""
+    """Kernel of vLLM for experts that keeps weights in row order, so that they can be compared with the trainer's."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Leave the weights as they are."""
@@ -73,7 +73,8 @@ class NVFP4Experts(UnquantizedFusedMoEMethod):
 
 
 def in_torch(select: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], tuple[Any, Any]]:
-    """Replace vLLM's function that chooses the kernel of experts in 16 bits and fp32."""
+    """Replace vLLM's function that chooses the kernel of unquantised experts; the new one always chooses
+    ``TorchExperts``."""
 
     def select_in_torch(moe_config: Any) -> tuple[Any, Any]:
         return UnquantizedMoeBackend.CPU, TorchExperts

@@ -45,7 +45,7 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         self.token_mapping_meta.no_lora_flag_cpu.fill_(not (ids > 0).any())
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
-        """Refuse to compute what needs vLLM's own metadata."""
+        """Refuse (NotImplementedError) adapters of layers other than linears, which need vLLM's own metadata."""
         raise NotImplementedError("these adapter kernels are for linears; vLLM's are used if max_loras is above 1")
 
     add_shrink = add_expand = add_lora_embedding = add_lora_logits = refuse  # pyright: ignore[reportAssignmentType]
@@ -74,8 +74,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
     """Call ``kernels.lora.add_lora``; an operator that is opaque to torch.compile. ``a`` and ``b`` are views of the
-    adapter's slot, which compiled code makes in less time; ``no_lora`` is a tensor, because a bool would become a
-    constant of the graph."""
+    adapter's slot, which are made outside, because compiled code does so faster. ``no_lora`` is a tensor, because a
+    bool would become a constant of the compiled graph."""
     if not no_lora.item():
         lora.add_lora(y, x, a, b, indices)
 

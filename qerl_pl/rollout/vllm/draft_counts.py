@@ -1,4 +1,4 @@
-"""Counts of what speculation gains."""
+"""Counts of drafted and accepted tokens in speculative decoding."""
 
 from __future__ import annotations
 

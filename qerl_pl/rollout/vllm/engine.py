@@ -46,9 +46,9 @@ class VLLMEngine:
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
     The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
-    arguments give equal tokens and equal bits, whatever was sampled before; with ``trainer.deterministic: true`` a
-    resumed run does, too. A packed base that vLLM's own kernels compute on a GPU is an exception: they may add partial
-    sums in any order, so a call may sample another of two likely tokens. The engine logs this when it starts.
+    arguments give equal tokens and equal bits, whatever was sampled before; with ``trainer.deterministic: true`` also
+    in a resumed run. A packed base that vLLM's own kernels compute on a GPU is an exception: they may add partial sums
+    in any order, so equal calls may choose differently between two likely tokens. The engine logs this when it starts.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
@@ -100,8 +100,9 @@ class VLLMEngine:
         self.draft_counts = DraftCounts()
         """Numbers of drafts, verifications and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
-        """The same counts of earlier rollouts, as ``hopper/draft_guard.py`` describes them. They decide for how many
-        sequences the next calls draft; if they are empty, as for an engine in no training run, for up to 32."""
+        """Counts of earlier rollouts in the form of ``hopper/draft_guard.py``, which decide at which numbers of
+        sequences the next calls draft tokens. If they are empty, as outside of training, steps of up to 32 sequences
+        do."""
         self.kv_cache_bytes = kv_cache_bytes
         self._cache_bytes = kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
@@ -126,7 +127,7 @@ class VLLMEngine:
     def memory(self) -> EngineMemory:
         """Settings that decide how much memory the engine takes."""
         sizes = {name: value for name, value in self._arguments.items() if hasattr(EngineMemory, name)}
-        # The plan ignores both if the base is not in NVFP4.
+        # The memory plan ignores ``one_copy`` and ``dequantises`` if the base is not in NVFP4.
         is_native = setup.decoding_kernel(self.decoding_kernel, NVFP4, torch.bfloat16) == "native"
         sizes |= {"one_copy": is_native, "dequantises": is_native, "sleep_level": self.sleep_level}
         sizes["speculates"] = self.speculation == "on"
@@ -139,11 +140,8 @@ class VLLMEngine:
         self._cache_bytes = self.kv_cache_bytes if num_bytes is None else num_bytes
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Load vLLM with the policy's base and adapter.
-
-        Raises:
-            ValueError: ``decoding_kernel`` is "native", and the native kernels cannot run; or vLLM does not start.
-        """
+        """Load vLLM with the policy's base and adapter; ValueError if vLLM does not start, or if ``decoding_kernel`` is
+        "native" and the native kernels cannot run."""
         if self._llm is not None:
             return
         setup.prepare_environment()
@@ -206,11 +204,8 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """Sample completions as ``RolloutEngine.generate`` describes.
-
-        Raises:
-            ValueError: a prompt is refused (see ``RolloutEngine.generate``), or vLLM does not support the temperature.
-        """
+        """Sample completions as ``RolloutEngine.generate`` describes; ValueError also for a temperature that vLLM does
+        not support."""
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
         if sampling.stop:  # vLLM was started without a tokenizer, and needs one to find stop strings

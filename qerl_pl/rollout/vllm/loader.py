@@ -35,7 +35,7 @@ def register_loader(
             while the engine runs. Those whose shape, dtype or device differs from vLLM's, which pads vocabularies to a
             multiple of 64, are not shared.
         unpacked: the trainer's packed linears by name that vLLM is to hold dequantised.
-        packed: those that vLLM holds packed, too. What it reads of them is compared.
+        packed: the trainer's packed linears by name that vLLM holds packed, too. What vLLM reads of them is compared.
         hooks: from ``for_vllm().loader_hooks()`` if the native kernels compute these linears, which then use the
             trainer's memory.
     """
@@ -61,7 +61,7 @@ def register_loader(
 
         def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
             model = super().load_model(vllm_config, model_config, prefix)
-            # Before it loads a model, vLLM has replaced the device "auto", which its settings allow, by a real device.
+            # The type of vLLM's setting allows "auto", which vLLM has replaced by a device before it loads a model.
             device: Any = vllm_config.device_config.device
             lora = vllm_config.lora_config
             if hooks:

@@ -48,8 +48,8 @@ def referred_to() -> list[Tensor]:
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those tensors that lie in the given segments of vLLM's pool, sizes in bytes by address. Shapes
-    and dtypes stay."""
+    """Free the memory of those tensors that lie in ``segments`` of vLLM's pool, given as sizes in bytes by address.
+    Shapes and dtypes of the tensors stay."""
     starts = sorted(segments)
     for tensor in tensors:
         if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():
@@ -58,8 +58,8 @@ def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
 
 def collect() -> None:
     """Free the memory that an engine has not freed when it ended; only while no other engine runs, since all share one
-    pool. A warning says how much is still referenced. It is freed with its last reference, and does not stop the next
-    engine from starting (``ignoring_what_is_left``)."""
+    pool. A warning says how much is still referenced. That memory is freed with its last reference, and does not stop
+    the next engine from starting (``ignoring_what_is_left``)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

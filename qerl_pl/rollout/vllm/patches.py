@@ -23,11 +23,8 @@ from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once
 
 def apply_all() -> None:
     """Apply the patches that are in force for the whole process; a second call changes nothing. All others are in force
-    for one engine. On platforms other than CPU and CUDA nothing is patched.
-
-    Raises:
-        RuntimeError: an attribute is gone or has another signature.
-    """
+    for one engine. On platforms other than CPU and CUDA nothing is patched. RuntimeError: an attribute that is to be
+    patched is gone or has another signature."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -72,9 +69,9 @@ def experts_in_torch() -> None:
     """Compute mixtures of experts by torch on a CPU, and routers in fp32 as the trainer does.
 
     Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
-    attention has some; and no weight of a router that could be compared with the trainer's.
-    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform; it packs weights of
-    linears on a CPU, except of layers with the attribute that is set here.
+    attention has some; and routers have no weight that could be compared with the trainer's.
+    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform; on a CPU it rearranges
+    the weights of linears, except of layers with the attribute ``_cpu_skip_gemm_dispatch``.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.cpu_experts import in_fp32, in_torch

@@ -13,11 +13,7 @@ _registered = False
 
 def register() -> None:
     """Apply the patches that are in force for the whole process; on a CPU, also add NVFP4 with 16-bit activations to
-    vLLM's formats. A second call changes nothing.
-
-    Raises:
-        RuntimeError: the patches do not fit this version of vLLM.
-    """
+    vLLM's formats. A second call changes nothing. RuntimeError: the patches do not fit this version of vLLM."""
     from vllm.platforms import current_platform
 
     global _registered

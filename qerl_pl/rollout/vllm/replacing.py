@@ -15,18 +15,14 @@ from qerl_pl.common.packages import TESTED, installed_vllm
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
     """Set ``owner.name`` to ``new`` after checking that its present value takes the parameters ``takes``, in order, and
-    further ones only with defaults.
-
-    Raises:
-        RuntimeError: the attribute is gone or has another signature; names the attribute and the package's version.
-    """
+    further ones only with defaults. RuntimeError: the attribute is gone or has another signature."""
     expect(owner, name, takes)
     setattr(owner, name, new)
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` by ``make`` of itself, which must be defined in this project: a second call
-    recognises it and changes nothing."""
+    """Replace the function ``owner.name`` by ``make(owner.name)``. The new function must be defined in this project, by
+    which a second call recognises it and changes nothing."""
     present = getattr(owner, name, None)
     if not str(getattr(present, "__module__", "")).startswith("qerl_pl."):
         replace(owner, name, make(present), takes=takes)

@@ -55,11 +55,8 @@ def results(
     *,
     on_cpu: bool,
 ) -> list[RequestOutput]:
-    """Clear vLLM's prefix cache, run one request per prompt, and return vLLM's results in the order of the prompts.
-
-    Raises:
-        RuntimeError: requests of an earlier call are still queued.
-    """
+    """Clear vLLM's prefix cache, run one request per prompt, and return vLLM's results in the order of the prompts;
+    RuntimeError if requests of an earlier call are still queued."""
     from vllm.inputs import TokensPrompt
 
     if not llm.reset_prefix_cache():
@@ -79,8 +76,8 @@ def results(
 
 
 def completion(output: RequestOutput, logprobs: Sequence[float], seed: int | None = None) -> Completion:
-    """Build a completion from the result of a sampling request, the log-probabilities of its tokens in nats and, if the
-    noise is keyed by it, its seed."""
+    """Build a completion from the result of a sampling request, the log-probabilities of its tokens in nats and, if
+    vLLM's sampling noise is a hash of the seed (``policy.margins``), the request's seed."""
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
     if isinstance(sampled.stop_reason, str):  # vLLM may have sampled one more token after the stop string

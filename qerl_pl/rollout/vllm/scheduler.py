@@ -20,8 +20,8 @@ from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Scheduler that collects log-probabilities of sampled tokens; vLLM handles those of requests that ask for more
-    tokens."""
+    """Scheduler that collects log-probabilities of sampled tokens; in steps that also return log-probabilities of other
+    tokens, vLLM handles them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

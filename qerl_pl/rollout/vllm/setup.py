@@ -59,7 +59,8 @@ def prepare_environment() -> None:
     # compile all Triton kernels again.
     os.environ.setdefault("TRITON_CACHE_DIR", cache_folder())
     # Inductor sets this variable before it compiles its first kernel. Triton's cache has the version of ptxas in its
-    # keys, so a start that finds its graphs compiled would otherwise not find the other Triton kernels of the first.
+    # keys, so a later start, which loads compiled graphs and does not set the variable, would not find the Triton
+    # kernels that the first start has cached.
     if os.access(TORCHS_PTXAS, os.X_OK):
         os.environ.setdefault("TRITON_PTXAS_PATH", str(TORCHS_PTXAS))
 
@@ -157,8 +158,8 @@ def destroy_groups() -> None:
 
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
-    """Keep the trainer's default process group while vLLM destroys groups within this context, or destroy the engine's
-    own at its end."""
+    """Keep the trainer's default process group while vLLM destroys groups within this context. If vLLM created the
+    default group (``engines_own``), destroy it at the end of the context."""
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
     if engines_own and dist.is_initialized():
@@ -181,12 +182,8 @@ def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> Non
 
 
 def check_fused_scales(base: str) -> None:
-    """Refuse a checkpoint whose weights vLLM would scale wrongly on a GPU: of the tensor scales of q/k/v and gate/up,
-    which it fuses, it uses the largest and only warns if they differ.
-
-    Raises:
-        ValueError: linears that vLLM fuses have different tensor scales.
-    """
+    """Refuse (ValueError) a checkpoint whose weights vLLM would scale wrongly on a GPU: vLLM fuses q/k/v and gate/up,
+    uses the largest of their tensor scales for all of them, and only warns if they differ."""
     checkpoint = Checkpoint(base)
     present = {name.rpartition(".")[0] for name in checkpoint.names()}
     for suffix in TENSOR_SCALES:
@@ -201,11 +198,8 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Check the base's tensor scales before vLLM starts on a GPU, and prepare and log the use of vLLM's own kernels.
-
-    Raises:
-        ValueError: fused linears of the base have different tensor scales.
-    """
+    """Check the base's tensor scales before vLLM starts on a GPU (``check_fused_scales``), and prepare and log the use
+    of vLLM's own kernels."""
     check_fused_scales(policy.base)
     if by_vllms_kernels(policy.packed_format, kernel):
         load_humming()

@@ -44,7 +44,7 @@ class Slot(NamedTuple):
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
     """Reserve vLLM's adapter slots for a LoRA request and fill them with 0. vLLM then treats its id as a loaded
-    adapter. The one registered has no matrices: vLLM's ``add_dummy_lora`` would copy pinned zeros for each linear."""
+    adapter. That adapter has no matrices, because vLLM's ``add_dummy_lora`` would copy pinned zeros for each linear."""
     from vllm.lora.lora_model import LoRAModel
 
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
@@ -84,8 +84,8 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 
 def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
-    """Return the matrices in vLLM's slots by PEFT's names, without what pads the rank; RuntimeError if slots of the
-    same matrix differ."""
+    """Return the matrices in vLLM's slots by PEFT's names, without the padding of the rank; RuntimeError if slots of
+    the same matrix differ."""
     adapter = {}
     for linear, slots in _slots(worker).items():
         a, rows = slots[0].a, {slot.first: slot.b for slot in reversed(slots)}
@@ -104,8 +104,8 @@ def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
-    """Count the linears of vLLM's model by the kernel class that computes them, those of ``NativeLinear`` that do not
-    fit it apart, and its mixtures of experts."""
+    """Count the linears and mixtures of experts of vLLM's model by the class that computes them. Linears of
+    ``NativeLinear`` whose shapes the native kernels do not support are counted as "NativeLinear, dequantised"."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
