@@ -31,7 +31,7 @@ def check_prompts(
         if len(prompt) + max_tokens > max_model_len:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens and max_tokens is {max_tokens}; together they may be at most "
-                f"max_model_len = {max_model_len}: drop the prompt, or change one of the two"
+                f"max_model_len = {max_model_len}: drop the prompt, lower max_tokens or raise max_model_len"
             )
 
 

@@ -121,7 +121,7 @@ class TransformersEngine:
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=device)
         mask[:, at if copies == 1 else slice(1, None)] = (
-            True  # tokens before the first masked one may be shared by rows
+            True  # equal rows may share the computation of what precedes the first masked token
         )
         targets = rows.clone()
         targets[:, at] = torch.tensor(following, device=device)

@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     sampler: Tensor
     """[N] fp64, reported by the engine."""
     shaken: Tensor
-    """[N] fp64, by the trainer with rounding errors drawn anew (``policy.shaken``), if ``other_rounding``, else empty."""
+    """[N] fp64, by the trainer with rounding errors drawn anew; empty without ``other_rounding``."""
     rows: Tensor
     """[N] int64, for each token the index of its completion among the chosen ones."""
     evidence: Tensor
@@ -51,7 +51,7 @@ def measure_some(
 
     ``max_tokens`` limits the tokens of all chosen prompts and completions of all ranks, equal rows counted once; each
     rank may exceed its share by at most one row. With ``other_rounding``, log-probabilities are computed a second time,
-    with rounding errors drawn anew.
+    with rounding errors drawn anew (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)
     limit, chosen, which, total = max_tokens / ranks.num_ranks(), [], [], 0

@@ -112,8 +112,8 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
         rank_zero_info(f"trainer and vLLM use one copy of {in_bytes(shared)} of {in_bytes(size)} of packed weights")
     else:
         rank_zero_info(
-            f"trainer and vLLM have a copy each of the base's {in_bytes(size)} of packed weights: vLLM's kernels read "
-            "another order here"
+            f"trainer and vLLM have a copy each of the base's {in_bytes(size)} of packed weights, because vLLM's "
+            "kernels need them in another order here"
         )
 
 

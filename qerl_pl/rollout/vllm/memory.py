@@ -67,8 +67,8 @@ def collect() -> None:
     if (pool := allocator()) is not None and pool.pointer_to_data:
         _left.update(pool.pointer_to_data)
         warnings.warn(
-            f"{left() / 2**20:.0f} MiB of the vLLM engine that has ended are still referred to, and stay on the GPU "
-            f"until nothing does: {dict(Counter(data.tag for data in pool.pointer_to_data.values()))} (vLLM's names)",
+            f"{left() / 2**20:.0f} MiB of the vLLM engine that has ended are still referenced, and stay on the GPU "
+            f"until the last reference is gone: {dict(Counter(data.tag for data in pool.pointer_to_data.values()))} (vLLM's names)",
             RuntimeWarning,
             stacklevel=3,
         )
