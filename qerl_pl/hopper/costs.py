@@ -22,9 +22,9 @@ TWO_TILES = 1.2
 """Factor of ``K_BLOCK_CYCLES`` in thread blocks of two tiles and at most 128 tokens, whose two warpgroups cannot keep
 the tensor cores busy: the slope of the GEMM's time over K with two tiles, divided by that with more tiles."""
 LONE_TILE = 1.5
-"""Time that a thread block of a single tile takes, in tiles of a thread block of two: the slope of the GEMM's time over
-K with one tile of 256 tokens, divided by half of that with two. Assumed to be the same with fewer tokens, where such
-thread blocks were never the fastest."""
+"""Time of a thread block of one tile, divided by the time per tile of a thread block of two tiles: the slope of the
+GEMM's time over K with one tile of 256 tokens, divided by half of that with two. Assumed to be the same with fewer
+tokens, where such thread blocks were never the fastest."""
 BLOCK_S = 3e-6
 """Seconds that a thread block takes in addition to its products: start, filling the pipeline, storing the sums."""
 CLUSTER_S, SUMS_S = 1e-6, 4e-6
@@ -32,21 +32,22 @@ CLUSTER_S, SUMS_S = 1e-6, 4e-6
 of which a cluster of ``splits`` thread blocks takes the share (splits - 1) / splits; solved from the times of equal
 work in 2 and in 8 splits."""
 RESIDENT_CLUSTERS = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
-"""Clusters that run at the same time according to the driver (``cuOccupancyMaxActiveClusters``), which says less than
-what runs, by thread blocks per cluster, with one thread block per SM."""
+"""Clusters that run at the same time according to the driver (``cuOccupancyMaxActiveClusters``), by thread blocks per
+cluster, with one thread block per SM. For some sizes more run in fact, see ``CONCURRENT_CLUSTERS``."""
 CONCURRENT_CLUSTERS = {**RESIDENT_CLUSTERS, 2: 66, 8: 15}
-"""The same as measured: in a sweep of `bench_layer` at commit 443f568, in which a second kernel's clusters fill SMs
-that the first leaves, and from the time of 64 clusters of two on an H100."""
+"""Clusters that were measured to run at the same time: in a sweep of `bench_layer` at commit 443f568, in which a second
+kernel's clusters fill SMs that the first leaves, and from the time of 64 clusters of two on an H100."""
 ADAPTER_S = {(128, 5): 2.5e-6, (256, 2): 2.5e-6}
-"""Extra seconds of the batch GEMM if it also adds an adapter's h B^T, by (tokens, tiles) of a thread block, else 0: one
-of 128 x 5 has few free registers, so it loads less of B and h at a time; one of 256 has half of the warps."""
+"""Extra seconds of the batch GEMM if it also adds an adapter's h B^T, by (tokens, tiles) of a thread block; 0 for all
+others. With 128 x 5, few registers are free, so less of B and h is loaded at a time; with 256 x 2, a thread block has
+half as many warps."""
 
 # The decode GEMM (nvfp4_decode).
 WIDE = 64
 """A linear is wide if it has more blocks of 256 outputs than this: it fills the GPU almost without dividing K."""
 WIDE_BLOCKS = {8: 430, 16: 430, 32: 375}
-"""Thread blocks of a wide linear, by its largest number of tokens: K is divided into as many parts as come closest.
-Threshold: `bench_decode`, Qwen2.5-3B to 32B on an H200, 8 to 32 tokens; so are those below."""
+"""Thread blocks of a wide linear, by its largest number of tokens: K is divided into the number of parts that comes
+closest. Thresholds of the decode GEMM are from `bench_decode`, Qwen2.5-3B to 32B on an H200, 8 to 32 tokens."""
 FIVE_PER_SM = range(36096, 42241)
 """Outputs N of wide linears that use, for up to 8 tokens, smaller thread blocks, of which five run on an SM: with K in
 4 parts they fill the GPU almost exactly. Gate and up of Qwen2.5-7B take 27.8 us instead of 28.6."""
@@ -56,9 +57,9 @@ FEW_SPLITS, NARROW_BLOCKS = 4, 198
 """If one thread block per SM allows a narrow linear no more than FEW_SPLITS parts of K, it uses up to NARROW_BLOCKS
 thread blocks, two on some SMs: q, k and v of Qwen2.5-14B take 4 to 14 % less time."""
 LONG_INPUTS, FULL_NARROW = 8192, 0.8
-"""A narrow linear with more inputs K than LONG_INPUTS uses larger thread blocks if its own occupy less than this share
-of the SMs: ``down`` of Qwen2.5-14B and 32B takes 3 to 30 % less time, and that of 7B, 0.85 of the SMs, would take 1 %
-more."""
+"""A narrow linear with more inputs K than LONG_INPUTS uses larger thread blocks if the usual ones would occupy less
+than the share FULL_NARROW of the SMs: ``down`` of Qwen2.5-14B and 32B takes 3 to 30 % less time with larger ones. That
+of 7B, whose usual ones occupy 0.85 of the SMs, would take 1 % more."""
 FULL_WAVE = 0.75
 """Smallest share of the GPU that a wide linear's thread blocks have to occupy, with K in one or two parts, for the
 decode GEMM to run it with 33 to 64 tokens. Threshold: `bench_schedules`."""

@@ -3,9 +3,9 @@
 vLLM replays the model's blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block tables and
 the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them. With few
 sequences the GPU would wait for the host, which needs 2 to 4 ms for a step; the GPU needs 2.5 ms for the blocks of a 7B
-model with 8 sequences. For a given number of sequences, of drafts for each and kind of sampling the launches are always
-the same, and use tensors at fixed addresses. So here they are captured in two further graphs, one before the blocks and
-one after them.
+model with 8 sequences. With equal numbers of sequences and of drafts and the same kind of sampling, the launches are
+always the same, and use tensors at fixed addresses. This module captures them in two further graphs, one before the
+blocks and one after them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Step:
     """The graph that samples and updates the sequences' state, and its output, by ``kind_of_sampling``."""
 
     def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
-        """Set the values in ``batch`` that differ from step to step; return whether it has the same sequences in the
-        same order as before."""
+        """Set the values in ``batch`` that differ from step to step; return whether the batch has the same sequences in
+        the same order as before."""
         batch, rows = self.batch, state.idx_mapping_np
         if not (same := np.array_equal(batch.idx_mapping_np, rows)):
             async_tensor_h2d(rows, out=batch.idx_mapping)
@@ -85,14 +85,15 @@ class DecodingGraphs:
         self.sample_plainly = runner.sample
         self.update_state_plainly = runner.postprocess_sampled
         self.steps: dict[tuple[int, int, BatchExecutionDescriptor], Step] = {}
-        """Captured steps by number of sequences, number of tokens, and the batch of vLLM's graph of the blocks."""
+        """Captured steps by number of sequences, number of tokens, and vLLM's descriptor of the graph of the blocks."""
         self.stream = capture_stream(runner.device)
-        # The tokens of a step must outlive the graph of the next step's inputs, so the two kinds share no memory.
+        # The tokens of a step must outlive the graph of the next step's inputs, so graphs of inputs and of sampling
+        # share no memory.
         self.input_memory, self.sampling_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self.step: Step | None = None
-        """The graphs of the step that is running; None if vLLM has launched its inputs."""
+        """The graphs of the running step; None if its inputs were written without a graph."""
         self.uncaptured: tuple[InputBatch, BatchExecutionDescriptor] | None = None
-        """The running step's batch, if vLLM has launched its inputs although graphs could: they will be captured."""
+        """The running step's batch, if its inputs were written without a graph; ``sample`` captures them then."""
         self.kind: Hashable = None
         """``kind_of_sampling`` of the running batch; None: not determined yet, or sampling is not captured."""
         self.is_updated = False
@@ -166,8 +167,8 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
-        """Capture what vLLM has launched for the running step. If memory is short, this and the next step are left to
-        vLLM: within a capture torch cannot free memory that it has cached, so it is freed here."""
+        """Capture what vLLM has launched for the running step. If memory is short, torch's cached memory is freed,
+        which is impossible within a capture, and the next step captures again."""
         try:
             step = self.step
             if self.uncaptured:
@@ -179,8 +180,8 @@ class DecodingGraphs:
             torch.cuda.empty_cache()
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
-        """Capture what writes the inputs of batches like ``batch``. The sequences' rows in vLLM's tables are read from
-        a tensor of the graph's own, which ``Step.describe`` sets."""
+        """Capture the launches that write the inputs of batches like ``batch``. They read the sequences' rows in vLLM's
+        tables from a tensor of this graph alone, which ``Step.describe`` sets."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
         with self.capturing(self.input_memory) as graph:
@@ -204,7 +205,7 @@ class DecodingGraphs:
             )
             attention = self.prepare_attention_plainly(ours)
             groups, config = runner.attn_groups, runner.kv_cache_config
-            # as for the model's graph, the schedule is for sequences of any length
+            # as in the model's graph, attention's schedule is for sequences of any length
             metadata = self.build_metadata_plainly(ours, desc.cg_mode, *attention, groups, config, for_capture=True)
         return Step(ours, graph, starts, attention, metadata, {})
 
@@ -232,8 +233,8 @@ class DecodingGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which all engines of a process capture: for each, torch keeps cuBLAS's workspace, 32 MiB on
-    Hopper."""
+    """Return the stream on which all engines of a process capture. It is one, because torch keeps a workspace of cuBLAS
+    for each stream, 32 MiB on Hopper."""
     return torch.cuda.Stream(device)
 
 
@@ -250,8 +251,7 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
     """Return a value that is equal for batches for which vLLM's sampler launches the same kernels, given the sequences'
-    rows in its tables; None if a sequence has another option than a temperature and log-probabilities, which is not
-    captured."""
+    rows in its tables; None (no capture) if a sequence has options other than temperature and log-probabilities."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]

@@ -1,10 +1,11 @@
 """Guard of speculation: after each rollout it decides for which numbers of sequences the next one has drafts.
 
-Speculation slows down a policy of high entropy, whose tokens drafts rarely guess. So drafts are left out where a
-verification gave fewer tokens, in recent rollouts, than it costs steps without drafts. The functions depend on counts
-and constants only, never on a clock, so a run that resumes with the same counts decides the same.
+Speculation slows down a policy of high entropy, whose tokens drafts rarely guess. So drafts are left out at numbers of
+sequences at which, in recent rollouts, a decoding step with drafts gave fewer tokens per sequence than steps without
+drafts give in the same time. The functions depend on counts and constants only, never on a clock, so a run that resumes
+with the same counts decides the same.
 
-Counts are a list with one row [drafts, verifications, tokens] for each of ``CLASSES``, or empty if nothing was counted.
+Counts are a list with a row [drafts, verifications, tokens that these gave] for each of ``CLASSES``, or empty.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 
 CLASSES = tuple(number for number in VERIFICATION if number <= DRAFTS_BY_SEQUENCES[-1][0])
-"""Decoding steps are counted in classes by their number of sequences; here is the largest number of each class."""
+"""Largest number of sequences of each class of decoding steps; steps are counted by class."""
 KNOWN = 512
-"""Verifications from which on the mean of their tokens is known well enough to leave drafts out."""
+"""Fewest verifications of a class from whose mean number of tokens drafts may be left out."""
 
 
 def by_class(counts: DraftCounts) -> list[list[int]]:
@@ -32,8 +33,8 @@ def by_class(counts: DraftCounts) -> list[list[int]]:
 
 
 def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Add a rollout's counts to three quarters of the history. So a class without drafts is forgotten after some
-    rollouts, and drafts are tried again, since a policy's entropy changes in training."""
+    """Add a rollout's counts to three quarters of the history. So a class without drafts has fewer than ``KNOWN``
+    verifications after some rollouts and gets drafts again, because a policy's entropy changes in training."""
     before = history or [[0, 0, 0]] * len(CLASSES)
     return [
         [3 * old // 4 + number for old, number in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)

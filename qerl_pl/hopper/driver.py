@@ -112,7 +112,7 @@ def launch(
         cluster: number of consecutive thread blocks along y that form a cluster.
         arguments: integers, tensors, None for a null pointer, and structures of the driver.
         pdl: use programmatic dependent launch: the kernel may start before the previous one of the stream has ended,
-            and must execute ``griddepcontrol.wait`` before it reads what that one writes.
+            and must execute ``griddepcontrol.wait`` before it reads what the previous one writes.
     """
     driver: Any = import_module("cuda.bindings.driver")
     config = driver.CUlaunchConfig()

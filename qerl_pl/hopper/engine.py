@@ -98,7 +98,7 @@ def speculative_arguments(max_num_seqs: int) -> dict[str, Any]:
 
 
 def speculate(worker: Any) -> Any:
-    """Verify and draft as ``speculation`` says; returns the drafter, whose ``forget`` is called before each call."""
+    """Verify and draft as ``speculation`` says; returns the drafter; call its ``forget`` before each sampling."""
     from qerl_pl.hopper import speculation
 
     return speculation.install(worker)

@@ -2,10 +2,10 @@
 
 vLLM's sampler on a GPU takes the token with the largest sum of logit and Gumbel noise, and the noise is a hash of the
 request's seed, the position and the token. So a step that computes logits for the last token of a sequence and for k
-drafts after it samples, in each of these rows, the token that would be sampled without drafts, if the row's prefix is
-right. It is right as long as all drafts before are equal to the tokens sampled for their places. By induction, the
-tokens until the first difference are those of decoding without drafts, whatever the drafts are (drafter-invariant
-speculative decoding, arXiv 2408.07978, without its draft model).
+drafts after it samples, in each of these rows, the token that would be sampled without drafts, if all drafts before
+this row equal the tokens sampled for their places. By induction, the tokens until the first difference are those of
+decoding without drafts, whatever the drafts are (drafter-invariant speculative decoding, arXiv 2408.07978, without its
+draft model).
 """
 
 # pyright: reportCallIssue=false
@@ -21,7 +21,7 @@ from qerl_pl.kernels.launching import launch
 
 
 def accept(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_drafts: int) -> tuple[Tensor, Tensor]:
-    """Take, for each of S sequences, the tokens up to the first one that differs from its draft, that one included.
+    """Take, for each of S sequences, the sampled tokens up to and including the first one that differs from its draft.
 
     Args:
         sampled: [R] int64, the token sampled in each row of logits.

@@ -2,8 +2,8 @@
 itself or in other completions of its prompt.
 
 One kernel finds the longest match in each block of positions, the other takes the best block of each sequence and
-copies what follows. Nothing is drawn or measured, and rows of the table may be in any order, so equal calls give equal
-drafts.
+copies what follows. Drafts depend neither on random numbers or times nor on the order of rows in the table, so equal
+calls give equal drafts.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -26,15 +26,16 @@ POSITION_BITS, COLUMN_BITS = 24, 12
 def draft(tokens: Tensor, lengths: Tensor, candidates: Tensor, rows: Tensor, num_drafts: int) -> Tensor:
     """Draft tokens for N sequences of a table with R rows: [N, num_drafts] int64.
 
-    The drafts follow an earlier occurrence of the sequence's last m tokens, for the largest m up to ``LONGEST_MATCH``;
-    of several occurrences the one at the latest position, and of equal positions the first candidate's. Where nothing
-    matches, or the text found ends, drafts repeat the sequence's last token.
+    The drafts follow an earlier occurrence of the sequence's last m tokens, for the largest m up to ``LONGEST_MATCH``.
+    Of several occurrences, the one at the latest position is taken, and at equal positions that in the first candidate.
+    Where nothing matches, or after the end of the text found, drafts repeat the sequence's last token.
 
     Args:
         tokens: [R, L] int32, with stride 1 along L.
         lengths: [R] int32, number of each row's tokens, at least 1 for rows that are read.
-        candidates: [R, C] int32, the rows in which to look for each row's end, its own among them; -1: none.
-        rows: [N] int64, the rows of the sequences.
+        candidates: [R, C] int32, for each row the rows in which to look for its last tokens, itself among them; -1:
+            none.
+        rows: [N] int64, the row of each sequence.
         num_drafts: drafts per sequence, at least 1.
     """
     num, length, columns = len(rows), tokens.shape[1], candidates.shape[1]

@@ -7,13 +7,14 @@ FUNCTION void prefetch_a(const u16 *a, int K, int first_rank, int rank, int part
   for (int i = part * LINE; i < size; i += parts * LINE) prefetch_to_l2(a + (size_t)first_rank * K + i);
 }
 
-// Computes h for one tile of tokens and 32 ranks, by the thread blocks of a cluster (along y), each slice of the
-// adapter by WARPS warps of each. ``a`` is the matrix of this warp's slice, ``hidden`` the start of the first slice.
+// Computes h for one tile of tokens and 32 ranks, by the thread blocks of a cluster (along y); in each of them, WARPS
+// warps compute a slice of the adapter. ``a`` is the matrix of this warp's slice, ``hidden`` the start of the first
+// slice.
 //
 // A chunk is 32 inputs. A lane loads 8 contiguous inputs of a chunk and passes them to two mma instructions; the order
 // of the inputs within a chunk does not matter, because A and x are loaded in the same order. The warps have different
 // chunks. A thread block adds up its warps' sums in shared memory, [warps][TOKENS][36] fp32, and the cluster adds up
-// those of its thread blocks. They may still read this one's sums when the function returns.
+// those of its thread blocks. When the function returns, other thread blocks may still read this one's sums.
 template <int TOKENS, int SLICES, int WARPS, int IN_FLIGHT, int SUMS_IN_FLIGHT>
 FUNCTION void shrink_tile(const u16 *x, const u16 *a, const long long *indices, u16 *hidden, int tokens, int K,
                           int rank, int splits, int first_token, int first_rank) {

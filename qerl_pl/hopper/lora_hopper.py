@@ -1,9 +1,9 @@
 """LoRA fused into the NVFP4 GEMMs on Hopper: the output y is written only once.
 
-The decode GEMM computes h = x A^T itself, in thread blocks of its own launch (``Adapter``). For the batch GEMM,
-``shrink`` computes h and lets the GEMM start at once (``Update``). Either GEMM multiplies x by the weights
-concurrently, waits for h at its end, and adds h B^T to its fp32 sums in a fixed order before it rounds them. Letters: T
-tokens, K inputs, R rank.
+The decode GEMM computes h = x A^T, too, in additional thread blocks of the same launch (``Adapter``). For the batch
+GEMM, the kernel ``shrink`` computes h and lets the GEMM start at once (``Update``). While h is computed, either GEMM
+multiplies x by the weights; at its end it waits for h, and adds h B^T to its fp32 sums in a fixed order before it
+rounds them. Letters: T tokens, K inputs, R rank.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 
 
 class Update(NamedTuple):
-    """Adapter whose h B^T, with a given h = x A^T, a GEMM adds to its output, slice by slice."""
+    """Adapter with computed h = x A^T: a GEMM adds h B^T to its output, slice by slice."""
 
     hidden: Tensor  # [slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
 
 
 class Adapter(NamedTuple):
-    """Adapter that the decode GEMM computes together with its base; ``fits_adapter`` must hold."""
+    """Adapter that the decode GEMM computes and adds to its output; ``fits_adapter`` must hold."""
 
     a: Sequence[Tensor]  # one [R, K] bf16 for each slice, contiguous
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
@@ -77,8 +77,8 @@ def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
     """Choose how ``shrink`` is divided among thread blocks, for an adapter ``a``, ``b`` (as in ``Adapter``) that is
-    fused into the batch GEMM, from the SMs that this leaves idle. None if it cannot be fused, or if adding the adapter
-    after the GEMM is faster."""
+    fused into the batch GEMM, given the SMs that the GEMM leaves idle. None if the adapter cannot be fused, or if
+    adding it after the GEMM is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or not fits_adapter(a, b):
         return None
     rank, inputs = a[0].shape

@@ -1,7 +1,7 @@
 """NVFP4 linears of vLLM on Hopper: the kernel class that vLLM uses for them, and its operators.
 
 Native kernels compute up to 2048 tokens. In passes with more, the weight is dequantised to scratch memory and
-multiplied by cuBLAS. All add partial sums in a fixed order, so equal inputs give equal bits.
+multiplied by cuBLAS. Native kernels and cuBLAS add partial sums in a fixed order, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 class Native(NamedTuple):
-    """Mark of a linear of vLLM that the native kernels compute, its attribute ``native``. A tuple, because torch would
-    register a weight that is an attribute of the linear itself as its parameter."""
+    """Value of the attribute ``native``, which marks linears of vLLM that native kernels compute. It is a tuple,
+    because torch would register a weight that is an attribute of the linear as its parameter."""
 
     next_weight: Tensor | None = None
     """Weight of the linear that is computed after this one, or None; see ``nvfp4_decode.decode_linear``."""
@@ -141,8 +141,8 @@ def nvfp4_linear(
     torch.compile.
 
     The linear's kernel also adds the adapter if this is faster. The decode GEMM also computes silu(gate) * up, so that
-    no other kernel runs between it and the GEMM of ``down``; after other kernels vLLM's does, and rounds in the same
-    places.
+    no other kernel runs between it and the GEMM of ``down``; after other kernels, vLLM's kernel computes it, and rounds
+    in the same places.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.

@@ -50,8 +50,8 @@ FUNCTION void prefetch_b(const Adapter &adapter, int n, int N) {
 }
 
 // Adds h B^T to a warp's sums of COUNT x 16 outputs and TILES x 8 tokens; the outputs start at n and lie in one slice.
-// Of the thread blocks of a cluster, which hold partial sums of the same outputs, one adds the product for each 16
-// outputs. B is loaded before h is complete, for which ``wait`` waits; then h in groups of IN_FLIGHT tiles.
+// The thread blocks of a cluster hold partial sums of the same outputs; for each 16 outputs, one of them adds the
+// product. B is loaded first; ``wait`` returns when h is complete, and then h is loaded in groups of IN_FLIGHT tiles.
 template <int COUNT, int TILES, int IN_FLIGHT, typename Wait>
 FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_token, int tokens, int splits,
                           Wait wait) {
@@ -124,8 +124,8 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
   *(uint2 *)(y + (size_t)token * N + n) = four_to_bf16(sum);
 }
 
-// Calls ``store`` for a thread block's share of what its cluster stores: FOURS groups of four outputs per token. Its
-// arguments are the token and the group's first output.
+// Calls ``store`` for a thread block's share of what its cluster stores: FOURS groups of four outputs per token.
+// ``store`` gets the token and the group's first output.
 template <int FOURS, int THREADS, typename Store>
 FUNCTION void store_share(int tokens, int splits, Store store) {
   // The thread blocks take turns with as many parts as they have threads, or with fewer if there are few parts.

@@ -1,8 +1,9 @@
 """GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 2048 tokens on Hopper, for large batches and prompts.
 
 With this many tokens the GEMM can keep the tensor cores busy if they do not wait for weights to be converted. Each
-warpgroup therefore computes outputs that no other has, converts their weights in registers and waits for no other; TMA
-copies tokens, weights and scales to shared memory. Sums are fp32 in a fixed order: equal inputs give equal bits.
+warpgroup therefore computes outputs that no other has, converts their weights in registers and does not wait for other
+warpgroups; TMA copies tokens, weights and scales to shared memory. Sums are fp32 in a fixed order: equal inputs give
+equal bits.
 
 A k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the tokens of a thread block; a
 wave is as many thread blocks as the GPU runs at the same time. Letters: T tokens, K inputs, N outputs.
@@ -26,9 +27,9 @@ from qerl_pl.hopper import costs, driver, lora_hopper
 MOST_TOKENS = 2048
 """Most tokens that this kernel multiplies; with more, dequantising the weight and cuBLAS take as long or less.
 
-Here weights are converted again for every token tile, there only once. On an H100, dequantising and cuBLAS together
-take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tokens, 1.2 times with 1024, 1.0 to 1.04
-times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
+This kernel converts the weights again for every token tile, while dequantising converts them only once. On an H100,
+dequantising and cuBLAS together take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tokens,
+1.2 times with 1024, 1.0 to 1.04 times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
 X_BOX_INPUTS = 64  # inputs of x that one copy has: K is a multiple of it;
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
@@ -91,8 +92,8 @@ class Schedule(NamedTuple):
 VARIANTS = [*(Variant(tokens, tiles) for tokens in (64, 96, 128) for tiles in range(2, 6)), Variant(256, 2)]
 PROMPTS = [variant for variant in VARIANTS if variant.tokens >= 128]  # for more than ``MOST_DECODED`` tokens
 FULL_TILES = [64, 96, 128, 192, *range(MOST_DECODED, MOST_TOKENS + 1, 128)]
-"""Numbers of tokens between which no variant has another number of token tiles; any other number has the schedule of
-the next larger one of these."""
+"""Numbers of tokens that fill the last token tile of some variant. Any other number of tokens has the schedule of the
+next larger one of these."""
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
@@ -139,12 +140,12 @@ def variants_for(num_tokens: int) -> list[Variant]:
 
 
 def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield the schedules of a variant to choose from: one per number of splits of K, and ones without splits whose
-    thread blocks, of two numbers of tiles, fill whole waves."""
+    """Yield the schedules of a variant to choose from: one per number of splits of K, and some without splits in which
+    thread blocks of n and of n - 1 tiles together fill whole waves."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
-    # Fewer SMs leave room for one cluster of ``shrink``.
+    # With the smaller number of SMs, one cluster of ``shrink`` can run at the same time.
     for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS) if num_tokens <= MOST_DECODED else (costs.SMS,):
         first = fewest * token_tiles // sms + 1
         for waves in range(first, first + MOST_WAVES):
@@ -271,9 +272,9 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """Build a TMA descriptor of a 3-D tensor: ``sizes`` and ``box``, the part that one copy has, in elements, the
-    contiguous dimension first; ``strides`` in bytes of the second and third dimension. Elements are bf16 that get the
-    128-byte swizzle, or have 8 bytes."""
+    """Build a TMA descriptor of a 3-D tensor: ``sizes``, and ``box``, what one copy transfers, in elements, the
+    contiguous dimension first; ``strides`` in bytes of the second and third dimension. Elements are bf16 with the
+    128-byte swizzle, or have 8 bytes and no swizzle."""
     cuda: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
     [tensor_map] = driver.checked(

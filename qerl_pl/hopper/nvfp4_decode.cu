@@ -28,8 +28,8 @@ struct Shrink {
   int clusters;  // that compute h = x A^T, each for one slice and 32 ranks; 0 without an adapter
 };
 
-// Thread blocks that have written h, and thread blocks that have read it. Both are zero whenever no kernel of this
-// module runs: launches of a module must not overlap, except as dependent launches do.
+// Numbers of thread blocks that have written h, and of those that have read it. Both are zero whenever no kernel of
+// this module runs: launches of a module must not overlap, except as dependent launches do.
 __device__ unsigned hidden_written, hidden_read;
 
 FUNCTION void wait_for_hidden(const Shrink &shrink, int splits) {  // called by a whole warp
@@ -125,7 +125,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
       for (int stage = 0; stage < X_SLOTS * X_STAGES; stage++)
         *(uint4 *)((char *)shared + (x_to - memory) + stage * X_BYTES + i * ROWS * 128) = make_uint4(0, 0, 0, 0);
 
-  // Copies to the slot at ``base``; they advance their pointers.
+  // The following functions copy a stage to the slot at ``base`` and advance the pointers from which they copy.
   auto copy_x_of_stage = [&](int stage, u32 base) {
     if (stage >= last) return;
     const int left = k_blocks - stage * STAGE_K_BLOCKS;

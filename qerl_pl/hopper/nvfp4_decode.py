@@ -41,8 +41,8 @@ class Variant(NamedTuple):
 
     @property
     def x_stages(self) -> int:
-        """Pipeline stages whose inputs x are copied together; more would take the memory that ``blocks`` thread blocks
-        have."""
+        """Pipeline stages whose inputs x are copied together; with more, ``blocks`` thread blocks would not fit on an
+        SM."""
         return {8: 4, 16: 2}.get(self.tokens, 1)
 
     @property
@@ -169,8 +169,8 @@ def decode_linear(
     """Compute y = x W^T + bias, plus an adapter's h B^T with h = x A^T if one is given, and round the sum to bf16 once.
 
     The kernel starts to copy the weight before the previous kernel of the stream has ended (programmatic dependent
-    launch), so that one must not write ``weight`` or ``scales``. A few thread blocks compute h, for which the others
-    wait at their end. They count in global memory of the kernel's, so two streams must not run these kernels at the
+    launch), so that one must not write ``weight`` or ``scales``. A few thread blocks compute h, and the others wait for
+    it at their end. The kernel has counters for this in global memory, so two streams must not run these kernels at the
     same time.
 
     Args:
@@ -181,7 +181,7 @@ def decode_linear(
         out: bf16, contiguous, to write the result to; None allocates it.
         adapter: ``lora_hopper.fits_adapter`` must hold for it.
         next_weight: weight that the next call will multiply by: ``costs.FETCHED_AHEAD`` bytes of it are fetched to L2
-            once the own weight has been read, so that memory is not idle until the next call.
+            once this call has read ``weight``, so that memory is not idle until the next call.
         gated: W is the fused gate and up of an MLP, without a bias; return silu(gate) * up, where gate, up, silu(gate)
             and the product are rounded to bf16.
 
@@ -216,8 +216,9 @@ def decode_linear(
 
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
-    """Choose what thread blocks fetch to L2 of the next weight: its parts (of K), the bytes from one to the next, the
-    thread blocks that fetch, and the bytes that each fetches, the same of each part from its start on."""
+    """Choose what ``blocks`` thread blocks fetch to L2 of the next weight, for ``Next`` in nvfp4_decode.cu: the weight,
+    the number of parts into which its GEMM divides K, the bytes from one part to the next, the number of thread blocks
+    that fetch, and the bytes that each fetches. Equally many bytes are fetched from the start of each part."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape

@@ -28,7 +28,7 @@ Linears = Mapping[str, FrozenLinear]  # the trainer's packed linears by name
 
 
 class Adopted(NamedTuple):
-    """Mark of a linear of vLLM that uses the trainer's memory, its attribute ``adopted``."""
+    """Value of the attribute ``adopted``, which marks linears of vLLM that use the trainer's memory."""
 
     digest: Tensor  # [2] int64, ``digest_of`` the linear when it was loaded
 
@@ -62,7 +62,8 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Find the linears of vLLM whose codes and scales it need not read: names of the trainer's linears by name."""
+    """Find the linears of vLLM whose codes and scales it need not read; maps the name of each to the names of the
+    trainer's linears that it fuses."""
     return {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
@@ -109,8 +110,8 @@ def adopt(layer: Any) -> bool:
 
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
-    """Complete a model whose weights vLLM has loaded and converted. With several adapter slots vLLM adds adapters to
-    what the operator returns, which must then be gate and up."""
+    """Complete a model whose weights vLLM has loaded and converted. With several adapter slots, vLLM adds adapters to
+    what the operator of gate and up returns, so this must then be gate and up, not silu(gate) * up."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:
@@ -127,8 +128,8 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
     for name, layer, _, parts in fused_linears(model, linears):
         if hasattr(layer, "is_empty"):
             raise CheckFailed(
-                f"vLLM has converted {name} with a kernel that is not this project's, before it had its weights; set "
-                "decoding_kernel to 'humming'"
+                f"vLLM has converted {name} with a kernel that is not this project's, before the linear had its "
+                "weights; set decoding_kernel to 'humming'"
             )
         weight = whole_of([part.packed for part in parts]) if hasattr(layer, "adopted") else None
         if weight is not None:
@@ -141,15 +142,15 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
 
 def tell_next_weights(model: nn.Module) -> None:
-    """Tell each native linear which weight the next one has: its kernel fetches that to L2 while the layers between
-    them run."""
+    """Give each linear that native kernels compute the weight of the next one, which its kernel fetches to L2 while the
+    layers between the two run."""
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
         linear.native = linear.native._replace(next_weight=following.weight)
 
 
 def move_activations(model: nn.Module) -> None:
-    """Let the operator of each native fused gate and up also compute silu(gate) * up, instead of the layer after it."""
+    """Let the native kernels of each fused gate and up also compute silu(gate) * up, instead of the layer after it."""
     for mlp in model.modules():
         linear: Any = getattr(mlp, "gate_up_proj", None)
         if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:

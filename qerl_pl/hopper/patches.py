@@ -84,7 +84,7 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
 
     Args:
         kernel: makes the kernel object of one linear.
-        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for other linears.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls the original for other linears.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 

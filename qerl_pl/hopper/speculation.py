@@ -1,7 +1,7 @@
 """Speculation that changes no token, on vLLM's model runner for GPUs.
 
-vLLM is started with its own n-gram speculation, by which it schedules, schedules ahead and takes back drafts. The
-drafts are replaced by those of ``group_drafts``, and the verification by that of ``equal_drafts``.
+vLLM is started with its own n-gram speculation, so that its scheduler plans for drafts and takes back rejected ones.
+The drafts are replaced by those of ``group_drafts``, and the verification by that of ``equal_drafts``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 
 MOST_DRAFTS = DRAFTS_BY_SEQUENCES[0][1]
 MOST_SIBLINGS = 16
-"""Most completions of a prompt in which a completion's end is looked for, its own text included."""
+"""Most completions of a prompt in which the last tokens of one of them are looked for, this one included."""
 
 
 def arguments(max_num_seqs: int) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` for an engine that speculates.
 
-    By the numbers of drafts given here, vLLM only chooses which CUDA graphs it captures; before each call the engine
-    gives the scheduler its own (``draft_guard``), which may be 0 for any number of sequences. So there must be a 0:
-    if up to ``max_num_seqs`` sequences have drafts, it is given for one sequence.
+    From the numbers of drafts given here, vLLM only chooses which CUDA graphs it captures. Before each call, the engine
+    gives the scheduler the numbers of ``draft_guard``, any of which may be 0, so graphs without drafts are always
+    needed. If all numbers of sequences would have drafts, one sequence is therefore given none here.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
@@ -48,7 +48,7 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
             "num_speculative_tokens": MOST_DRAFTS,
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 1,
-            # without it, vLLM would add drafts to the last token of a prompt that is cached but for this one
+            # Without it, vLLM would add drafts to the last token of a prompt whose other tokens are cached.
             "num_speculative_tokens_per_batch_size": ranges,
         }
     }
@@ -56,7 +56,7 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
 
 class EqualDrafts:
     """Verifies drafts in the place of vLLM's ``RejectionSampler``: samples every row as without drafts, and takes the
-    tokens up to the first that differs from its draft."""
+    tokens up to and including the first that differs from its draft."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -108,7 +108,7 @@ class GroupDrafts:
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
     ) -> None:
-        """Give a request a row, and let it and those of its prompt find drafts in each other; replaces the method of
+        """Give a request a row, and let all requests of its prompt find drafts in each other; replaces the method of
         vLLM's table of requests."""
         self.add_plainly(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         row, prompt = self.states.req_id_to_index[req_id], tuple(all_token_ids[:prompt_len])
@@ -124,8 +124,8 @@ class GroupDrafts:
         self.list_candidates(prompt)
 
     def list_candidates(self, prompt: tuple[int, ...]) -> None:
-        """Write the rows of a prompt's requests, in their order, as the candidates of each: up to ``MOST_SIBLINGS``,
-        around its own."""
+        """Make the rows of a prompt's requests the candidates of each of them, in the order of the requests; if there
+        are more than ``MOST_SIBLINGS``, those around its own."""
         rows = [row for _, row in sorted(self.groups[prompt].items())]
         for place, row in enumerate(rows):
             first = max(0, min(place - MOST_SIBLINGS // 2, len(rows) - MOST_SIBLINGS))

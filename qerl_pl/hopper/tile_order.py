@@ -37,11 +37,8 @@ def is_in_tile_order(weight: PackedWeight) -> bool:
 
 
 def to_tile_order(weight: PackedWeight) -> PackedWeight:
-    """Copy an NVFP4 weight from row order to tile order, with temporary memory of about twice the bytes of the codes.
-
-    Raises:
-        ValueError: the number of outputs is not a multiple of 64.
-    """
+    """Copy an NVFP4 weight from row order to tile order, with temporary memory of about twice the bytes of the codes;
+    ValueError if the number of outputs is not a multiple of 64."""
     outputs, blocks = weight.block_scale.shape
     if outputs % TILE:
         raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
@@ -88,8 +85,8 @@ def words_in_tile_order(words: Tensor) -> Tensor:
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Group the 32 bits of a word by how many positions they move up; each number has the mask of its bits before and
-    after."""
+    """Group the 32 bits of a word by how many positions they move up; returns, for each such number, the masks of its
+    bits before and after the move."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32
@@ -99,7 +96,7 @@ def _moves() -> dict[int, tuple[int, int]]:
 
 
 def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
-    """Combine ``words``, moved up by each number of positions and limited to the mask of this number."""
+    """Move ``words`` up by each key of ``masks``, keep the bits of its mask, and combine the results."""
     result = torch.zeros_like(words)
     for up, mask in masks.items():
         moved = words << up if up > 0 else words >> -up

@@ -68,7 +68,7 @@ def collect() -> None:
         _left.update(pool.pointer_to_data)
         warnings.warn(
             f"{left() / 2**20:.0f} MiB of the vLLM engine that has ended are still referenced, and stay on the GPU "
-            f"until the last reference is gone: {dict(Counter(data.tag for data in pool.pointer_to_data.values()))} (vLLM's names)",
+            f"while they are: {dict(Counter(data.tag for data in pool.pointer_to_data.values()))} (vLLM's names)",
             RuntimeWarning,
             stacklevel=3,
         )
