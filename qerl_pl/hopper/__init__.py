@@ -22,7 +22,8 @@ EXTENDED = (
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List what the native kernels need and this machine, base format or compute dtype lacks."""
+    """List the requirements of the native kernels that this machine, the base's format or the compute dtype does not
+    meet."""
     vllm = find_spec("vllm")
     folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = driver.is_available(torch.device("cuda"))

@@ -46,8 +46,9 @@ half as many warps."""
 WIDE = 64
 """A linear is wide if it has more blocks of 256 outputs than this: it fills the GPU almost without dividing K."""
 WIDE_BLOCKS = {8: 430, 16: 430, 32: 375}
-"""Thread blocks of a wide linear, by its largest number of tokens: K is divided into the number of parts that comes
-closest. Thresholds of the decode GEMM are from `bench_decode`, Qwen2.5-3B to 32B on an H200, 8 to 32 tokens."""
+"""Thread blocks of a wide linear, by the largest number of tokens of the kernel variant: K is divided into the number
+of parts that comes closest. Thresholds of the decode GEMM are from `bench_decode`, Qwen2.5-3B to 32B on an H200, 8 to
+32 tokens."""
 FIVE_PER_SM = range(36096, 42241)
 """Outputs N of wide linears that use, for up to 8 tokens, smaller thread blocks, of which five run on an SM: with K in
 4 parts they fill the GPU almost exactly. Gate and up of Qwen2.5-7B take 27.8 us instead of 28.6."""

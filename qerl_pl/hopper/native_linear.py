@@ -116,7 +116,7 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
     """Compute a linear with the attribute ``native``, [..., K] -> [..., N], or [..., N / 2] if it is gated; ``adapter``
-    is nothing or a, b, indices and no_lora of ``nvfp4_linear``."""
+    is empty, or has the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
         x.reshape(-1, x.shape[-1]), *weights, bias, *layer.native, *(adapter or ([], [], None, None))
@@ -140,9 +140,9 @@ def nvfp4_linear(
     """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated; an operator that is opaque to
     torch.compile.
 
-    The linear's kernel also adds the adapter if this is faster. The decode GEMM also computes silu(gate) * up, so that
-    no other kernel runs between it and the GEMM of ``down``; after other kernels, vLLM's kernel computes it, and rounds
-    in the same places.
+    The linear's kernel also adds the adapter if this is faster than separate kernels. The decode GEMM also computes
+    silu(gate) * up, so that no other kernel runs between it and the GEMM of ``down``; after other kernels, vLLM's
+    kernel computes it, and rounds in the same places.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.

@@ -23,7 +23,7 @@ from qerl_pl.hopper import costs, driver, lora_hopper
 
 BITS = [*([6 + 3 * j, 7 + 3 * j, 8 + 3 * j, 15 + 3 * j] for j in range(3)), [3, 4, 0, 1]]
 """Positions of the bits of a word's first four codes, mantissa first, sign last; for the last four codes they are 16
-higher, and position 32 + i is i. `nvfp4.cuh` says why."""
+higher, modulo 32. `nvfp4.cuh` says why."""
 FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for all linears, and for linears that fill the GPU;
 BLOCK_OUTPUTS, TILE, K_BLOCK = 256, 64, 16  # outputs per thread block and warp; inputs per wgmma and block scale;
 MOST_SPLITS = 8  # largest cluster, in thread blocks, that every Hopper GPU can run;

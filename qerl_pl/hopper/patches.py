@@ -1,5 +1,5 @@
-"""Run-time patches of vLLM that only make it faster; ``rollout/vllm/patches.py`` has those that correctness needs, and
-says how a patch is written. With a vLLM that was not tested none of these is applied."""
+"""Run-time patches of vLLM that only make it faster, and that are applied only to tested versions of vLLM;
+``rollout/vllm/patches.py`` has those without which results would be wrong, and says how a patch is written."""
 
 from __future__ import annotations
 

@@ -83,11 +83,12 @@ class EqualDrafts:
 
 
 class GroupDrafts:
-    """Drafts in the place of vLLM's n-gram speculator.
+    """Drafts tokens in place of vLLM's n-gram speculator.
 
     vLLM keeps the tokens of a request that has ended until another one takes its row of the table. Until then other
     completions of the same prompt find drafts in it. Only rows that were filled since the last ``forget`` are read, and
-    siblings are in the order of their requests, so drafts are a function of one call's arguments.
+    completions of a prompt are searched in the order of their requests, so drafts depend on the arguments of the
+    current call only.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:

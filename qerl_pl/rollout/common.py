@@ -40,9 +40,9 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
     index.
 
     The completions of a batch are therefore the same however its prompts are divided among ranks. Prompts with equal
-    tokens need different seeds. If ``seed`` is a single seed, a prompt's seeds also depend on the number of equal
-    prompts before it in this call; if ``seed`` has one seed per prompt, the caller has to make those of equal prompts
-    differ.
+    tokens need different seeds, or their completions would be equal. If ``seed`` is a single seed, a prompt's seeds
+    also depend on the number of equal prompts before it in this call; if ``seed`` has one seed per prompt, the caller
+    has to make those of equal prompts differ.
     """
     if not isinstance(seed, int):
         return [

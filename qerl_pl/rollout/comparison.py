@@ -102,7 +102,7 @@ def score_gaps(
     strength: float | None,
     scores: bool,
 ) -> dict[str, Gap]:
-    """Compare log-probabilities of engine and trainer; returns the differences by check.
+    """Compare log-probabilities of the loop's engine with the trainer's; returns the differences by comparison.
 
     ``oracle`` is an engine with the trainer's model and the same noise, ``dtype`` the less precise of the two engines'
     dtypes. With ``scores``, the log-probabilities of the text ``tokens`` are compared, with and without the adapter.

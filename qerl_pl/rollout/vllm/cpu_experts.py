@@ -40,7 +40,8 @@ class TorchExperts(CPUUnquantizedExperts):
         *_: object,
         **_more: object,
     ) -> None:
-        """Compute T tokens [T, H] with gate and up [E, 2I, H], down [E, H, I] and the choices [T, k]."""
+        """Compute T tokens [T, H] by the experts chosen for each, ``topk_ids`` [T, k]; ``w1`` has gate and up [E, 2I,
+        H], ``w2`` has down [E, H, I]."""
         routes = sort_rows(topk_ids.long(), len(w1))
         rows = hidden_states[routes.order // topk_ids.shape[1]]
         gate, up = (grouped(rows, part.mT, routes.ends) for part in w1.chunk(2, dim=1))
@@ -64,7 +65,7 @@ class NVFP4Experts(UnquantizedFusedMoEMethod):
             for kind in (*PACKED, "input_global_scale"):
                 delattr(layer, f"{name}_{kind}")
             rows, blocks = codes.flatten(0, 1), scales.flatten(0, 1).view(torch.uint8)
-            # one tensor scale for each expert, or one each for gate and up, whose rows follow each other
+            # one tensor scale per expert, or in w13 one for gate and one for up, whose rows follow each other
             dense = dequantize(NVFP4Weight(rows, blocks, 1 / divisors.double().flatten()), self.dtype)
             layer.register_parameter(
                 f"{name}_weight", nn.Parameter(dense.view(*codes.shape[:2], -1), requires_grad=False)

@@ -204,8 +204,8 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """Sample completions as ``RolloutEngine.generate`` describes; ValueError also for a temperature that vLLM does
-        not support."""
+        """Sample completions as ``RolloutEngine.generate`` describes; raises ValueError also if vLLM does not support
+        the temperature."""
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
         if sampling.stop:  # vLLM was started without a tokenizer, and needs one to find stop strings

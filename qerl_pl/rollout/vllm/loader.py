@@ -61,7 +61,7 @@ def register_loader(
 
         def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
             model = super().load_model(vllm_config, model_config, prefix)
-            # The type of vLLM's setting allows "auto", which vLLM has replaced by a device before it loads a model.
+            # vLLM's setting may also be "auto" by its type, but is a device when a model is loaded.
             device: Any = vllm_config.device_config.device
             lora = vllm_config.lora_config
             if hooks:

@@ -57,9 +57,9 @@ def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
 
 
 def collect() -> None:
-    """Free the memory that an engine has not freed when it ended; only while no other engine runs, since all share one
-    pool. A warning says how much is still referenced. That memory is freed with its last reference, and does not stop
-    the next engine from starting (``ignoring_what_is_left``)."""
+    """Free the memory that an engine has left allocated at its end. Call it only while no engine runs, since all share
+    one pool. A warning says how much is still referenced. That memory is freed with its last reference, and does not
+    stop the next engine from starting (``ignoring_what_is_left``)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""Run-time patches of vLLM and torch that correct results and a start without errors need; ``hopper/patches.py`` has
+"""Run-time patches of vLLM and torch without which results would be wrong or vLLM would fail; ``hopper/patches.py`` has
 those that only make vLLM faster.
 
 vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process.
 Each function is one patch: its docstring says the symptom without it, the cause, the versions that it was written for,
-and the upstream discussion. A patch raises an error with the attribute's name if that is gone or has another signature.
+and the upstream discussion. A patch raises an error that names the attribute if this is gone or has another signature.
 ``python -m qerl_pl doctor`` prints ``PATCHES``.
 """
 
