@@ -27,7 +27,7 @@ from tests.callbacks.faults import FAULTS, Instead
 from tests.random_checkpoints import write_random_checkpoint
 from tests.random_models import fixed_tokens
 
-TRAINED = 1e-3 * 32**0.5  # strength: of a B with std 1e-3, a few hundred steps of AdamW at 1e-5, and of rank 32
+TRAINED = 1e-3 * 32**0.5  # strength of rank 32 and B of std 1e-3, as after some hundred AdamW steps at 1e-5
 NUM_TOKENS = 160  # the canary's
 BROKEN = ("old_adapter", "no_adapter", "swapped_matrix", "unused_adapter", "stale_prefixes")
 

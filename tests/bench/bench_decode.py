@@ -27,7 +27,7 @@ from tests.bench.harness import RANK, captured, check, emit, native_kernels_run,
 from tests.random_models import FUSED, SIZES, fused_shape, linear_shapes
 
 CACHE_BYTES, LAYERS, FASTEST = 3e8, 6, 4
-REGISTERS = {8: 96, 16: 96, 32: 120, 64: 168}  # that a thread needs, by the tokens of a variant
+REGISTERS = {8: 96, 16: 96, 32: 120, 64: 168}  # registers per thread, by the variant's number of tokens
 SM_REGISTERS, SM_SHARED, BLOCK_SHARED, RESERVED = 65536, 228 * 1024, 227 * 1024, 1024  # of Hopper; bytes
 GROUPS, K_BLOCKS, STAGES, BLOCKS = (1, 2, 4), (4, 8), (2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6)
 

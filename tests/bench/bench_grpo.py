@@ -44,7 +44,7 @@ from tests.random_checkpoints import written_apart
 from tests.random_models import SIZES
 
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
-PIPE_S = 5.0  # after which what a process started, and left behind when it was killed, may still hold its pipe
+PIPE_S = 5.0  # wait for a killed process's output, which its orphaned children may keep open
 LIMITS = {"callbacks.canary.SyncCanary": "tolerance", "callbacks.rollout_evidence.RolloutEvidence": "max_gap"}
 CHECKS_PERIOD = 8  # rollouts; configs/base.yaml
 LAST_ERRORS, TOO_SMALL = 60, ("out of memory", "of the GPU's")  # the plan's refusal is the second

@@ -36,7 +36,7 @@ from tests.bench.harness import DTYPE, ROOT, base_callbacks, emit, parser_with
 from tests.bench.noted import jumps
 from tests.correctness.faults import ENGINES, aqn, heard_in, sources
 
-EVERY = {  # arguments with the rollouts from one check to the next
+EVERY = {  # arguments that set how many rollouts lie between checks
     "callbacks.canary.SyncCanary": ("sample_every", "score_every"),
     "callbacks.ledger.MismatchLedger": ("every",),
 }

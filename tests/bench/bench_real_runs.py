@@ -45,7 +45,7 @@ from tests.correctness.faults import WARNINGS, sources
 ARMS = ("bf16", "nvfp4", "nvfp4_aqn")
 REWARDS = ("strict", "lenient")  # of both tasks; the first one trains
 DIGITS = 5
-CURVES = {  # of a line, with the scalars that they are read from
+CURVES = {  # curve of a result line -> the logged scalar that it is read from
     "strict": "train/strict",
     "lenient": "train/lenient",
     "entropy": "policy/entropy",
@@ -198,7 +198,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
             name: max(values, default=None) and max(values) / unit
             for name, values, unit in (
                 ("planned", curve(curves, "memory/predicted_peak_gib"), 1),
-                ("driver", curve(curves, "memory/peak_gib"), 1),  # with the growth of other runs on the GPU
+                ("driver", curve(curves, "memory/peak_gib"), 1),  # includes the growth of other runs on the same GPU
                 ("torch", curve(curves, "memory/gpu_peak_bytes"), GIB),
             )
         },

@@ -37,7 +37,7 @@ from tests.random_checkpoints import written_apart
 from tests.random_models import SIZES, model_config
 
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if CUDA else (16, 16)
-DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes of a checkpoint; of a larger one, vLLM draws the weights itself
+DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes; for a larger checkpoint, vLLM draws random weights itself
 
 
 def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
@@ -69,14 +69,14 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
         plainly = launch.llm_arguments
         launch.llm_arguments = lambda *args, **named: plainly(*args, **named) | {"load_format": "dummy"}
     if not args.adapter_only:
-        patches.graphs_with_adapter = lambda: None  # else passes without the adapter would run without a graph
+        patches.graphs_with_adapter = lambda: None  # so passes without the adapter have graphs, too
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8)
     start_s = time.perf_counter() - start
     kernels = engine._call(linear_kernels)
     assert ("NativeLinear" in kernels) == (kernel == "native"), kernels
     if is_together():
-        engine.sleep()  # the others may need the room of its cache
+        engine.sleep()  # frees its KV cache for engines of other processes
     with turn():
         engine.wake()
         measure_started(args, size, base, engine, start_s)

@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace) -> None:
     if CUDA:
         from qerl_pl.hopper import decoding_graphs
 
-        decoding_graphs.GRAPH_SEQUENCES = max(SEQUENCES)  # else the host would decide the time of the largest steps
+        decoding_graphs.GRAPH_SEQUENCES = max(SEQUENCES)  # graphs for all steps: the host does not slow them down
     watch, seconds = Watch(engine), {}
     for context in (CONTEXT, LONGER):
         for count in SEQUENCES:

@@ -84,7 +84,7 @@ def imported_trl(*, vllm: bool = True) -> Any:
     prepare_environment()
     os.environ["VLLM_PLUGINS"] = ""
     trl = importlib.import_module("trl")
-    if vllm and not CUDA:  # or vLLM gives the weights to oneDNN, and new ones cannot be loaded
+    if vllm and not CUDA:  # otherwise vLLM repacks weights for oneDNN, and new ones cannot be loaded
         ops: Any = importlib.import_module("vllm._custom_ops")
         ops._supports_onednn = False
     return trl
@@ -191,7 +191,7 @@ class Lines(TrainerCallback):
             self.times.end()
 
     def on_log(self, args: Any, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
-        self._logs |= logs  # what is of a rollout is logged at its first update
+        self._logs |= logs  # values of a rollout are logged at its first update only
         # an update that is not the last, or the summary at the end
         if state.global_step % self._args.updates or "train_runtime" in logs:
             return

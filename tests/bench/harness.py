@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that several benchmarks have
     "--output": {"type": Path, "help": "file to append the lines to; what it has already is not measured again"},
     "--eager": {"action": "store_true", "help": "vLLM without CUDA graphs"},
     "--micro-batch-tokens": {"type": int, "help": "default: by the memory plan"},
-    "--path": {"help": argparse.SUPPRESS},  # of the checkpoint, for a process that measures one engine
+    "--path": {"help": argparse.SUPPRESS},  # checkpoint's folder, for a process that measures one engine
 }
 
 

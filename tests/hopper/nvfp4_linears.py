@@ -32,7 +32,7 @@ SHAPES = [
     (320, 192),
     (64, 64),
 ]
-SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes, of a thread block and of an SM of an H100
+SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes of shared memory: thread block, and SM of an H100
 E2M1 = torch.tensor(E2M1_CODES)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

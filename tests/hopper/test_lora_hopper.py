@@ -244,7 +244,7 @@ def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
 
     def layers(x: Tensor, *, slowly: bool) -> Tensor:
         for _ in range(12):
-            y = torch.empty_like(x)  # before ``shrink``: here it is filled, by a kernel that would come between
+            y = torch.empty_like(x)  # made before ``shrink``, because deterministic mode fills it by another kernel
             weights, parts = (weight, ordered, global_scale), Schedule(tokens, 1)
             with_adapter(name, x, weights, None, schedule, Adapter(a, b, indices), parts, y)
             if slowly:
