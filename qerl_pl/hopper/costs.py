@@ -68,8 +68,9 @@ FETCHED_AHEAD = 8 * 2**20
 """Most bytes of the next linear's weight that the decode GEMM fetches to L2, which has 50 MiB.
 
 From a sweep of 0 to 32 MiB over layers of Qwen2.5-3B to 32B on an H200, 8 to 32 tokens: 4 MiB are best, and 8 MiB up to
-1 % slower, but attention, which reads little memory, leaves more time between linears than the sweep does. In a 7B
-engine on an H100, decoding steps of 1 and 8 sequences take 2 % less time than with 0 here, those of 32 the same."""
+1 % slower, but attention, which reads little memory, leaves more time between linears than the sweep does, so 8 MiB are
+used. In a 7B engine on an H100, decoding steps of 1 and 8 sequences take 2 % less time than with 0 here, those of 32
+the same."""
 
 # Fused LoRA (lora_hopper): sweeps of `bench_layer` over Qwen2.5-3B to 32B at commits d14877c and 443f568.
 SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
@@ -96,4 +97,4 @@ VERIFICATION = {
 }
 """Time of a decoding step with k drafts for each of n sequences, divided by that of a step without drafts, by n and k;
 for a 7B model in NVFP4 and 1000 tokens of context. Computed from the times of the linears (`bench_layer`) and of
-reading keys and values, and not measured; `bench_speculation` measures them."""
+reading keys and values; `bench_speculation` measures whole steps."""

@@ -233,8 +233,8 @@ class DecodingGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which all engines of a process capture. It is one, because torch keeps a workspace of cuBLAS
-    for each stream, 32 MiB on Hopper."""
+    """Return the stream on which all engines of a process capture. They share it, because torch keeps a workspace of
+    cuBLAS for each such stream, 32 MiB on Hopper."""
     return torch.cuda.Stream(device)
 
 

@@ -151,8 +151,8 @@ FUNCTION float gated(float gate, float up) {  // rounds like bf16 operations of 
   return from_bf16(to_bf16(x / (1.f + expf(-x)))) * from_bf16(to_bf16(up));
 }
 
-// Stores a thread block's share of y [tokens, N] from output ``n`` on. The cluster's sums are, per token, 128 of gate
-// and the same outputs of up.
+// Stores a thread block's share of y [tokens, N] from output ``n`` on. The cluster's sums are, per token, 128 outputs
+// of gate and then the same outputs of up.
 template <int THREADS, int IN_FLIGHT>
 FUNCTION void store_gated_sums(u32 sums, u16 *y, int tokens, int n, int N, int splits) {
   constexpr int FOURS = 32;

@@ -145,7 +145,8 @@ def cache_of_unchanged_blocks(
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        manager: the ``KVCacheManager`` of one engine, whose methods of these names are replaced.
+        manager: the ``KVCacheManager`` of one engine, whose methods ``allocate_slots`` and ``cache_blocks`` are
+        replaced.
     """
     replace(manager, "allocate_slots", allocate_slots, takes=("request", "num_new_tokens"))
     replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))

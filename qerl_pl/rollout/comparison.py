@@ -37,7 +37,7 @@ PROBE = "samples after another adapter was loaded (it is not used, or cached pre
 MARGIN = 4.0
 """Multiple of the trainer's rounding errors above which an engine counts as wrong; correct ones differ by about 1."""
 MOST = 4 * MARGIN
-"""Larger multiples at single tokens are lowered to this before their mean is taken, so that no token decides alone."""
+"""Larger multiples of the rounding errors at a token are lowered to this, so that no single token decides the mean."""
 
 
 class Gap(NamedTuple):

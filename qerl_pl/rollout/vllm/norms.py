@@ -1,9 +1,9 @@
 """Norms with fp32 weights in vLLM's model, so that no noise is rounded away; activations stay in the compute dtype.
 
-All implementations of norms in vLLM 0.32 but its CUDA kernel, which it does not use for such a weight, accept an fp32
-weight with 16-bit activations. In a compiled engine, Inductor fuses a norm with its neighbours and does not round the
-normalised input, whatever the weight's dtype, so a bf16 weight stored in fp32 gives the same bits. An engine without
-compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
+With 16-bit activations, all implementations of norms in vLLM 0.32 accept an fp32 weight, except the CUDA kernel, which
+vLLM does not use for such a weight. In a compiled engine, Inductor fuses a norm with its neighbours and does not round
+the normalised input, whatever the weight's dtype, so a bf16 weight stored in fp32 gives the same bits. An engine
+without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
 """
 
 from __future__ import annotations

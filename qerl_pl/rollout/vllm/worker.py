@@ -142,8 +142,8 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return vLLM's adapter slots by PEFT's name of the linear whose adapter they hold: two if it computes attention
-    keys that are also values, three if it computes the queries, keys and values of a delta net."""
+    """Return vLLM's adapter slots by PEFT's name of the linear whose adapter they hold. A linear has two slots if it
+    computes attention keys that are also values, three if it computes the queries, keys and values of a delta net."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
