@@ -1,4 +1,4 @@
-"""Guard of speculation: after each rollout it decides for which numbers of sequences the next one has drafts.
+"""Guard of speculation: after each rollout it decides at which numbers of sequences the next rollout has drafts.
 
 Speculation slows down a policy of high entropy, whose tokens drafts rarely guess. So drafts are left out at numbers of
 sequences at which, in recent rollouts, a decoding step with drafts gave fewer tokens per sequence than steps without

@@ -97,7 +97,7 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
   const u32 pair_to = converted + lane * 8;
   u32 pair_at = converted + (lane >> 2) * 4;  // scales of outputs g and g + 8
   keep(word_at), keep(pair_at);
-  // wgmma's matrix descriptor of x: its address, 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
+  // wgmma's matrix descriptor of x: address, stride of 1024 bytes between groups of 8 tokens, 128-byte swizzle
   const u32 x_low = ((memory & 0x3FFFFu) >> 4) | (1u << 16), x_high = (1024u >> 4) | (1u << 30);
 
   u32 slot = 0, parity = 0;

@@ -31,7 +31,7 @@ This kernel converts the weights again for every token tile, while dequantising 
 dequantising and cuBLAS together take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tokens,
 1.2 times with 1024, 1.0 to 1.04 times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
-X_BOX_INPUTS = 64  # inputs of x that one copy has: K is a multiple of it;
+X_BOX_INPUTS = 64  # inputs of x that one TMA copy transfers; K must be a multiple of it
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
 MOST_DECODED, MOST_TOKEN_TILES = 256, 2  # with up to 256 tokens, a GEMM has at most 2 token tiles
 MOST_WAVES = 3  # numbers of waves that are tried for a variant

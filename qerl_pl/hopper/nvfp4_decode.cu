@@ -178,7 +178,7 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) end_copies();  // the first wait below is for all of them
 
-  // wgmma's matrix descriptor of x: its address, 1024 bytes from 8 tokens to the next 8, 128-byte swizzle
+  // wgmma's matrix descriptor of x: address, stride of 1024 bytes between groups of 8 tokens, 128-byte swizzle
   const u32 x_group = memory + group * (K_BLOCKS / 4) * X_TILE_BYTES;
   const u32 x_low = ((x_group & 0x3FFFFu) >> 4) | (1u << 16), x_high = (1024u >> 4) | (1u << 30);
   // For mma, a lane has the address of a row of one of the four 8 x 8 matrices that hold x of two k-blocks; the address

@@ -169,9 +169,9 @@ def decode_linear(
     """Compute y = x W^T + bias, plus an adapter's h B^T with h = x A^T if one is given, and round the sum to bf16 once.
 
     The kernel starts to copy the weight before the previous kernel of the stream has ended (programmatic dependent
-    launch), so that one must not write ``weight`` or ``scales``. A few thread blocks compute h, and the others wait for
-    it at their end. The kernel has counters for this in global memory, so two streams must not run these kernels at the
-    same time.
+    launch), so the previous kernel must not write ``weight`` or ``scales``. A few thread blocks compute h, and the
+    others wait for it at their end. The kernel has counters for this in global memory, so two streams must not run
+    these kernels at the same time.
 
     Args:
         x: [T, K] bf16.

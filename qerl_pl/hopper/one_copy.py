@@ -46,7 +46,7 @@ def digest_of(layer: Any) -> Tensor:
 
 
 def put_in_tile_order(linears: Linears) -> None:
-    """Rearrange the trainer's NVFP4 weights whose shapes fit to tile order, in one buffer where vLLM fuses them. A
+    """Rearrange the trainer's NVFP4 weights whose shapes fit to tile order; those that vLLM fuses share one buffer. A
     second call changes nothing."""
     for group in fused_groups(list(linears), present=linears.keys()).values():
         parts = [linears[name] for name in group]

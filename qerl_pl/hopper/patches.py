@@ -176,8 +176,8 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
 def speculation_without_other_tokens(runner: Any, verifier: Any, drafts: Any) -> None:
     """Verify drafts by the tokens that are sampled anyway, and draft from completions of the same prompt.
 
-    Symptom: with vLLM's verification, drafts decide which tokens are sampled; its drafts are of a sequence's own text.
-    Cause: vLLM accepts a draft by a random number of its own, and draws another token if it does not.
+    Symptom: with vLLM's verification, drafts decide which tokens are sampled; it drafts from a sequence's text only.
+    Cause: vLLM accepts or rejects a draft by a further random number, and replaces a rejected one by another token.
     Versions: vLLM 0.32. Upstream: https://github.com/vllm-project/vllm/pull/47386 states the rule that is used here.
 
     Args:

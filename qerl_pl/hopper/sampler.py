@@ -27,7 +27,7 @@ def sampled_scores(
     **others: Any,
 ) -> LogprobsTensors:
     """Compute log-probabilities and ranks of sampled tokens [T] from logits [T, V]; replaces vLLM's
-    ``compute_topk_scores``, and calls it if more is asked for."""
+    ``compute_topk_scores``, and calls it if log-probabilities of further tokens are asked for."""
     if num_logprobs or max_per_req_token_ids or logits_mode:
         others |= {"max_per_req_token_ids": max_per_req_token_ids, "logits_mode": logits_mode}
         return compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)

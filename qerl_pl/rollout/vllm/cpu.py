@@ -92,7 +92,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
 
 class OneAdapterKernels(PunicaWrapperCPU):
     """Adapter kernels for one adapter slot: y += x A^T B^T as two matrix products over all tokens. vLLM 0.32's own
-    kernels gather a copy of A and B per token, which is slower, and add the adapter for tokens without it too."""
+    kernels gather a copy of A and B per token, which is slower, and add the adapter also for tokens that have none."""
 
     def add_lora_linear(
         self,

@@ -95,7 +95,8 @@ def launch(
 
 
 def refusal(error: Exception) -> ValueError:
-    """Make an error of one line from an error with which vLLM did not start, and write its traceback to a file."""
+    """Turn the error with which vLLM failed to start into a ValueError of one line, and write its traceback to a
+    file."""
     with NamedTemporaryFile("w", prefix="qerl-vllm-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
     text = " ".join(str(error).split())[:500]

@@ -27,7 +27,7 @@ class RolloutScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
         self.draft_counts = DraftCounts()
-        """Counts of drafts and of what they gained; the engine replaces the object by its own."""
+        """Counts of drafted and accepted tokens; ``VLLMEngine`` replaces the object by its ``draft_counts``."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
         """Return and forget the log-probabilities collected so far, in nats per sampled token, by the caller's request
