@@ -114,7 +114,7 @@ def test_a_short_batch_is_an_error_where_one_is_asked_for():
     chosen = DynamicSampling(when_short="smaller").choose(short, batch_size=2)
     assert chosen is not None
     assert chosen.num_groups == 1
-    with pytest.raises(RuntimeError, match=r"1 groups with a signal among 2.*needs 2"):
+    with pytest.raises(RuntimeError, match=r"1 groups with advantages other than 0 among 2.*needs 2"):
         DynamicSampling(when_short="error").choose(short, batch_size=2)
     none = evaluation(prompts([False, False]))
     assert DynamicSampling().choose(none, batch_size=2) is None

@@ -26,7 +26,7 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 
 MOST_DRAFTS = DRAFTS_BY_SEQUENCES[0][1]
 MOST_SIBLINGS = 16
-"""Most completions of a prompt in which the last tokens of one of them are looked for, this one included."""
+"""Most completions of a prompt that are searched for the last tokens of a completion, this completion included."""
 
 
 def arguments(max_num_seqs: int) -> dict[str, Any]:

@@ -114,9 +114,9 @@ class DynamicSampling:
         )[:batch_size]
         if len(places) < batch_size and self.when_short == "error":
             raise CheckFailed(
-                f"dynamic sampling found {len(places)} groups with a signal among {sum(map(len, shares))}, and a batch "
-                f"needs {batch_size}: the problems are too easy or too hard for the policy; change the data, raise "
-                "model.dynamic_sampling.max_refills, or set when_short to smaller"
+                f"dynamic sampling found {len(places)} groups with advantages other than 0 among "
+                f"{sum(map(len, shares))}, and a batch needs {batch_size}: the problems are too easy or too hard for "
+                "the policy; change the data, raise model.dynamic_sampling.max_refills, or set when_short to smaller"
             )
         sampled_by = [place % len(shares) for place in places]
         trained_by = balanced(sampled_by, len(shares)) if may_move else sampled_by

@@ -171,9 +171,9 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return each part's tensor scale as a divisor, [n] fp32, as compressed-tensors stores it; None for each part if
-    vLLM holds none. n is 1, except in delta nets, whose first part has queries, keys and values with three equal
-    divisors."""
+    """Return the tensor scale of each of the ``count`` trainer's linears that ``layer`` fuses, as a divisor, [n] fp32;
+    None for each if vLLM holds no tensor scales. n is 1, except in delta nets, where the first of these linears has
+    queries, keys and values with three equal divisors."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count
