@@ -40,6 +40,7 @@ class Kill(NamedTuple):
 KILLS = {kill.where: kill for kill in (Kill("rollout", 1, 1.0), Kill("update", 2, 0.0), Kill("checkpoint", 3, 0.2))}
 SETTINGS: dict[str, Any] = {
     "base": "nvfp4",
+    "teacher": None,
     "aqn": True,
     "prompts": 2,
     "group": 8,

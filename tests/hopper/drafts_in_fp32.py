@@ -1,0 +1,90 @@
+"""Compare the tokens of a GPU engine in fp32 with and without drafts: python -m tests.hopper.drafts_in_fp32 CHECKPOINT
+
+It runs in a process of its own because attention would otherwise multiply in TF32: Triton reads ``ENVIRONMENT`` when it
+compiles a kernel, and another test of the same process may have compiled the kernel before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+
+import torch
+
+from qerl_pl.common.types import Completion
+from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
+from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, random_adapter, some_prompts
+
+ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee"}
+MAX_NUM_SEQS = 40
+PROMPTS = some_prompts(1, 20, 40, 70)
+WAYS = [
+    Sampling(2, 64),
+    Sampling(8, 64),
+    Sampling(1, 64, temperature=0),
+    Sampling(8, 64, temperature=0.4),
+    Sampling(4, 48, top_k=9, top_p=0.8),
+    Sampling(8, 64, stop=("w11 w", "w23")),
+    Sampling(8, MAX_MODEL_LEN - 70),
+]
+
+
+def start(base: str, dtype: torch.dtype, *, speculation: bool, cache: int = 2**24) -> VLLMEngine:
+    """Start an engine with a random policy and adapter."""
+    policy = make_policy(base, dtype=dtype).cuda()
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    speculates = "on" if speculation else "off"
+    engine = VLLMEngine(kv_cache_bytes=cache, max_num_seqs=MAX_NUM_SEQS, speculation=speculates)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    return engine
+
+
+def flat(groups: Iterable[list[Completion]]) -> list[Completion]:
+    """Join groups of completions."""
+    return [each for group in groups for each in group]
+
+
+def late_siblings(engine: VLLMEngine) -> tuple[int, int]:
+    """Complete a prompt greedily more often than the engine has places: the last completions repeat those that have
+    ended. Returns their verifications and the tokens that these gave."""
+    counts = engine.draft_counts
+    counts.clear()
+    late = 4
+    engine.generate(PROMPTS[1:2], Sampling(MAX_NUM_SEQS + late, 64, temperature=0), 0)
+    verified, emitted = (sum(each[num] for num in range(1, late + 1)) for each in (counts.verified, counts.emitted))
+    return verified, emitted
+
+
+def main() -> None:
+    """Print one JSON line."""
+    found: dict[bool, list[Completion]] = {}
+    drafted, late = {}, (0, 0)
+    for speculation in (False, True):
+        engine = start(sys.argv[1], torch.float32, speculation=speculation, cache=3 * 2**20)
+        calls = [engine.generate(PROMPTS, way, seed) for way in WAYS for seed in range(60)]
+        calls += [engine.generate(some_prompts(*range(1, 33)), Sampling(1, 64), seed) for seed in range(60)]
+        found[speculation] = [each for call in calls for each in flat(call)]
+        drafted[speculation] = engine.draft_counts.emitted.total() - engine.draft_counts.verified.total()
+        late = late_siblings(engine) if speculation else late
+        engine.close()
+    others, largest = 0, 0.0
+    for mine, due in zip(found[True], found[False], strict=True):
+        same = next((i for i, pair in enumerate(zip(mine.tokens, due.tokens, strict=False)) if len({*pair}) > 1), None)
+        others += mine.tokens != due.tokens
+        pairs = zip(mine.logprobs[:same], due.logprobs[:same], strict=True)
+        largest = max([largest, *(abs(a - b) for a, b in pairs)])
+    line = {
+        "tokens": sum(len(each.tokens) for each in found[False]),
+        "completions": len(found[False]),
+        "other_completions": others,
+        "largest_difference": largest,
+        "accepted": [drafted[False], drafted[True]],
+        "late": late,
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
