@@ -445,6 +445,17 @@ TABLES = {
         cell("median_s", digits=1, scale=1e6),
         "tokens",
     ),
+    "drafts": _rows(
+        partial(_latest, ["speculation/cost"]),
+        lambda _: {
+            "model": cell("shape", "model"),
+            "sequences": cell("shape", "sequences"),
+            "drafts": cell("shape", "drafts"),
+            "without, ms": cell("step_s", digits=2, scale=1e3),
+            "with, ms": cell("verify_s", digits=2, scale=1e3),
+            "cost": cell("cost", digits=2),
+        },
+    ),
     "start": _rows(
         partial(_latest, ["start/"]),
         lambda _: {
