@@ -23,11 +23,7 @@ from qerl_pl.common.types import Completion, Prompt
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(path for folder in (ROOT, ROOT / "configs", ROOT / "docs") for path in folder.glob("*.md"))
 EXAMPLE = "-c configs/tasks/gsm8k.yaml -c configs/models/qwen2.5-7b.yaml -c configs/arms/nvfp4_aqn.yaml"
-PLACEHOLDERS: dict[str, str] = {
-    "RECIPE": EXAMPLE,
-    "RUN...": "RUN",
-    "FILE": "last.ckpt",
-}
+PLACEHOLDERS: dict[str, str] = {"RECIPE": EXAMPLE, "RUN...": "RUN", "FILE": "last.ckpt"}
 
 
 @pytest.fixture(autouse=True)

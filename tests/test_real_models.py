@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from docs.real_models import (
-    OF_COMPLETIONS,
-    PAGE,
-    PICTURE,
-    completions_page,
-    groups,
-    page,
-    paired,
-    read,
-)
+from docs.real_models import OF_COMPLETIONS, PAGE, PICTURE, completions_page, groups, page, paired, read
 
 PROBLEMS = 60
 

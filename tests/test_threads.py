@@ -13,8 +13,7 @@ NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LD_PRELOAD")
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+    ("given", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")]
 )
 def test_threads_soon_sleep_unless_the_user_wants_otherwise(given, found):
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given

@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 
 from tests.bench.bench_grpo import memory_reason
-from tests.bench.report import (
-    PAGE,
-    README,
-    TABLES,
-    Line,
-    headline_table,
-    page,
-    results,
-    with_speeds,
-)
+from tests.bench.report import PAGE, README, TABLES, Line, headline_table, page, results, with_speeds
 
 PLAN = "ValueError: 13.1 GiB while training, more than 12.5 of the GPU's 13.0 GiB; with kv_cache_dtype: fp8 it fits"
 ALLOCATOR = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."

@@ -255,11 +255,7 @@ class OfRealModel:
                 "rewards": [{"name": "of_chance", "weight": 1.0, "reward": "tests.correctness.faults.of_chance"}],
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": options.lr, "weight_decay": 0.0}},
             },
-            "data": {
-                "batch_size": options.prompts,
-                "source": {"init_args": sources(options.problems)},
-                "held_out": 64,
-            },
+            "data": {"batch_size": options.prompts, "source": {"init_args": sources(options.problems)}, "held_out": 64},
         }
         file = self.folder / f"changes-{noise}.yaml"
         file.write_text(yaml.safe_dump(changes))

@@ -34,12 +34,7 @@ SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--mod
 STAGES = ("--trainer.callbacks.num_stages", "3")
 QUANTIZE = ("--model.quantize", "nvfp4")
 VOCABULARY = 320  # a multiple of 64 above the quickstart's, which vLLM does not pad
-GPU_SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 64,
-    "initializer_range": 0.05,
-}
+GPU_SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
 ON_GPU: dict[str, dict[str, Any]] = {  # sizes that the family's kernels take, beside those of all
     "qwen3": {},
     "llama": {},

@@ -84,11 +84,7 @@ def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[Upda
         experience(),
         objective.resolve(),
         UpdateSettings(
-            group_size=2,
-            temperature=1.0,
-            max_tokens=max(LENGTHS) - PROMPT,
-            num_updates=2,
-            micro_batch_tokens=tokens,
+            group_size=2, temperature=1.0, max_tokens=max(LENGTHS) - PROMPT, num_updates=2, micro_batch_tokens=tokens
         ),
         step=step,
         watch=Stopwatch(),

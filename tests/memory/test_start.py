@@ -94,10 +94,7 @@ def test_rows_in_which_longrope_would_change_its_factors_are_refused(bases, tmp_
 @pytest.mark.parametrize("gib", [0.0, -1.0])
 def test_a_limit_of_no_memory_is_refused(gib, bases):
     with pytest.raises(ValueError, match="gpu_memory"):
-        module_of(
-            bases,
-            gpu_memory=gib,
-        )
+        module_of(bases, gpu_memory=gib)
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,7 @@ AGGREGATIONS: tuple[Aggregation, ...] = ("token", "sequence", "constant")
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
 LOSSES = {
     "clipped": (partial(clipped_policy_loss, **BOUNDS), reference.clipped(**BOUNDS)),
-    "two-sided": (
-        partial(clipped_policy_loss, **BOUNDS, max_ratio=1.5),
-        reference.clipped(**BOUNDS, max_ratio=1.5),
-    ),
+    "two-sided": (partial(clipped_policy_loss, **BOUNDS, max_ratio=1.5), reference.clipped(**BOUNDS, max_ratio=1.5)),
     "sequence": (
         partial(sequence_policy_loss, clip_low=0.05, clip_high=0.1),
         reference.sequence_clipped(clip_low=0.05, clip_high=0.1),

@@ -95,11 +95,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made_or_kept(early):
     with LargestTensor() as largest:
         with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
             logprobs, entropy = token_logprobs(
-                hidden,
-                weight,
-                targets,
-                slope_in_forward=early,
-                chunk_bytes=8 * vocabulary * rows,
+                hidden, weight, targets, slope_in_forward=early, chunk_bytes=8 * vocabulary * rows
             )
         loss = logprobs.sum() + entropy.sum()
         torch.autograd.grad(loss, hidden)

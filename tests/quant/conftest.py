@@ -22,10 +22,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
-OWN = {
-    "qwen3": {"head_dim": 24},
-    "llama": {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}},
-}
+OWN = {"qwen3": {"head_dim": 24}, "llama": {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}}}
 
 
 @pytest.fixture

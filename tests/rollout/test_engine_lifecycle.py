@@ -12,13 +12,7 @@ import torch
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine, Sampling
-from tests.rollout.conftest import (
-    MAX_MODEL_LEN,
-    make_engine,
-    make_policy,
-    random_adapter,
-    some_prompts,
-)
+from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, random_adapter, some_prompts
 
 PROMPTS = some_prompts(1, 40)
 SAMPLING = Sampling(num_completions=2, max_tokens=6)

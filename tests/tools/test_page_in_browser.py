@@ -17,11 +17,7 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.rollout.token_file import RowTokens, write_tokens
 from tests.browser import Tab, browser_tab, chromium
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.long,
-    pytest.mark.skipif(chromium() is None, reason="there is no Chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.skipif(chromium() is None, reason="there is no Chromium")]
 WORDS = ["so", "the", "sum", "is", "twelve", "and", "we", "get", "it", "by", "half", "of", "what", "left"]
 NUM_ROLLOUTS, EACH = 40, 250
 PIECES = {at: f" {word}" for at, word in enumerate(WORDS)}
