@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 import yaml
 
 import train
-from docs.make_tables import filled, of_families
+from docs.make_tables import filled
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.__main__ import main as command
 from qerl_pl.common.types import Completion, Prompt
@@ -161,37 +160,11 @@ def test_every_key_in_the_tables_is_a_key(page, capsys):
             value = value[part]
 
 
-def test_links_between_keys_are_the_programs():
-    document = (ROOT / "configs" / "README.md").read_text()
-    rows = re.findall(
-        r"^\| `(\w+(?:\.\w+)?)`(?:, `[\w.]+`)* \| ((?:`(?:data|model|trainer)\.[\w.]+`(?:, )?)+) \|$",
-        document,
-        re.MULTILINE,
-    )
-    said = {(source, target) for source, targets in rows for target in re.findall(r"`([\w.]+)`", targets)}
-    source = (ROOT / "qerl_pl" / "cli" / "training.py").read_text()
-    program = re.findall(r'link_arguments\(\(?"([\w.]+)"(?:, "[\w.]+"\))?, "([\w.]+)"', source)
-    assert said == set(program)
-
-
 def test_tables_are_what_their_script_makes_of_the_measurements():
     for name, mark in (("quickstart", "<!-- table:"), ("support", "<!-- support -->")):
         text = (ROOT / "docs" / f"{name}.md").read_text()
         assert mark in text
         assert filled(text) == text
-
-
-def test_a_table_has_a_row_per_run(tmp_path):
-    lines = tmp_path / "runs.jsonl"
-    first = {"run": "a", "accuracy (held out), first": 0.12345, "accuracy (held out), last": 1.0}
-    lines.write_text(json.dumps(first) + "\n" + json.dumps({"run": "b", "seconds in RL steps": 123.4}) + "\n")
-    text = filled(f"before\n<!-- table: {lines} -->\nold\n<!-- end -->\nafter\n")
-    assert text.splitlines()[2].startswith("| run | accuracy, held out | entropy")
-    assert text.splitlines()[4:6] == [
-        "| a | 0.123 to 1 | - to - | - | - | - |",
-        "| b | - to - | - to - | - | - | 123 |",
-    ]
-    assert text.endswith("|\n<!-- end -->\nafter\n")
 
 
 def test_the_readmes_examples_are_those_that_the_tests_run():
@@ -219,30 +192,3 @@ def test_the_messages_of_the_troubleshooting_page_are_the_programs():
         assert len("".join(pieces)) > 12, text
         pattern = re.compile(".*".join(map(re.escape, pieces)), re.DOTALL)
         assert any(map(pattern.search, printed)), f"no message of the program reads: {text}"
-
-
-def test_the_kernels_page_names_constants_and_functions_that_exist():
-    from qerl_pl.hopper import costs
-
-    text = (ROOT / "docs" / "kernels.md").read_text()
-    folders = (ROOT / "qerl_pl" / "kernels", ROOT / "qerl_pl" / "hopper")
-    sources = "".join(path.read_text() for folder in folders for path in folder.glob("*") if path.is_file())
-    constants = set(re.findall(r"`(?:costs\.)?([A-Z][A-Z0-9_]{3,})`", text))
-    assert constants >= {name for name in vars(costs) if name.isupper()} - {
-        "SMS",
-        "CLOCK_HZ",
-        "ADAPTER_S",
-        "SMS_OF_GPC",
-    }
-    assert all(hasattr(costs, name) for name in constants), constants
-    functions = set(re.findall(r"`([a-z_]+_(?:schedule|linear|reference)|fragments|shrink|add_lora)`", text))
-    assert all(f"def {name}(" in sources for name in functions), functions
-
-
-def test_the_table_of_families_says_what_was_not_run(tmp_path):
-    notes = tmp_path / "notes.jsonl"
-    assert "| `llama` | not run | not run |" in of_families(notes)
-    note = {"family": "llama", "capability": "quantise", "on": "CPU", "vllm": "0.32.0"}
-    notes.write_text("".join(json.dumps({**note, "on": on}) + "\n" for on in ("Hopper", "CPU", "CPU")))
-    assert "| `llama` | CPU, Hopper | not run |" in of_families(notes)
-    assert "CPU: 0.32.0; Hopper: 0.32.0." in of_families(notes)

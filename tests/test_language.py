@@ -130,21 +130,3 @@ def test_a_docstring_starts_with_what_the_thing_does_or_is(path):
 def test_no_word_has_a_private_meaning(path):
     faults = list(word_faults(path))
     assert not faults, "\n".join(faults)
-
-
-@pytest.mark.parametrize(
-    ("words", "forbidden"),
-    [
-        ("vLLM runs beside the trainer", True),
-        ("besides, a model card is written", False),
-        ("the smallest card that it fits on", True),
-        ("tokens a second", True),
-        ("tokens per second", False),
-        ("heads of its weight files", True),
-        ("heads of keys and values", False),
-        ("no room for a completion", False),
-        ("what every other room uses", True),
-    ],
-)
-def test_the_patterns_tell_dialect_from_english(words, forbidden):
-    assert any(re.search(pattern, words, re.IGNORECASE) for pattern in DIALECT) == forbidden

@@ -20,7 +20,7 @@ from callbacks.aqn import AdaptiveQuantizationNoise
 from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
 from qerl_pl.cli.checks import usable_callbacks
-from qerl_pl.common.checks import EARLY, LARGEST, is_due, require_finite
+from qerl_pl.common.checks import LARGEST, require_finite
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective
@@ -263,12 +263,6 @@ def test_a_number_that_is_infinite_in_32_bits_is_infinite():
     assert torch.finfo(torch.float32).max == LARGEST
     with pytest.raises(ValueError, match=r"a\.b is 1e\+39; expected a finite number"):
         require_finite("a", b=1e39)
-
-
-@pytest.mark.parametrize("every", [1, 3, 8])
-def test_the_first_rollouts_and_then_every_so_many_get_the_long_checks(every):
-    due = [index for index in range(40) if is_due(index, every)]
-    assert due == sorted({*range(EARLY), *range(0, 40, every)})
 
 
 def largest(prompts: list[Prompt], completions: list[Completion]) -> list[float]:

@@ -3,7 +3,6 @@ settings."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import re
@@ -50,16 +49,6 @@ def test_the_example_is_yaml_that_makes_this_callback(cls):
     [entry] = yaml.safe_load(textwrap.dedent(text))["trainer"]["callbacks+"]
     assert entry["class_path"] == f"{cls.__module__}.{cls.__qualname__}"
     assert isinstance(cls(**entry.get("init_args", {})), cls)
-
-
-@pytest.mark.parametrize("cls", CALLBACKS, ids=lambda cls: cls.__name__)
-def test_hooks_are_marked_as_such(cls):
-    [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    for method in tree.body:
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("__"):
-            marked = any(ast.unparse(decorator) == "override" for decorator in method.decorator_list)
-            assert marked == any(hasattr(base, method.name) for base in cls.__bases__), method.name
 
 
 @pytest.mark.parametrize(("cls", "settings"), REFUSED, ids=lambda value: getattr(value, "__name__", None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import threading
@@ -11,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from callbacks.last_checkpoint import LastCheckpoint, are_equal
+from callbacks.last_checkpoint import LastCheckpoint
 from qerl_pl.checkpoint import SafeCheckpointIO
 from tests.two_ranks import on_two_ranks
 
@@ -233,19 +231,6 @@ def test_what_a_validation_changes_in_a_callback_is_kept(tmp_path, last, at, cou
     assert states["Counter"]["counted"] == [steps // 2], "as many validations as until the end of the step"
     if last == AT_ONCE:
         assert (steps, states["Counter"]["counted"]) == (at - 1, [counted])
-
-
-def test_states_are_compared_by_their_values():
-    state = {"a": [1, torch.tensor([1.0])], "b": {"c": np.arange(3), "d": None}}
-    assert are_equal(state, copy.deepcopy(state))
-    for other in (
-        {**state, "a": [1, torch.tensor([2.0])]},
-        {**state, "a": [1]},
-        {**state, "b": {"c": np.arange(3)}},
-        {**state, "b": {"c": np.arange(1, 4), "d": None}},
-        {**state, "a": [True, torch.tensor([1.0])]},
-    ):
-        assert not are_equal(state, other)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])

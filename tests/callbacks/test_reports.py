@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from callbacks.evaluation import summarize
-from callbacks.signal_report import Scores, signal_words
+from callbacks.signal_report import signal_words
 from callbacks.statistics import reward_statistics
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
@@ -60,22 +58,6 @@ class TestEvaluation:
 
 
 class TestSignalReport:
-    @pytest.mark.parametrize(
-        ("batches", "text"),
-        [
-            ([[0.0, 0.0], [0.0]], "0 for each of 3"),
-            ([[1.0], [0.0, math.nan]], "0.5 on average (0 to 1), 1 unscored"),
-            ([[math.nan], [math.nan]], "scored none of 2"),
-            ([[-2.0, math.nan, -2.0]], "-2 for each of 2, 1 unscored"),
-            ([[], [0.25, 0.75]], "0.5 on average (0.25 to 0.75)"),
-        ],
-    )
-    def test_scores_are_told_with_their_bounds(self, batches, text):
-        scores = Scores()
-        for batch in batches:
-            scores.add(torch.tensor(batch))
-        assert str(scores) == text
-
     @pytest.mark.parametrize(
         ("with_signal", "unscored", "cut_off", "text"),
         [

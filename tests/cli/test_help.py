@@ -9,7 +9,7 @@ import yaml
 
 import train
 from qerl_pl.__main__ import COMMANDS, main
-from qerl_pl.cli.help_text import DESCRIPTIONS, in_plain_text, words
+from qerl_pl.cli.help_text import DESCRIPTIONS
 from qerl_pl.cli.training import QeRLCLI
 from qerl_pl.cli.yaml_files import plain_settings
 from qerl_pl.settings.trainer import UNUSABLE
@@ -75,17 +75,3 @@ def test_every_option_of_a_command_is_described(command, capsys, monkeypatch):
         if re.match("  -", line) and "  " not in line.strip() and not following.startswith("      ")
     ]
     assert bare == []
-
-
-@pytest.mark.parametrize(
-    ("hint", "said"),
-    [(int | None, "int or null"), (tuple[str, ...], "list of str"), (dict[str, float], "dict of str to float")],
-)
-def test_types_are_words(hint, said):
-    assert words(hint) == said
-
-
-def test_markup_of_other_libraries_is_plain_text():
-    assert in_plain_text("see :class:`~a.b.Name` or ``x``.\nDefault: ``1``. (type: int, default: 1)") == (
-        "see Name or `x`. (type: int, default: 1)"
-    )

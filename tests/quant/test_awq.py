@@ -15,9 +15,8 @@ from qerl_pl.model.family import FAMILIES, Family
 from qerl_pl.model.layers import head_dims
 from qerl_pl.quant.awq import best_scales, fold_block
 from qerl_pl.quant.mxfp4 import MXFP4
-from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.quant.rounding import group_scale, output_error, pack_weight
+from qerl_pl.quant.rounding import output_error, pack_weight
 from tests.families import NAMES, tiny_config
 from tests.quant.conftest import layer_with_outliers
 from tests.rollout.conftest import save_dense
@@ -104,24 +103,6 @@ def test_a_folded_block_has_a_lower_error_and_moments_that_match_its_inputs(make
     after = outputs()
     for name in moments.keys() - {f"{BLOCK}.self_attn.q_proj", f"{BLOCK}.mlp.gate_proj"}:
         torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)
-def test_the_best_scales_are_powers_of_two_and_never_worse_than_none(fmt):
-    weight, moment = layer_with_outliers(32, 256)
-    exponent, scales = best_scales([weight, 2 * weight], moment, fmt)
-    assert 0 <= exponent <= 1
-    assert torch.equal(scales.log2(), scales.log2().round())
-
-    def error(scales: Tensor) -> float:
-        weights, total = [weight * scales, 2 * weight * scales], 0.0
-        inner = moment / torch.outer(scales, scales)
-        for scaled in weights:
-            packed = pack_weight(scaled, fmt, group_scale(weights, fmt), "mse", inner)
-            total += output_error(scaled, fmt.dequantize(packed, torch.float32), inner)
-        return total
-
-    assert error(scales) <= error(torch.ones(256))
 
 
 def test_heads_that_one_value_head_feeds_share_their_scales():

@@ -103,13 +103,6 @@ def test_the_first_of_the_nearby_scales_are_the_scales_themselves_and_all_decode
     assert (decoded.amin(0) < 0.65 * decoded[0]).all()
 
 
-@every_format
-def test_bits_a_weight(fmt):
-    packed = quantize(random_weight(8, 192), fmt)
-    bits = 8 * (packed.codes.nbytes + packed.block_scale.nbytes) / (8 * 192)
-    assert bits == {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}[fmt.name]
-
-
 def test_packing_puts_the_even_column_into_the_low_nibble():
     codes = torch.randint(0, 16, (3, 10), dtype=torch.uint8)
     packed = pack(codes)
@@ -190,26 +183,6 @@ def test_nvfp4_bits_and_values_equal_compressed_tensors(kind):
         dtype=torch.float32,
     )
     assert torch.equal(NVFP4.dequantize(packed, torch.float32), exact)
-
-
-@settings(max_examples=30)
-@given(seed=st.integers(0, 2**31), exponent=st.integers(-30, 30), spread=st.floats(0, 4))
-def test_nvfp4_bits_equal_compressed_tensors_for_random_magnitudes(seed: int, exponent: int, spread: float):
-    weight = random_weight(4, 64, spread=spread, exponent=exponent, seed=seed)
-    assert_same_bits(quantize(weight, NVFP4), nvfp4_state(weight))
-
-
-def test_a_shared_scale_gives_the_bits_of_compressed_tensors_with_that_scale():
-    small, large = random_weight(3, 64, exponent=-3), random_weight(5, 64, seed=1)
-    shared = NVFP4.tensor_scale(large.abs().amax())
-    theirs = compressed(small, NVFP4A16["weights"], generate_gparam(large.min(), large.max()))
-    assert_same_bits(quantize(small, NVFP4, shared), theirs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights_are_upcast_first(dtype):
-    weight = random_weight(5, 64).to(dtype)
-    assert_same_bits(quantize(weight, NVFP4), nvfp4_state(weight.float()))
 
 
 @settings(max_examples=20)

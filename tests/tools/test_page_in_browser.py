@@ -127,22 +127,6 @@ def test_ten_thousand_completions_are_painted_searched_and_sorted_at_once(browse
     browse(visit)
 
 
-def test_each_run_is_a_line_and_the_planned_memory_stands_beside_the_measured(browse, page):
-    async def visit(tab: Tab) -> None:
-        await tab.open(page.as_uri())
-        await tab.wait_for(READY, seconds=60)
-        assert await tab.value('document.querySelectorAll("#curves figure").length') == 4
-        assert await tab.value('document.querySelectorAll("#curves path.line").length') == 2 * 4
-        await tab.value('document.getElementById("tags").value = "rollout_s"; showCurves()')
-        assert await tab.value('document.querySelectorAll("#curves figure").length') == 1
-        assert await tab.value('document.getElementById("legend").textContent') == "seed-1seed-2"
-        cells = '[...document.querySelectorAll("#cost table:last-of-type td")].map((cell) => cell.textContent)'
-        assert (await tab.value(cells))[-4:] == ["peak", "13 GiB", "10 GiB", "-23 %"]
-        assert "10.0 GiB measured" in await tab.value('document.getElementById("verdicts").textContent')
-
-    browse(visit)
-
-
 def test_the_keyboard_is_enough(browse, page):
     focus = "document.activeElement.id"
 
@@ -181,21 +165,5 @@ def test_the_keyboard_is_enough(browse, page):
             names.add(await tab.value(f"{focus} || document.activeElement.textContent"))
         controls = {"tags", "search", "run", "stage", "sort", "step", "list", "Checks"}
         assert controls <= names, controls - names
-
-    browse(visit)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_follows_the_scheme_of_the_system_and_text_stands_out(browse, page, scheme):
-    brightness = (
-        "getComputedStyle(document.body).%s.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0) / 765"
-    )
-
-    async def visit(tab: Tab) -> None:
-        await tab.open(page.as_uri(), scheme=scheme)
-        await tab.wait_for(READY, seconds=60)
-        paper, ink = [await tab.value(brightness % name) for name in ("backgroundColor", "color")]
-        assert (paper > ink) == (scheme == "light")
-        assert abs(paper - ink) > 0.7
 
     browse(visit)
