@@ -22,10 +22,6 @@ def test_every_row_is_in_one_of_as_few_full_micro_batches_as_first_fit_gives(len
     assert len(sums) < 2 or sums[-1] + sums[-2] > max_tokens, "no two would fit into one"
 
 
-def test_rows_are_packed_so_padding_is_free():
-    assert len(micro_batches(torch.tensor([90, 5, 3, 2]), 100)) == 1
-
-
 def test_equal_lengths_keep_their_order():
     batches = micro_batches(torch.tensor([10, 10, 10, 10, 10]), 20)
     assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]

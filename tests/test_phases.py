@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.common import phases
-from qerl_pl.common.phases import counted, phase
+from qerl_pl.common.phases import phase
 from qerl_pl.tools.options import PARSERS
 
 ROOT = Path(__file__).parent.parent
@@ -57,37 +56,11 @@ def test_a_short_phase_prints_nothing_and_one_that_is_named_at_once_a_line(capsy
         assert capsys.readouterr().err == "loading packages ...\n"
 
 
-def test_of_nested_phases_the_innermost_speaks_and_an_error_ends_it(capsys):
-    with phase("outer"):
-        with suppress(ValueError), phase("inner"):
-            text = wait_until(lambda text: text.count("inner") >= 3, capsys)
-            raise ValueError
-        assert "outer" not in text.partition("inner")[2]
-        assert "inner" not in wait_until(lambda text: text.count("outer") >= 2, capsys).partition("outer")[2]
-
-
-def test_counted_items_are_shown_with_their_number(capsys):
-    for item in counted(range(30), "warm start", total=30, unit="steps"):
-        if item == 10:
-            text = wait_until(lambda text: "warm start: 10 of 30 steps, 00:" in text, capsys)
-    assert " left\n" in text
-
-
 def test_only_the_first_rank_speaks(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with phase("loading", at_once=True):
         time.sleep(0.2)
     assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_shows_one_line_that_is_erased(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(phases, "REDRAW_S", 0.05)
-    with phase("quantize", total=4, unit="weights") as current:
-        current.update(3)
-        text = wait_until(lambda text: text.count("quantize:  75% |") >= 2, capsys)
-    assert "\n" not in text
-    assert capsys.readouterr().err.endswith(phases.ERASE)
 
 
 SLOW = {"torch", "lightning", "transformers", "peft", "vllm", "scipy", "pandas", "datasets", "bitsandbytes"}

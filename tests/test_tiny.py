@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from qerl_pl.tasks.arithmetic import (
     distinct_expressions,
     draw_expression,
-    is_validation,
     num_expressions,
     question,
     solution,
@@ -35,15 +34,6 @@ def step_results(text: str) -> list[tuple[int, str, int, int]]:
     """Read (total before, sign, operand, total after) from every line of a solution."""
     found = re.findall(r"(\d+)([+-])(\d+)=(\d+)", text)
     return [(int(before), sign, int(operand), int(after)) for before, sign, operand, after in found]
-
-
-@given(seeds, st.booleans())
-def test_expressions_keep_their_rules(seed, validation):
-    expression = draw_expression(random.Random(seed), validation=validation)
-    assert re.fullmatch(r"[1-9]([+-][1-9]){2,3}", expression)
-    assert is_validation(expression) == validation
-    totals = [after for *_, after in step_results(solution(expression))]
-    assert all(0 <= total <= 99 for total in totals)
 
 
 @given(seeds)
@@ -83,22 +73,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny") / "policy"
     tiny.make_tiny(path, seed=5, sft_steps=0)
     return path
-
-
-def test_the_folder_is_an_ordinary_checkpoint(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = model.config
-    assert config.model_type == "qwen2"
-    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (128, 2, 4)
-    assert (config.num_key_value_heads, config.intermediate_size, config.vocab_size) == (2, 384, 272)
-    assert config.max_position_embeddings == 2048
-    assert not config.tie_word_embeddings
-    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(464_000, rel=1e-3)
-    assert len(tokenizer) <= config.vocab_size
-    generation = GenerationConfig.from_pretrained(folder)
-    assert generation.eos_token_id == tokenizer.eos_token_id == tiny.END_ID
-    assert generation.pad_token_id == tokenizer.pad_token_id == tiny.PAD_ID
 
 
 @pytest.mark.parametrize(
