@@ -14,12 +14,6 @@ nbclient = pytest.importorskip("nbclient")
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 
 
-def test_it_is_kept_without_results():
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    assert all(not cell.outputs and cell.execution_count is None for cell in cells if cell.cell_type == "code")
-    nbformat.validate(nbformat.read(NOTEBOOK, as_version=4))
-
-
 @pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(900)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.rollout.vllm import plugin as vllm_plugin
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
 from qerl_pl.rollout.vllm.arguments import accepted_rank
@@ -226,11 +224,6 @@ def _out_of_memory(*args: object) -> None:
 @pytest.mark.parametrize(("rank", "accepted"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
 def test_ranks_are_rounded_up_to_what_vllm_takes(rank, accepted):
     assert accepted_rank(rank) == accepted
-
-
-def test_the_plugin_is_declared_to_vllm():
-    [entry] = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "qerl_pl"]
-    assert entry.load() is vllm_plugin.register
 
 
 def test_a_worker_process_is_refused_and_other_settings_of_the_user_stay(monkeypatch):

@@ -109,19 +109,6 @@ def test_a_page_holds_curves_settings_changes_and_completions(run):
     assert [row["w"] for row in blocks[0]["rows"]] == [0.0, None, 2.0]
 
 
-def test_the_ledger_says_in_words_what_the_gap_is_due_to(run):
-    with SummaryWriter(str(run)) as writer:
-        for cause, value in (("kernel", 1e-3), ("noise", 2e-2), ("staleness", 1.0)):
-            writer.add_scalar(f"ledger/{cause}/mean_abs", value, 0)
-    verdict = page_of(run)[1]["runs"][0]["verdicts"][2]
-    assert verdict["check"] == "Ledger"
-    assert (
-        "kernels and precision 0.001, the noise that was added 0.02, the updates since the rollout 1."
-        in verdict["text"]
-    )
-    assert verdict["text"].endswith("Before the update most is due to the noise that was added.")
-
-
 def test_what_a_model_wrote_is_text_and_nothing_leaves_the_page(run):
     page, _, _ = page_of(run)
     assert "img" not in page.tags
