@@ -92,15 +92,6 @@ class Tab:
             await asyncio.sleep(0.05)
         raise TimeoutError(f"{expression} was not true in {seconds} s; errors: {self.errors}")
 
-    async def press(self, key: str) -> None:
-        """Press and release a key: a letter, or a name such as ArrowDown."""
-        text = {"text": key} if len(key) == 1 else {}
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40}
-        await self.call(
-            "Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=codes.get(key, 0), **text
-        )
-        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes.get(key, 0))
-
     async def screenshot(self, path: Path) -> None:
         """Write the visible part of the page as a PNG."""
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"]))

@@ -191,7 +191,7 @@ def sharp_policy(base: Path, dtype: torch.dtype, sharpness: float, *targets: str
 
 class TestStrength:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize(("sharpness", "targets"), [(1.0, ()), (8.0, ()), (16.0, ()), (1.0, ("q_proj", "v_proj"))])
+    @pytest.mark.parametrize(("sharpness", "targets"), [(1.0, ()), (16.0, ()), (1.0, ("q_proj", "v_proj"))])
     def test_right_engines_differ_by_a_tenth_of_the_change_at_most(self, bases, dtype, sharpness, targets):
         policy = sharp_policy(bases["nvfp4"], dtype, sharpness, *targets)
         loop = synced(policy, NormNoise())
@@ -199,7 +199,7 @@ class TestStrength:
         with trainers_engine(policy, NormNoise(), max_model_len=41) as oracle:
             strength = find_strength(oracle, policy, tokens, dtype, seed=0)
             assert strength in STRENGTHS
-            for seed in range(4):
+            for seed in range(2):
                 measured = score_gaps(
                     loop, oracle, policy, dtype, tokens=tokens, seed=seed, strength=strength, scores=False
                 )[comparison.PROBE]

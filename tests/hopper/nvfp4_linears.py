@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +34,13 @@ SHAPES = [
 ]
 SHARED_OF_BLOCK, SHARED = 227 * 1024, 228 * 1024  # bytes of shared memory: thread block, and SM of an H100
 E2M1 = torch.tensor(E2M1_CODES)
+
+
+def few(variants: Sequence[Any]) -> list[Any]:
+    """Mark all but every fourth of a kernel's variants as long, because compiling one takes seconds."""
+    return [pytest.param(each, marks=[pytest.mark.long] if at % 4 else []) for at, each in enumerate(variants)]
+
+
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

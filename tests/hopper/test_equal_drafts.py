@@ -18,7 +18,7 @@ from tests.reference.equal_drafts import accept as accept_by_loops
 
 KERNELS = "qerl_pl.hopper.equal_drafts"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VOCABULARY, LENGTH, PROMPT = 40, 24, 3
+VOCABULARY, LENGTH, PROMPT = 40, 16, 3
 
 
 class Way(NamedTuple):
@@ -140,7 +140,7 @@ def drafters(plain: Found) -> dict[str, Drafter]:
 NAMES = list(drafters([]))
 
 
-@pytest.mark.parametrize("most", [1, 4, 7])
+@pytest.mark.parametrize("most", [1, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_log_probabilities_are_those_without_drafts(kernels, plain, name, most):
     assert with_drafts(kernels.accept, Sampler(), WAYS, drafters(plain)[name], most) == plain

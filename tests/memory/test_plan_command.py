@@ -201,7 +201,7 @@ def test_a_configuration_without_a_model_or_a_task_is_refused(capsys, parts, mis
     given = [argument for part in parts for argument in ("-c", part)]
     assert command(["plan", *given, "--gpu-memory", "80"]) == 2
     error = f"error: model.{missing} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b\n"
-    assert capsys.readouterr().err == error
+    assert capsys.readouterr().err.endswith(error)  # a slow machine names phases before
 
 
 def test_a_folder_of_config_json_alone_is_planned_and_another_family_is_refused(bases, tmp_path, capsys):
