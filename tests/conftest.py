@@ -72,3 +72,13 @@ def _gpu_of_its_own(request: pytest.FixtureRequest) -> None:
         mine = torch.cuda.memory_reserved() + OWN_BYTES
         if max(held) > mine or max(held) - min(held) > 2**20:
             pytest.skip(f"other processes use this GPU: {max(held) / 2**30:.1f} GiB of it are held; stop them first")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the quickstart's model with random weights, which no test may change."""
+    from qerl_pl.tools.tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    make_tiny(folder, seed=0, sft_steps=0)
+    return str(folder)

@@ -22,7 +22,6 @@ from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.tools.tiny import make_tiny
 
 REWARD = """
 def flat(prompts, completions):
@@ -45,14 +44,9 @@ def imported(path: Path) -> Any:
     return module
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("identity") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return folder
-
-
-def identity(base: Path, reward: Reward = think_answer_format, built: str = "", engine: Any = None) -> dict[str, Any]:
+def identity(
+    base: str | Path, reward: Reward = think_answer_format, built: str = "", engine: Any = None
+) -> dict[str, Any]:
     lora, parts = LoraSettings(2), [engine or TransformersEngine(), reward]
     policy = load_policy(str(base), dtype=torch.float32, lora=lora, seed=0)
     return evaluation_identity(policy, Sampling(), run={}, built=built, parts=parts)

@@ -11,14 +11,6 @@ from qerl_pl.policy.teacher import Teacher
 from qerl_pl.tools.tiny import make_tiny
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a model with random weights."""
-    folder = tmp_path_factory.mktemp("objective") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return str(folder)
-
-
 @pytest.fixture
 def policy(base: str) -> Policy:
     """Load a policy on the base; its adapter is untrained, so it equals the base."""

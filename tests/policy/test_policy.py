@@ -9,14 +9,6 @@ from torch import nn
 
 from qerl_pl.policy.lora import LoraLinear, LoraSettings
 from qerl_pl.policy.policy import load_policy
-from qerl_pl.tools.tiny import make_tiny
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("policy") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return str(folder)
 
 
 def make_policy(base: str, *, train_norms: bool = False, dtype: torch.dtype = torch.float32, **settings):

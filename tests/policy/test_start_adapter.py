@@ -20,17 +20,9 @@ from qerl_pl.checkpoint import check_identity, lora_settings, run_identity
 from qerl_pl.policy.lora import LoraSettings, open_settings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.start import check_fits, digest, is_of_other_base, read_start
-from qerl_pl.tools.tiny import make_tiny
 
 TOKENS = torch.arange(8, 48).view(2, 20)
 WEIGHTS = "adapter_model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("start") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return str(folder)
 
 
 def write_stock(base: str, folder: Path, **settings: Any) -> Tensor:

@@ -8,15 +8,7 @@ import torch
 
 from qerl_pl.policy.policy import TeacherStates
 from qerl_pl.policy.teacher import Teacher
-from qerl_pl.tools.tiny import make_tiny
 from tests.policy.test_policy import batch, make_policy, with_adapter
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("teacher") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return str(folder)
 
 
 @pytest.mark.parametrize("keep", ["gpu", "host"])

@@ -12,22 +12,14 @@ import pytest
 
 from qerl_pl.study import process, state
 from qerl_pl.study.study_file import Command
-from qerl_pl.tools.tiny import make_tiny
 from tests.program import ROOT, Program
 
 TOY = ["-c", "tests/integration/toy.yaml"]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "tiny"
-    make_tiny(folder, seed=0, sft_steps=0)
-    return folder
-
-
-def commands(base: Path, folder: Path, *more: str) -> list[Command]:
+def commands(base: str, folder: Path, *more: str) -> list[Command]:
     """Make the commands for a training and for two evaluations of its policy."""
-    common = [*TOY, "--model.base", str(base), *more]
+    common = [*TOY, "--model.base", base, *more]
     found = [Command("fit", ["fit", *common, "--run_dir", str(folder), "--ckpt_path", "last"])]
     for name, num, max_tokens in (("many", 3, 4), ("long", 1, 40)):
         sampling = json.dumps({"num_completions": num, "max_tokens": max_tokens, "temperature": 1.0})
