@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.model.family import FAMILIES, Family
 from qerl_pl.model.layers import head_dims
-from qerl_pl.quant.awq import best_scales, fold_block
+from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.rounding import output_error, pack_weight
 from tests.families import NAMES, tiny_config
-from tests.quant.conftest import layer_with_outliers
 from tests.rollout.conftest import save_dense
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -103,15 +102,6 @@ def test_a_folded_block_has_a_lower_error_and_moments_that_match_its_inputs(make
     after = outputs()
     for name in moments.keys() - {f"{BLOCK}.self_attn.q_proj", f"{BLOCK}.mlp.gate_proj"}:
         torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-5)
-
-
-def test_heads_that_one_value_head_feeds_share_their_scales():
-    weight, _ = layer_with_outliers(16, 128)
-    moment = small_weights_on_large_inputs(weight)
-    _, scales = best_scales([weight], moment, MXFP4, repeats=4, head_dim=16)
-    heads = scales.view(2, 4, 16)
-    assert torch.equal(heads, heads[:, :1].expand_as(heads))
-    assert len(scales.unique()) > 1
 
 
 def test_linears_that_nothing_known_precedes_are_refused():

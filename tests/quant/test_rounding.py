@@ -14,7 +14,6 @@ from qerl_pl.quant.rounding import (
     gptq_codes,
     group_scale,
     output_error,
-    pack_group,
     pack_weight,
     report_layer,
     row_errors,
@@ -108,13 +107,6 @@ def test_the_output_error_is_that_of_the_outputs():
     rounded = weight + 0.1 * torch.randn(5, 32)
     expected = ((rounded - weight) @ inputs.T).square().sum(0).mean()
     assert output_error(weight, rounded.clone(), inputs.T @ inputs / 100) == pytest.approx(expected.item(), 1e-5)
-
-
-@pytest.mark.parametrize("rounding", ["rtn", "mse", "gptq"])
-def test_a_group_shares_the_scale_of_its_largest_weight(rounding):
-    small, moment = layer_with_outliers(8, 64)
-    packed = pack_group({"q": small, "k": 3 * small}, NVFP4, rounding, moment)
-    assert packed["q"].global_scale == packed["k"].global_scale == NVFP4.tensor_scale(3 * small.abs().max())
 
 
 def test_an_all_zero_weight_is_reported_without_error():
