@@ -157,10 +157,7 @@ def _gradient(
     for part in batch.parts(rows, max_tokens):
         scores = batch.teacher
         stats = batch.policy.token_stats(
-            part.tokens,
-            part.sampled,
-            temperature=batch.settings.temperature,
-            teacher=scores and scores.states_of(part),
+            part.tokens, part.sampled, temperature=batch.settings.temperature, teacher=scores and scores.states_of(part)
         )
         if record:
             part.write(batch.old, stats.logprobs.detach())

@@ -135,10 +135,7 @@ _GEMMA4 = replace(
 )
 _MERGED = Family(
     projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    scale_sources=(
-        (("self_attn.qkv_proj",), "input_layernorm"),
-        (("mlp.gate_up_proj",), "post_attention_layernorm"),
-    ),
+    scale_sources=((("self_attn.qkv_proj",), "input_layernorm"), (("mlp.gate_up_proj",), "post_attention_layernorm")),
     elementwise=frozenset({"norms"}),
 )
 # In Qwen3.5 three of four layers are gated delta nets instead of attention. Norms store their weights minus 1, so AWQ

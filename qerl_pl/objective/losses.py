@@ -272,12 +272,7 @@ def _bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
 
 
 def prepared(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    weights: Tensor,
-    importance: Tensor | None,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, importance: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of a policy loss. Returns the log-ratio [B, S], and the factor of the ratio in the loss, [B,
     S]: advantage x row weight x importance weight."""

@@ -43,11 +43,7 @@ class Elementwise(NamedTuple):
 
 def liger_elementwise() -> Elementwise:
     """Return liger-kernel's operations, which need a GPU."""
-    from liger_kernel.transformers.functional import (  # pyright: ignore[reportMissingImports]
-        liger_rms_norm,
-        liger_rope,
-        liger_swiglu,
-    )
+    from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu  # pyright: ignore[reportMissingImports]
 
     # liger-kernel's norm is not used in place, because its backward would then overwrite the incoming gradient, which
     # other operations may also read.

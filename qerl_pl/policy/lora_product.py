@@ -104,11 +104,7 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weights: tuple[tuple[Dense, float], ...],
-        known: tuple[Tensor | None, ...],
-        *masters: Tensor,
+        ctx, x: Tensor, weights: tuple[tuple[Dense, float], ...], known: tuple[Tensor | None, ...], *masters: Tensor
     ) -> tuple[Tensor, ...]:
         a, b = masters[::2], masters[1::2]
         low_a = (a[0] if len(a) == 1 else torch.cat(a)).to(x.dtype)  # [R, K], R the sum of the ranks

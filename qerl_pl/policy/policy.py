@@ -235,8 +235,7 @@ class Policy(nn.Module):
             return stats
         distance, agrees = divergence(hidden, head, teacher.hidden, teacher.head, beta=teacher.beta)
         return stats._replace(
-            divergence=zeros.index_put(wanted, distance),
-            agrees=torch.zeros_like(mask).index_put(wanted, agrees),
+            divergence=zeros.index_put(wanted, distance), agrees=torch.zeros_like(mask).index_put(wanted, agrees)
         )
 
     @torch.no_grad()

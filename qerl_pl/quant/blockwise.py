@@ -46,12 +46,7 @@ class BlockStream:
         self.hidden = self._run()  # in some families the decoder multiplies by a constant
 
     def second_moments(
-        self,
-        name: str,
-        tensors: Mapping[str, Tensor],
-        linears: Sequence[str],
-        *,
-        dtype: torch.dtype = torch.float32,
+        self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str], *, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         """Run the block ``name`` with the weights ``tensors``, by full name, and return the mean of x x^T over the
         inputs x of each of its ``linears``, by full name: [K, K] on the device, computed in ``dtype``, fp32 or fp64.

@@ -76,9 +76,7 @@ COMPRESSED_NVFP4 = Layout(
     marker=".weight_packed",
 )
 COMPRESSED_MXFP4 = Layout(
-    fmt=MXFP4,
-    parts={".weight_packed": Part("codes"), ".weight_scale": Part("block_scale")},
-    marker=".weight_packed",
+    fmt=MXFP4, parts={".weight_packed": Part("codes"), ".weight_scale": Part("block_scale")}, marker=".weight_packed"
 )
 MODELOPT_NVFP4 = Layout(
     fmt=NVFP4,

@@ -163,12 +163,7 @@ def _log_spread(values: Sequence[int]) -> float:
 
 
 def collate(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    *,
-    scored: Tensor,
-    advantages: Tensor,
-    in_loss: Tensor,
+    prompts: Sequence[Prompt], completions: Sequence[Completion], *, scored: Tensor, advantages: Tensor, in_loss: Tensor
 ) -> Experience:
     """Build the right-padded tensors of B rows, each a prompt and its completion, with whether a reward scored them [B]
     bool, advantages [B] fp32, and whether they are in the loss [B] bool. ValueError: numbers of rows, or of tokens and

@@ -122,9 +122,7 @@ class ModuleSettings:
             if sampling is not None and sampling.stop not in ((), self.stop):
                 raise ValueError(f"model.{name}.stop is {list(sampling.stop)}: set data.stop, which holds for both")
         check_micro_batch(
-            self.micro_batch_tokens,
-            prompt_tokens=self.max_prompt_tokens,
-            completion_tokens=self.sampling.max_tokens,
+            self.micro_batch_tokens, prompt_tokens=self.max_prompt_tokens, completion_tokens=self.sampling.max_tokens
         )
         config = check_base(self.folder)  # may download and quantise, so it comes after the checks that take no time
         if self.lora.start is not None:

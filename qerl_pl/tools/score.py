@@ -30,10 +30,7 @@ NAMED = {
         "class_path": "qerl_pl.rewards.math.NumericAnswer",
         "init_args": {"marker": "any", "fallback": "last_number"},
     },
-    "math": {
-        "class_path": "qerl_pl.rewards.math.MathAnswer",
-        "init_args": {"marker": "any", "fallback": "last_math"},
-    },
+    "math": {"class_path": "qerl_pl.rewards.math.MathAnswer", "init_args": {"marker": "any", "fallback": "last_math"}},
     "dapo": {"class_path": "qerl_pl.rewards.math.MathAnswer", "init_args": {"marker": "line"}},
 }
 _EPILOG = """\
