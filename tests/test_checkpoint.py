@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import signal
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +144,31 @@ def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, free):
     free.set()
     io.wait()
     assert (tmp_path / "a.ckpt").exists()
+
+
+def kept_open() -> int:
+    """Count the deleted files that this process still has open; their disk space is not free."""
+    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(link.endswith(".ckpt (deleted)") for link in links)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's list of open files")
+def test_a_file_that_is_replaced_is_freed_in_the_background(io, tmp_path, free):
+    io.save_checkpoint(checkpoint(), tmp_path / "other.ckpt", IN_BACKGROUND)
+    for name in ("new", "target"):
+        (tmp_path / f"{name}.ckpt").write_text(name)
+    io.replace(tmp_path / "new.ckpt", tmp_path / "target.ckpt")
+    assert (tmp_path / "target.ckpt").read_text() == "new"
+    assert not (tmp_path / "new.ckpt").exists()
+    assert kept_open() == 1
+    free.set()
+    io.teardown()
+    assert kept_open() == 0
+    io.replace(tmp_path / "target.ckpt", tmp_path / "free name")
+    assert (tmp_path / "free name").read_text() == "new"
+    with pytest.raises(FileNotFoundError):
+        io.replace(tmp_path / "new.ckpt", tmp_path / "free name")
+    assert (tmp_path / "free name").read_text() == "new"
 
 
 @pytest.fixture

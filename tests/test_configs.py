@@ -161,6 +161,10 @@ def test_a_benchmark_changes_what_is_sampled_and_how_alone(benchmark, resolved):
     ), changed
 
 
+def test_all_training_data_have_one_prompt():
+    assert len({yaml.safe_load(path.read_text())["data"]["system_prompt"] for path in TASKS}) == 1
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -236,6 +240,15 @@ def test_the_base_file_may_be_named_again(resolved):
     once = resolved("-c", "configs/quickstart.yaml")
     twice = resolved("-c", "configs/base.yaml", "-c", "configs/quickstart.yaml")
     assert once == twice
+
+
+def test_dapo_accepts_by_the_right_answer_and_punishes_length_up_to_the_sampling_limit(resolved):
+    model = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", MODEL, ARM))["model"]
+    names = [reward["name"] for reward in model["rewards"]]
+    assert model["dynamic_sampling"]["metric"] == "accuracy" == names[0]
+    [overlong] = [reward["reward"] for reward in model["rewards"] if "SoftOverlong" in str(reward["reward"])]
+    assert overlong["init_args"]["max_tokens"] is None, "linked"
+    assert overlong["init_args"]["buffer"] == round(model["sampling"]["max_tokens"] / 5)
 
 
 def test_a_base_format_names_the_copy_beside_the_base_and_says_how_to_make_it(tmp_path):

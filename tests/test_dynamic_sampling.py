@@ -202,3 +202,29 @@ def test_two_ranks_sample_and_train_on_what_one_does_and_share_it_equally(tmp_pa
         together = [group for share in first[3] for group in share]
         assert sorted(row["answer"] for row in together) == sorted(row["answer"] for row in one[3][0])
         assert first[4] + second[4] == one[4]
+
+
+@pytest.mark.parametrize(
+    ("share", "oversample", "rounds", "groups"),
+    [(0.3, 1, 4.0, 28.8), (0.3, 2, 2.2, 31.9), (0.3, 3, 1.6, 35.6), (0.15, 2, 3.8, 59.8), (0.15, 3, 2.7, 63.8)],
+)
+def test_oversampling_takes_fewer_rounds_for_a_few_more_groups(share, oversample, rounds, groups):
+    rng, found = random.Random(0), []
+
+    class Counted:  # an evaluation of which nothing but the number of groups with a signal is asked
+        def __init__(self, num: int) -> None:
+            self.has_signal = torch.tensor([rng.random() < share for _ in range(num)])
+
+        def __add__(self, other: Counted) -> Counted:
+            self.has_signal = torch.cat([self.has_signal, other.has_signal])
+            return self
+
+    settings = DynamicSampling(oversample=oversample)
+    for _ in range(2000):
+        supply = iter(prompts([True] * 400))
+        everything, refills = settings.fill(prompts([True] * 8), supply, lambda p: Counted(len(p)), Stopwatch())  # pyright: ignore
+        found.append((1 + refills, len(everything.has_signal), everything.has_signal.sum() >= 8))
+    means = [sum(values) / len(found) for values in zip(*found, strict=True)]
+    assert means[0] == pytest.approx(rounds, abs=0.15)
+    assert means[1] == pytest.approx(groups, rel=0.03)
+    assert means[2] > 0.99, "full batches"

@@ -95,6 +95,12 @@ def test_an_adapter_of_keys_that_serve_as_values_is_said_to_need_merging_for_vll
     assert ("adapts the keys alone" in capsys.readouterr().out) == (target == "k_proj")
 
 
+def test_a_base_that_is_a_name_stays_a_name(tmp_path):
+    assert export(make_run(tmp_path / "run", "someone/model", torch.ones(4, 8)), tmp_path / "out") == 0
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "someone/model"
+
+
 def test_a_base_of_the_hub_is_named_with_the_commit_that_was_trained_on(tmp_path, monkeypatch, capsys):
     cache, commit = tmp_path / "hub", "0" * 40
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -118,6 +124,13 @@ def test_a_base_of_the_hub_is_named_with_the_commit_that_was_trained_on(tmp_path
     assert not (tmp_path / "other").exists()
 
 
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "base", torch.tensor([[float("nan")]]))
+    assert export(run, tmp_path / "out") == 2
+    assert "state_dict holds numbers that are not finite" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_a_full_disk_leaves_nothing_and_is_said_in_a_line(tmp_path, capsys):
     run = make_run(tmp_path / "run", "base", torch.ones(4, 25000))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -130,6 +143,13 @@ def test_a_full_disk_leaves_nothing_and_is_said_in_a_line(tmp_path, capsys):
     assert "could not write" in said
     assert said.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_part_of_the_output_path_that_is_a_file_is_said(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "base", torch.ones(4, 8))
+    with pytest.raises(SystemExit):
+        export(run, run / "config.yaml" / "out")
+    assert "config.yaml is a file; expected a folder" in capsys.readouterr().err
 
 
 class Refusing(BaseHTTPRequestHandler):

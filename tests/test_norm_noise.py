@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
+from qerl_pl.model.family import FAMILIES
+from qerl_pl.noise.norm_noise import NormNoise, is_noise_norm, noisy_norms, realized_sigma
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -62,6 +63,12 @@ def test_noise_is_gaussian_with_the_given_sigma_and_independent_between_weights(
     assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 5 / math.sqrt(40_000)
 
 
+def test_noise_scales_with_sigma():
+    clean = {name: torch.zeros_like(weight) for name, weight in norms().items()}
+    small, large = noisy_norms(clean, NormNoise(0.25, 3)), noisy_norms(clean, NormNoise(0.5, 3))
+    assert all(torch.equal(2 * small[name], large[name]) for name in clean)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_get_the_rounded_noise_of_fp32(dtype):
     clean = norms(dtype=dtype)
@@ -74,3 +81,26 @@ def test_half_precision_weights_get_the_rounded_noise_of_fp32(dtype):
 def test_a_sigma_that_means_nothing_is_refused(sigma):
     with pytest.raises(ValueError, match="sigma is"):
         noisy_norms({}, NormNoise(sigma, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.0.input_layernorm.weight", True),
+        ("base_model.model.model.layers.31.post_attention_layernorm.weight", True),
+        ("model.norm.weight", False),
+        ("model.layers.0.self_attn.q_norm.weight", False),
+        ("model.layers.0.self_attn.q_proj.weight", False),
+    ],
+)
+def test_the_two_norms_of_a_block_are_found_by_name(name, expected):
+    assert is_noise_norm(name, FAMILIES["qwen2"].noise_norms) is expected
+
+
+def test_fp32_keeps_all_of_the_noise_and_bf16_little_of_what_is_below_its_spacing():
+    clean = {f"model.layers.{i}.input_layernorm.weight": torch.full((4096,), 1.0) for i in range(4)}
+    for sigma in (1e-2, 1e-3):
+        assert realized_sigma(clean, NormNoise(sigma, 3), dtype=torch.float32) == pytest.approx(sigma, rel=0.05)
+    assert realized_sigma(clean, NormNoise(5e-2, 3), dtype=torch.bfloat16) == pytest.approx(5e-2, rel=0.05)
+    assert realized_sigma(clean, NormNoise(5e-4, 3), dtype=torch.bfloat16) < 1e-4
+    assert realized_sigma(clean, NormNoise(0.0, 3), dtype=torch.bfloat16) == 0.0

@@ -7,10 +7,32 @@ import re
 import tomllib
 from pathlib import Path
 
+import yaml
+
 from qerl_pl.__main__ import COMMANDS, TRAINING
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_change_log_has_the_version_and_what_is_not_released():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert versions[0] == "Unreleased"
+    assert PROJECT["version"] in versions
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
+
+
+def test_the_citation_has_what_the_format_asks_for():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= citation.keys()
+    assert (citation["title"], citation["version"], citation["license"]) == tuple(
+        PROJECT[name] for name in ("name", "version", "license")
+    )
+    [paper] = citation["references"]
+    assert "2510.11696" in paper["url"]
 
 
 def test_the_dockerfile_installs_an_extra_that_exists_and_runs_commands_that_exist():

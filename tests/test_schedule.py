@@ -21,6 +21,13 @@ def trend(num_stages: int, sigma_start: float, sigma_end: float) -> list[float]:
     return [0.0] + [sigma_start * (sigma_end / sigma_start) ** (i / (noisy - 1)) for i in range(noisy)]
 
 
+@given(num_stages=st.integers(3, 12), per_stage=st.integers(1, 9))
+def test_stages_of_a_run_that_divides_evenly_are_those_of_algorithm_1(num_stages, per_stage):
+    num_rollouts = num_stages * per_stage  # the algorithm counts steps from 1: k = floor((step - 1) / floor(M / K))
+    stages = [stage_of(index, num_rollouts=num_rollouts, num_stages=num_stages) for index in range(num_rollouts)]
+    assert stages == [index // per_stage for index in range(num_rollouts)]
+
+
 @given(num_stages=st.integers(3, 12), num_rollouts=st.integers(1, 200))
 def test_stages_are_in_order_and_differ_by_at_most_one_rollout(num_stages, num_rollouts):
     stages = [stage_of(i, num_rollouts=num_rollouts, num_stages=num_stages) for i in range(num_rollouts)]

@@ -80,6 +80,14 @@ def test_dropout_of_the_trainer_draws_nothing_from_the_global_stream(policy):
 
 
 @pytest.mark.parametrize(
+    ("num_rows", "num_chosen", "expected"),
+    [(16, 4, [0, 4, 8, 12]), (10, 3, [0, 3, 6]), (2, 8, [0, 1]), (5, 1, [0]), (0, 4, [])],
+)
+def test_rows_are_spread_evenly(num_rows, num_chosen, expected):
+    assert few_rows(torch.ones(num_rows), num_rows=num_chosen, max_tokens=1000).tolist() == expected
+
+
+@pytest.mark.parametrize(
     ("max_tokens", "expected"), [(1000, [0, 2, 4, 6]), (70, [0, 2, 4, 6]), (69, [0, 2, 5]), (30, [0]), (1, [0])]
 )
 def test_long_rows_are_fewer_rows(max_tokens, expected):

@@ -431,7 +431,10 @@ def test_the_text_of_a_number_has_its_value_and_no_exponent(exact, whole):
 @pytest.mark.parametrize(
     ("name", "settings", "number", "first"),
     [
+        ("gsm8k_train", {"marker": "hash"}, 7473, "72"),
+        ("gsm8k_test", {"marker": "hash"}, 1319, "18"),
         ("svamp", {"question": ["Body", "Question"], "answer": "Answer"}, 1000, "145.0"),
+        ("aime24", {"question": "problem"}, 30, "204"),
         ("amc23", {}, 40, "27.0"),
         ("gaokao2023en", {"bad_rows": "drop"}, 385 - 2, r"$\{x|-2\leq x < 1\}$"),
     ],

@@ -210,3 +210,20 @@ def test_only_temperatures_and_log_probabilities_are_captured(options, kind):
     for row, settings in [(1, {"top_k": 5, "presence_penalty": 1.0}), *zip(rows.tolist(), options, strict=True)]:
         sampler.add_request(row, SamplingParams(**{"logprobs": 0, **settings}))
     assert kind_of_sampling(sampler, rows) == kind, "row 1 is no sequence of this batch"
+
+
+def test_a_table_is_copied_to_one_address_and_only_after_a_change(monkeypatch):
+    from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+    from qerl_pl.hopper import sampler
+
+    copies, copy = [], sampler.async_tensor_h2d
+    monkeypatch.setattr(sampler, "async_tensor_h2d", lambda *a, **k: (copies.append(a), copy(*a, **k))[1])
+    table = UvaBackedTensor(5, torch.int32)
+    first = sampler.copy_if_changed(table)
+    for value, count in [(0, 1), (7, 2), (7, 2), (0, 3)]:
+        table.np[3] = value
+        found = sampler.copy_if_changed(table, 4)
+        assert found.tolist() == [0, 0, 0, value]
+        assert (found.data_ptr(), len(copies)) == (first.data_ptr(), count)
+        assert table.gpu.data_ptr() == first.data_ptr()

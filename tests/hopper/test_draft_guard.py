@@ -62,6 +62,11 @@ def test_each_number_of_sequences_has_a_cost_and_a_verification_is_never_free():
     assert drafts_by_sequences(all_accepted, MOST) == drafts_by_sequences([], MOST)
 
 
+@pytest.mark.parametrize("most", [1, 5, 32, 64])
+def test_the_table_ends_with_the_engine_s_most_sequences(most):
+    assert drafts_by_sequences([], most) == [0, *map(usual, range(1, most + 1))]
+
+
 def test_counts_are_added_up_within_classes():
     counts, draw = DraftCounts(), random.Random(0)
     for sequences in range(1, 100):

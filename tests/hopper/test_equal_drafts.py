@@ -18,7 +18,7 @@ from tests.reference.equal_drafts import accept as accept_by_loops
 
 KERNELS = "qerl_pl.hopper.equal_drafts"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VOCABULARY, LENGTH, PROMPT = 40, 16, 3
+VOCABULARY, LENGTH, PROMPT = 40, 24, 3
 
 
 class Way(NamedTuple):
@@ -47,17 +47,22 @@ def model(prefix: tuple[int, ...], way: Way) -> Tensor:
 
 
 class Sampler:
-    """Samples rows of logits as vLLM does."""
+    """Samples rows of logits as vLLM does. It can be given two mistakes: noise of the previous position in all rows but
+    the first, and log-probabilities of the previous row."""
+
+    def __init__(self, *, noise_shifted: bool = False, scores_shifted: bool = False) -> None:
+        self.noise_shifted, self.scores_shifted = noise_shifted, scores_shifted
 
     def __call__(self, prefixes: Sequence[Sequence[int]], ways: Sequence[Way]) -> tuple[Tensor, Tensor]:
         """Sample for each of R prefixes a token, [R] int64, and return its log-probability, [R]."""
         logits = torch.stack([model(tuple(prefix), way) for prefix, way in zip(prefixes, ways, strict=True)])
         positions = torch.tensor([len(prefix) - 1 for prefix in prefixes])
+        positions[1:] -= int(self.noise_shifted)
         noise = keyed_noise(torch.tensor([way.seed for way in ways]), positions, VOCABULARY)
         noisy = torch.tensor([way.temperature > 0 for way in ways])
         tokens = (logits + noise * noisy[:, None]).argmax(1)
         scores = logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]
-        return tokens.to(DEVICE), scores
+        return tokens.to(DEVICE), scores.roll(1) if self.scores_shifted else scores
 
 
 Found = list[tuple[list[int], list[float]]]
@@ -140,7 +145,7 @@ def drafters(plain: Found) -> dict[str, Drafter]:
 NAMES = list(drafters([]))
 
 
-@pytest.mark.parametrize("most", [1, 7])
+@pytest.mark.parametrize("most", [1, 4, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_log_probabilities_are_those_without_drafts(kernels, plain, name, most):
     assert with_drafts(kernels.accept, Sampler(), WAYS, drafters(plain)[name], most) == plain
@@ -150,6 +155,35 @@ def test_sequences_differ_in_every_way(plain):
     """If sequences were alike, the other tests would not detect values of the wrong row or position."""
     assert len({tuple(tokens) for tokens, _ in plain}) == len(WAYS)
     assert sum(len({*tokens}) for tokens, _ in plain) > 5 * len(WAYS)
+
+
+def one_too_many(kernels: Any) -> Any:
+    def accept(*arguments: Any) -> tuple[Tensor, Tensor]:
+        sampled, _, _, starts, most = arguments
+        _, counts = kernels.accept(*arguments)
+        counts = (counts + 1).minimum(starts.diff())
+        places = starts[:-1, None] + torch.arange(most + 1, device=DEVICE)
+        return sampled[places.clamp(max=len(sampled) - 1)], counts
+
+    return accept
+
+
+def one_row_later(kernels: Any) -> Any:
+    return lambda sampled, inputs, rows, *others: kernels.accept(sampled, inputs, rows.roll(-1), *others)
+
+
+@pytest.mark.parametrize("mistake", ["accept one too many", "compare another row", "shift noise", "shift scores"])
+def test_every_mistake_is_found(kernels, plain, mistake):
+    accept, sampler = kernels.accept, Sampler()
+    if mistake == "accept one too many":
+        accept = one_too_many(kernels)
+    elif mistake == "compare another row":
+        accept = one_row_later(kernels)
+    elif mistake == "shift noise":
+        sampler = Sampler(noise_shifted=True)
+    else:
+        sampler = Sampler(scores_shifted=True)
+    assert any(with_drafts(accept, sampler, WAYS, drafter, 4) != plain for drafter in drafters(plain).values())
 
 
 @pytest.mark.parametrize("seed", range(20))

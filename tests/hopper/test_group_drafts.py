@@ -82,6 +82,10 @@ def test_what_a_draft_is(kernels, own, sibling, due):
     assert known(kernels, [own, sibling], [[0, 1 if sibling else -1], [-1, -1]]) == due
 
 
+def test_text_of_other_groups_is_not_read(kernels):
+    assert known(kernels, [[1, 2], [1, 2, 3]], [[0, -1], [1, -1]]) == [2, 2, 2, 2]
+
+
 def test_drafts_do_not_depend_on_where_rows_are(kernels):
     """vLLM may put a request into any row of its table; the candidates keep the order of their requests."""
     tokens, lengths, candidates = table(3, alphabet=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -90,6 +91,20 @@ def test_what_the_kernels_take(widths, inputs, rank, possible):
         assert blocks(tokens, a, b) is None
     assert blocks(1, [a[0].float(), *a[1:]], b) is None
     assert blocks(1, a, [b[0].half(), *b[1:]]) is None
+
+
+@pytest.mark.parametrize("widths", [(48,), (48, 32), (48, 32, 16)])
+def test_a_kernel_is_told_where_slices_begin(widths):
+    _, b = adapter(widths, 32, 16, "cpu")
+    hidden, *matrices, first1, first2, rank = lora_hopper.arguments(Update(torch.empty(len(widths), 5, 16), b))
+    assert hidden.shape == (len(widths), 5, 16)
+    assert rank == 16
+    starts = [0, first1, first2, 2**31]
+    for n in range(sum(widths)):
+        slice = next(i for i, (start, end) in enumerate(pairwise(starts)) if start <= n < end)
+        assert slice == sum(n >= sum(widths[: i + 1]) for i in range(len(widths) - 1))
+        assert matrices[slice] is b[slice]
+    assert lora_hopper.arguments(None) == [None] * 4 + [0] * 3
 
 
 @on_gpu

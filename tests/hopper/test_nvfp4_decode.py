@@ -17,16 +17,21 @@ from tests.hopper.nvfp4_linears import (
     SHARED_OF_BLOCK,
     assert_nothing_else_is_written,
     assert_the_formula,
-    few,
     on_gpu,
     random_linear,
 )
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
 
 
-@pytest.mark.parametrize("variant", few(VARIANTS), ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_source_compiles_for_every_variant(variant):
     assert driver.compiled(nvfp4_decode.kernel(variant)).startswith(b"\x7fELF")
+
+
+def test_an_error_of_the_compiler_is_shown():
+    kernel = nvfp4_decode.kernel(VARIANTS[0])._replace(code="no such thing;")
+    with pytest.raises(RuntimeError, match=r"nvfp4_decode\.cu does not compile for sm_90a: .*no such|.*identifier"):
+        driver.compiled(kernel)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -75,6 +80,13 @@ def test_a_lanes_weights_lie_side_by_side():
                     for half in range(2):
                         byte = ordered.view(torch.uint8)[k_block, 64 * tile + 8 * g + 2 * j + half]
                         assert byte == scales.view(torch.uint8)[output + 8 * half, k_block]
+
+
+def test_the_kernel_finds_the_bias_in_hummings_order():
+    ordered = humming_bias(torch.arange(128))
+    for n in range(0, 128, 4):  # as the source has it
+        at = (n & ~31) + ((n >> 1) & 2) * 8 + ((n >> 3) & 3) * 2
+        assert [ordered[at + i].item() for i in (0, 1, 8, 9)] == [n, n + 1, n + 2, n + 3]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -155,6 +167,13 @@ def test_a_gated_product_has_the_bits_of_the_product_and_silu_apart(variant, spl
         decode_linear(x, weight, ordered, factor, None, schedule, out=y[1:-1], adapter=adapter, gated=True)
         assert torch.equal(y[1:-1], F.silu(gate) * up)
         assert (y[[0, -1]] == 7).all(), "nothing else is written"
+
+
+def test_gate_and_up_with_a_bias_are_refused():
+    x, weight, scales = torch.ones(1, 256).bfloat16(), torch.ones(16, 512, dtype=torch.int32), torch.ones(16, 256)
+    schedule = nvfp4_decode.Schedule(VARIANTS[0], 1)
+    with pytest.raises(AssertionError, match="no bias"):
+        decode_linear(x, weight, scales, torch.ones(1), torch.ones(256), schedule, gated=True)
 
 
 @on_gpu

@@ -14,6 +14,7 @@ from qerl_pl.quant import formats, nvfp4
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.rollout.vllm import memory
 
 base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
 one_copy = pytest.importorskip("qerl_pl.hopper.one_copy")
@@ -61,6 +62,15 @@ def test_linears_that_were_moved_apart_are_fused_again():
     assert all(torch.equal(a.dense(torch.bfloat16), b) for a, b in zip(linears.values(), dense, strict=True))
 
 
+def test_gradients_are_those_of_the_other_order():
+    linears = {"out": packed(256, 128)}
+    x = torch.randn(3, 128, requires_grad=True)
+    [before] = torch.autograd.grad(linears["out"](x).square().sum(), x)
+    one_copy.put_in_tile_order(linears)
+    [after] = torch.autograd.grad(linears["out"](x).square().sum(), x)
+    assert torch.equal(before, after)
+
+
 class Converted(LinearBase):
     """A linear layer of vLLM after its weights were converted to tile order."""
 
@@ -92,6 +102,37 @@ def test_the_engine_takes_the_trainers_memory_if_it_holds_the_same_bits():
     assert not hasattr(other, "trainers_weight")
 
 
+class Read(LinearBase):
+    """A linear layer of vLLM before it reads its weights."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        nn.Module.__init__(self)
+        codes, scales = torch.zeros(outputs, inputs // 2), torch.zeros(outputs, inputs // 16)
+        self.weight_packed = nn.Parameter(codes.to(torch.uint8), requires_grad=False)
+        self.weight_scale = nn.Parameter(scales.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def test_a_linear_that_is_not_read_takes_no_memory_until_it_is_given_the_trainers_weight():
+    linears = {"out": packed(256, 128), "small": packed(96, 128)}
+    codes, scales = linears["out"].codes.clone(), linears["out"].block_scale.clone()
+    one_copy.put_in_tile_order(linears)
+    model = nn.Module()
+    model.out, model.small = out, small = Read(256, 128), Read(96, 128)
+    unread = one_copy.unread(model, linears)
+    assert unread == {"out": ["out"]}, "the other one is in row order"
+    one_copy.lend(model, linears, unread=unread)
+    assert [each.weight_packed.untyped_storage().nbytes() for each in (out, small)] == [1, 96 * 64]
+    assert (out.weight_packed.shape, out.weight_scale.shape) == (codes.shape, scales.shape)
+    with pytest.raises(RuntimeError, match="converted out with a kernel that is not this project's"):
+        one_copy.place(model, linears, torch.device("cpu"))
+    for each in (out, small):
+        one_copy.give(each)
+    assert torch.equal(out.weight_packed, codes)
+    assert torch.equal(out.weight_scale.view(torch.uint8), scales)
+    assert not small.weight_packed.any()
+    one_copy.place(model, linears, torch.device("cpu"))
+
+
 class Adopted(NamedTuple):
     """A worker whose model has one fused linear layer, and the trainer's two linear layers whose memory it uses."""
 
@@ -118,6 +159,16 @@ def adopted() -> Adopted:
     return Adopted(SimpleNamespace(get_model=lambda: model), linears, dense)
 
 
+def test_a_linear_with_the_trainers_memory_is_compared_whole(adopted):
+    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
+    for tensor in (adopted.linears["mlp.up_proj"].codes, adopted.linears["mlp.gate_proj"].block_scale):
+        tensor[-1, -1] ^= 1
+        with pytest.raises(RuntimeError, match=r"1 of 1 linears differ.*gate_up_proj"):
+            base_weights.check_rows(adopted.worker, adopted.linears)
+        tensor[-1, -1] ^= 1
+    assert base_weights.check_rows(adopted.worker, adopted.linears) == 1
+
+
 def test_parameters_that_vllm_has_moved_are_put_into_the_trainers_memory_again(adopted):
     """After conversion vLLM moves every parameter that it had created in host memory back there, if its name is still
     the same."""
@@ -137,3 +188,13 @@ def test_a_trainer_that_was_moved_away_from_the_shared_memory_is_seen(adopted):
         linear._apply(torch.clone)
     with pytest.raises(RuntimeError, match="does not compute with the trainer's base"):
         base_weights.check_rows(adopted.worker, adopted.linears)
+
+
+def test_an_engine_that_ends_leaves_the_trainers_memory_as_it_is(adopted):
+    places = [linear.codes.data_ptr() for linear in adopted.linears.values()]
+    memory.free(adopted.worker)
+    assert adopted.worker.get_model().mlp.gate_up_proj.weight.numel() == 0
+    adopted.check_trainers()
+    assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places
+    one_copy.put_in_tile_order(adopted.linears)  # as the next engine does before it starts
+    assert [linear.codes.data_ptr() for linear in adopted.linears.values()] == places

@@ -128,3 +128,12 @@ def test_a_pass_that_runs_out_of_memory_while_the_engine_sleeps_harms_neither_si
     assert engine.fingerprint() == held
     assert_unchanged(engine, dense)
     assert [len(each) for each in engine.generate(PROMPTS, SAMPLING, 5)] == [len(each) for each in samples]
+
+
+def test_a_base_that_is_overwritten_is_seen(engine):
+    codes = engine._policy.packed_linears()["model.layers.1.mlp.up_proj"].codes
+    codes[3, 5] ^= 1
+    with pytest.raises(RuntimeError, match=r"1 of 8 linears.*gate_up_proj"):
+        engine.fingerprint()
+    codes[3, 5] ^= 1
+    engine.fingerprint()

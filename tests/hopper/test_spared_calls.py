@@ -3,6 +3,7 @@ the same."""
 
 from __future__ import annotations
 
+import functools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,21 @@ def test_a_spared_manager_holds_the_same_blocks_when_drafts_are_rejected(core, m
         assert pools[0].cached_block_hash_to_block._cache.keys() == pools[1].cached_block_hash_to_block._cache.keys()
     assert both[0].tokens == both[1].tokens
     assert both[0].rejected > 50
+
+
+def test_most_calls_of_a_request_that_runs_are_spared():
+    manager = make_manager(24, caching=True, spared=False)
+    calls = []
+    allocate = manager.allocate_slots
+    manager.allocate_slots = functools.wraps(allocate)(
+        lambda *args, **more: calls.append(args) or allocate(*args, **more)
+    )
+    spare(manager)
+    request = make_request("a", [1, 2, 3])
+    assert admit(manager, request)
+    calls.clear()
+    assert all(decode(manager, request, 0) for _ in range(8 * BLOCK))
+    assert len(calls) == 2 * 8, "one call for a token that needs a block, one for a token that fills it"
 
 
 def test_layers_with_a_window_are_left_to_vllm():

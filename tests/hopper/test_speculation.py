@@ -62,6 +62,26 @@ def siblings(drafts: Any, row: int) -> list[int]:
     return [other for other in drafts.candidates_np[row].tolist() if other >= 0]
 
 
+def test_drafts_are_looked_for_in_completions_of_the_same_prompt(drafts):
+    a, b, c = add(drafts, "a", 1, 2), add(drafts, "b", 1, 3), add(drafts, "c", 1, 2)
+    assert siblings(drafts, a) == siblings(drafts, c) == [a, c]
+    assert siblings(drafts, b) == [b]
+    drafts.states.remove_request("a")
+    assert siblings(drafts, c) == [a, c], "its text is still there"
+    assert add(drafts, "d", 1, 3) == a
+    assert siblings(drafts, c) == [c]
+    assert siblings(drafts, b) == siblings(drafts, a) == [b, a]
+
+
+def test_a_preempted_request_keeps_its_place(drafts):
+    a, b = add(drafts, "a", 1, 2), add(drafts, "b", 1, 2)
+    drafts.states.remove_request("a")
+    other = add(drafts, "c", 9)
+    assert other == a
+    again = add(drafts, "a", 1, 2, answer=(5, 6))
+    assert siblings(drafts, b) == siblings(drafts, again) == [again, b]
+
+
 def test_nothing_of_an_earlier_call_is_read(drafts):
     add(drafts, "a", 1, 2)
     drafts.states.remove_request("a")

@@ -7,6 +7,7 @@ import torch
 
 from qerl_pl.hopper.nvfp4_decode import fragments
 from qerl_pl.hopper.tile_order import is_in_tile_order, to_row_order, to_tile_order
+from qerl_pl.quant import nvfp4
 from qerl_pl.quant.formats import PackedWeight, unpack
 from tests.hopper.nvfp4_linears import rows_of
 
@@ -47,6 +48,13 @@ def test_rows_of_a_larger_weight_are_views_of_it():
     back = to_row_order(part)
     assert torch.equal(back.codes, weight.codes[64:192])
     assert torch.equal(back.block_scale, weight.block_scale[64:192])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_dequantises_to_the_same_bits(dtype):
+    weight = draw(128, 96)
+    weight.block_scale[weight.block_scale & 0x7F == 0x7F] = 0x40  # no NaN
+    assert torch.equal(nvfp4.dequantize(to_tile_order(weight), dtype), nvfp4.dequantize(weight, dtype))
 
 
 def test_rows_that_are_not_whole_tiles_are_refused():

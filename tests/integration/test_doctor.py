@@ -105,6 +105,13 @@ def test_on_request_the_engine_is_started_as_a_run_starts_it(bases, tmp_path, ca
     assert said["start of the engine"].startswith("[--]")
 
 
+def test_checks_that_could_not_be_made_are_not_counted_as_failures(tmp_path, capsys):
+    assert command(["doctor", "-c", "quickstart", "--model.base", "models/gone"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("[--]") >= 2, said
+    assert said.endswith("1 of the checks above failed; fix it before training\n")
+
+
 def test_without_the_base_the_folder_of_the_run_is_checked_and_the_rest_left_out(bases, tmp_path, capsys):
     status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS, "--model.base", "models/gone")
     assert status == 1

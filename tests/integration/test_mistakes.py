@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 import yaml
 
 import train
@@ -27,6 +28,18 @@ def reads_a_column(prompts, completions):
 
 def too_few(prompts, completions):
     return [0.0]
+
+
+def a_text(prompts, completions):
+    return ["good" for _ in prompts]
+
+
+def no_list(prompts, completions):
+    return "good"
+
+
+def not_a_number(prompts, completions):
+    return [float("nan") for _ in prompts]
 
 
 def of_a_dict(prompts, completions):
@@ -61,6 +74,10 @@ PACKAGES = {"Comet": "comet_ml", "MLFlow": "mlflow", "Wandb": "wandb"}
 FILES = {
     "rows.jsonl": '{"problem": "1+1=?", "answer": 2}\n',
     "one.jsonl": '{"question": "1+1=?", "answer": 2}\n',
+    "empty.jsonl": "",
+    "python.jsonl": "{'question': '1+1=?', 'answer': 2}\n",
+    "no_answer.jsonl": '{"question": "1+1=?", "answer": ""}\n',
+    "rows.csv": "question,answer\n1+1=?,2\n",
     "words.jsonl": "".join(f'{{"question": "What is {n}?", "answer": "see above"}}\n' for n in range(40)),
     "a_file": "",
 }
@@ -85,6 +102,7 @@ def reward(path: object, **more: object) -> dict:
 
 
 MISTAKES = [
+    ({"modle": {}}, r"mine\.yaml, line 1: 'modle' is no setting; did you mean model\?"),
     (
         {"trainer": {"max_step": 4}},
         r"no setting trainer\.max_step \(.*mine\.yaml, line 2\); did you mean trainer\.max_steps\?",
@@ -133,13 +151,19 @@ MISTAKES = [
     ({"data": {"source": TABLE}}, r"rows\.jsonl:1: no column 'question'; the row has 'problem', 'answer'"),
     ("--data.source.train_path gone.jsonl", r"gone\.jsonl does not exist"),
     (added(AQN), r"8 rollouts for 10 noise stages; lower num_stages or raise trainer\.max_steps"),
+    ("--trainer.accelerator gpu", r"no CUDA GPU; use auto or cpu"),
     (f"--trainer.logger {LOGGERS}.CometLogger", r"CometLogger: .*pip install"),
     ("--data.seed 3", r"data\.seed cannot be set: it follows from seed_everything"),
+    ("-c gone.yaml", r"there is no file gone\.yaml"),
+    ("-c gms8k", r"did you mean gsm8k\? \(there are: "),
     ("--model.base models/gone", r"there is no folder models/gone; give a model.s name on the hub"),
     ("--model.base rows.jsonl", r"base: rows\.jsonl is a file; give the folder of the checkpoint"),
     ("-c rows.jsonl", r"rows\.jsonl holds data and not settings: .*--data\.source\.train_path"),
     ("--model.base Qwen/Qwen2.5-7B", r"no folder Qwen/Qwen2\.5-7B, and the hub cannot be reached .*hf download"),
     ("--model.base base", r"base has no tokenizer \(tokenizer\.json .*copy it from"),
+    (reward("mine.a_text"), r"'mine' scored row 0 as 'good'; expected a finite number or None"),
+    (reward("mine.no_list"), r"'mine' returned 'good'; expected a list with a number"),
+    (reward("mine.not_a_number"), r"'mine' scored row 0 as nan; expected a finite number or None"),
     (reward("mine.of_a_dict"), r"'mine' failed on a batch of 6 rows: TypeError.*mine\.py, line \d+"),
     (reward("mine.NUMBER"), r"mine\.NUMBER, which is 3; expected the path of a function"),
     *(
@@ -150,22 +174,29 @@ MISTAKES = [
         for path in ("accuracy", {"class_path": "accuracy"})
     ),
     ({"model": {"rewards": []}}, r"model\.rewards is empty; expected at least one"),
+    (table("empty.jsonl"), r"empty\.jsonl has no rows; expected a JSON object per line"),
+    (table("python.jsonl"), r"python\.jsonl:1: not JSON: Expecting property name"),
+    (table("no_answer.jsonl"), r"no_answer\.jsonl:1: column 'answer' is empty"),
+    (table("rows.csv"), r"rows\.csv is of an unknown kind; expected \.jsonl .* or \.parquet"),
     (
         table("words.jsonl") | reward("qerl_pl.rewards.math.NumericAnswer"),
         r"'mine' can read none of the first 26 answers .* 'see above'",
     ),
     (table("one.jsonl"), r"Table gives no (validation|training) problems; give it more rows"),
+    ("--run_dir a_file", r"run_dir is a_file, in \S*a_file, which is no folder; choose another"),
     ("--model.optimizer.init_args.lr -1e-3", r"AdamW: .*-0\.001; change model\.optimizer"),
     (optimizer("torch.optim.AdamW", lr="small"), r"lr is 'small' \(.*line 5\); expected a num"),
     ("--model.optimizer Adan", r"is 'Adan'; expected a class by its path, such as torch"),
     (optimizer("torch.optim.Adamw", lr=1e-3), r"no 'Adamw' in torch\.optim .*did you mean AdamW\?"),
     ("--model.engine vllm", r"expected a class by its path, such as qerl_pl\.rollout\.vllm"),
+    ("--trainer.max_steps 0", r"max_steps is 0; expected the length of the run, at least 1"),
     ("--data.max_prompt_tokens 5", r"more than data.max_prompt_tokens=5 tokens.*set .* to 28 or more"),
     (
         "--model.mini_batches 3 --trainer.max_steps 12",
         r"batch_size \(4 prompts\) is no multiple of model\.mini_batches \(3\)",
     ),
     ({"model": {"sampling": [1]}}, r"model\.sampling is \[1\]; expected settings by their names"),
+    ("--seed_everything -1", r"seed_everything is -1; expected a whole number from 0"),
     ("--ckpt_path ~/gone.ckpt", r"there is no checkpoint /.*gone\.ckpt; --ckpt_path is last, best"),
     ("--ckpt_path best", r"'best', with which fit cannot go on: it goes on from 'last'"),
     (
@@ -174,19 +205,33 @@ MISTAKES = [
     ),
     (f"--trainer.logger {LOGGERS}.WandbLogger", r"pip install .*wandb"),
     ("--trainer.logger false", r"trainer\.logger is off"),
+    ("--model.max_grad_norm -1", "max_grad_norm is -1"),
+    ("--model.warmup_steps -5", "warmup_steps is -5"),
+    ("--model.max_unscored_share 5", "max_unscored_share is 5"),
     ("--model.updates_per_rollout 3 --trainer.max_steps 13", "max_steps.*13.*updates_per_rollout.*3"),
+    ("--model.mini_batches 0", "mini_batches is 0; expected at least 1"),
+    ("--model.micro_batch_tokens 50", "micro_batch_tokens"),
+    ("--model.sampling.num_completions 1", "at least 2"),
+    ("--model.sampling.temperature 0", "temperature"),
     ("--model.sampling.max_tokens 4000 --model.micro_batch_tokens 9000", "2048 positions"),
     ("--data.batch_size 4000", "batch_size"),
+    ("--trainer.precision bf16-true", "32-true"),
     (
         "--trainer.accelerator cpu --trainer.devices [1,2]",
         "^error: the trainer cannot be made: `devices` .* should be an int",
     ),
+    ("--run_dir=", "run_dir is empty"),
+    (added(AQN, sigma_start=1e-4), r"sigma_end.*above"),
+    (added(AQN, num_stages=2), "at least 3"),
+    (added(AQN, decay="square"), "decay"),
     ("--model.lora.start ~/gone", r"model\.lora\.start is /.*gone"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "said"), MISTAKES, ids=lambda value: str(value)[:60])
 def test_a_mistake_ends_in_a_line_that_says_what_to_do(wrong, said, bases, tmp_path, monkeypatch, capsys):
+    if wrong == "--trainer.accelerator gpu" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
     if (logger := re.search(r"(Comet|MLFlow|Wandb)Logger", str(wrong))) and find_spec(PACKAGES[logger[1]]):
         pytest.skip("it is installed")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

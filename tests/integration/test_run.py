@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.common.checks import CheckFailed
@@ -126,6 +129,29 @@ def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
+    run("fit", tmp_path / "file", "--trainer.max_steps", "4")
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("rollout ")]
+    reward = r"reward -?[\d.]+, [\d.]+ s, 0:\d\d:\d\d left"
+    assert all(re.fullmatch(rf"rollout {number} of 4: {reward}", line) for number, line in enumerate(lines, 1))
+    assert len(lines) == 4
+    assert "low_tokens" not in "".join(lines)
+    assert re.search(r"^validation: reward -?\d\.\d{3}$", printed, re.MULTILINE)
+    end = rf"trained for 0:00:\d\d; `python -m qerl_pl report {tmp_path}/file` shows the run"
+    assert any(re.fullmatch(end, line) for line in printed.splitlines())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    run("fit", tmp_path / "terminal", "--trainer.max_steps", "4")
+    shown = capsys.readouterr().out
+    assert "rollout 1 of 4" not in shown
+    assert "low_tokens 0." in shown
+    assert re.search(r"rollouts 4/4 .* left, reward -?[\d.]+, entropy [\d.]+ nats", shown)
+    assert "validation, batches 1/" in shown
+    assert "Epoch" not in shown
+
+
+@pytest.mark.slow
 def test_prediction_writes_every_completion_of_the_trained_policy(run, finished, tmp_path):
     run("predict", tmp_path, "--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
     rows = records(next((tmp_path / "predict" / "arithmetic-last" / "completions").glob("predict-*.jsonl")))
@@ -178,6 +204,25 @@ def exported(finished, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "adapter"
     assert command(["export", "--run", str(finished), "--output", str(folder)]) == 0
     return folder
+
+
+@pytest.mark.slow
+def test_stock_peft_loads_the_exported_adapter(exported, finished, bases):
+    settings = LoraSettings(rank=4, alpha=8)
+    policy = load_policy(str(bases["dense"]), dtype=torch.float32, lora=settings, seed=0)
+    policy.load_adapter_state(load_last(finished)["state_dict"])
+    tokens = torch.arange(40).view(2, 20)
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    mask[:, 1:] = True
+    ours = policy.token_stats(tokens, mask, temperature=1.0).logprobs[:, 1:]
+
+    base = AutoModelForCausalLM.from_pretrained(bases["dense"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, exported)
+    adapted = torch.log_softmax(model(tokens).logits, -1)
+    stock = adapted[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    torch.testing.assert_close(stock, ours, atol=1e-5, rtol=0)
+    with model.disable_adapter():
+        assert not torch.allclose(torch.log_softmax(model(tokens).logits, -1), adapted, atol=1e-3)
 
 
 @pytest.mark.slow

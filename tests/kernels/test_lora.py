@@ -135,6 +135,25 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
         assert expand.tokens * expand.outputs <= 64 * 256  # registers
 
 
+@pytest.mark.parametrize("size", REAL, ids=str)
+@pytest.mark.parametrize("rank", [8, 64, 96])
+def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size):
+    inputs, widths = size
+    most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 5 * kernels.MOST_TOKENS
+    blocks = [
+        (kernels.shrink_tiles(tokens, inputs, rank, len(widths)), kernels.expand_tiles(tokens, widths))
+        for tokens in range(1, most + 1)
+    ]
+    for fewest in (1, 60, 65):
+        lowest: dict[object, int] = {}
+        for tokens, tiles in enumerate(blocks[fewest - 1 :], fewest):
+            lowest.setdefault(tiles, tokens)
+        counts = kernels.token_counts(inputs, widths, rank, fewest=fewest)
+        assert min(counts) == fewest
+        assert list(lowest.values()) == counts
+        assert len(counts) <= 15  # all are compiled when an engine starts
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_the_product_of_a_base_that_still_runs_is_waited_for(kernels):

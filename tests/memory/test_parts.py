@@ -209,6 +209,18 @@ def test_slots_have_the_ranks_that_vllm_accepts():
     assert [parts.slot_rank(rank) for rank in range(1, 513)] == [accepted_rank(rank) for rank in range(1, 513)]
 
 
+def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_sequences():
+    shape = config_shape(model_config("7B"), NVFP4, torch.bfloat16)
+    graphs = {
+        count: parts.engine_state(shape, num_seqs=count, eager=False)
+        - parts.engine_state(shape, num_seqs=count, eager=True)
+        for count in (1, 8, 64, 256)
+    }
+    assert graphs[8] - graphs[1] == 7 * 2 * 4 * shape.vocabulary
+    assert graphs[64] - graphs[8] == 56 * 2 * 4 * shape.vocabulary
+    assert graphs[256] == graphs[64]
+
+
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 64), (256, 64)])
 def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, rows):
     """The rows are those of the largest step, found by trying all numbers of sequences."""

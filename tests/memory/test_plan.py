@@ -21,13 +21,17 @@ from qerl_pl.memory.fitting import (
     fitted,
     longest_completion,
     smallest_gpu,
+    time_per_token,
     usable,
 )
-from qerl_pl.memory.plan import MOMENTS, Plan, plan
+from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, config_shape
-from qerl_pl.policy.recompute import ladder
+from qerl_pl.policy.recompute import Recompute, ladder
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
+from tests.memory.conftest import small_config
 from tests.random_models import model_config
 
 GIB = 2**30
@@ -158,11 +162,45 @@ def test_an_engine_that_dequantises_has_a_dense_copy_of_its_widest_linear():
     assert largest(other, dequantises=True) == largest(other, dequantises=False)
 
 
+def test_linears_that_do_not_fit_the_native_kernels_have_two_copies():
+    shape = config_shape(small_config(), NVFP4, torch.bfloat16)
+    assert shape.fitting_bytes < shape.engine_packed_bytes
+    assert config_shape(small_config(), None, torch.bfloat16).fitting_bytes == 0
+
+
 @pytest.mark.parametrize(("dtype", "copies"), [("auto", 1), ("float32", 0)])
 def test_embeddings_that_are_shared_with_an_engine_of_the_same_dtype_count_once(dtype, copies):
     run = replace(HALVES, engine=EngineMemory(dtype=dtype, kv_cache_bytes=GIB))
     apart = plan(SHAPES["7B"], replace(run, shared_embeddings=False))
     assert apart.peak - plan(SHAPES["7B"], run).peak == copies * SHAPES["7B"].embedding_bytes
+
+
+@pytest.mark.parametrize("fmt", [None, NVFP4, NF4], ids=["dense", "nvfp4", "nf4"])
+@pytest.mark.parametrize(("trainer", "engine"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_an_engine_of_another_dtype_takes_what_it_takes_beside_a_trainer_of_that_dtype(
+    fmt: Format | None, trainer: str, engine: str
+):
+    def parts(trainer: str, engine: str) -> dict[str, int]:
+        dtype = getattr(torch, trainer)
+        run = replace(HALVES, itemsize=dtype.itemsize, shared_embeddings=False, engine=EngineMemory(dtype=engine))
+        result = fitted(config_shape(small_config(), fmt, dtype), run, 80 * GIB)
+        return {name: part["start"] for name, part in result.parts.items() if "start" in part}
+
+    mixed, alike, auto = parts(trainer, engine), parts(engine, engine), parts(trainer, "auto")
+    follow = {"engine's base", "engine's adapter", "KV cache", "engine's passes", "fragmentation"}
+    assert {name: mixed[name] for name in follow} == {name: alike[name] for name in follow}
+    assert {name: mixed[name] for name in mixed if name not in follow} == {
+        name: auto[name] for name in auto if name not in follow
+    }
+    larger, smaller = (mixed, auto) if engine == "float32" else (auto, mixed)
+    assert all(larger[name] > smaller[name] for name in follow)
+    assert parts(trainer, trainer) == auto
+
+
+def test_the_phases_of_training_are_those_with_gradients():
+    result = plan(SHAPES["7B"], HALVES)
+    assert set(result.parts["gradients"]) == set(TRAINING)
+    assert result.peak == max(result.total(moment) for moment in MOMENTS)
 
 
 @pytest.mark.parametrize("gib", [20, 24, 30, 40, 60])
@@ -211,6 +249,19 @@ def test_every_rung_takes_less_memory_and_more_time_than_the_one_before(size, to
 
 
 @pytest.mark.parametrize("size", SHAPES)
+def test_with_dropout_keeping_all_takes_more_memory_and_selective_as_much_time_as_recomputing_blocks(size):
+    shape, run = SHAPES[size], replace(AUTO, micro_batch_tokens=16384)
+    without, dropped = (
+        {option.setting: option for option in checkpointing_options(shape, replace(run, dropout=dropout), 80 * GIB)}
+        for dropout in (False, True)
+    )
+    assert dropped["none"].train > 1.2 * without["none"].train
+    assert dropped["none"].time == without["none"].time
+    assert dropped["selective"].time == dropped["blocks"].time == without["blocks"].time
+    assert dropped["selective"].train < without["selective"].train
+
+
+@pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize("gib", [16, 24, 32, 48, 64, 80, 141])
 def test_no_setting_that_fits_trains_faster_than_the_one_that_is_chosen(size, gib):
     shape, card = SHAPES[size], gib * GIB
@@ -243,6 +294,19 @@ def test_more_recomputed_blocks_than_there_are_cannot_be_planned():
         fitted(SHAPES["7B"], replace(PAPER, gradient_checkpointing=29), 80 * GIB)
 
 
+def test_times_are_those_that_were_measured():
+    measured = {  # tokens a second of a 7B on an H200: everything recomputed, and everything kept
+        4096: (9873, 13070),
+        8192: (10562, 13965),
+        16384: (10934, 14491),
+    }
+    kept, recomputed = Recompute(), Recompute(selective=True, blocks=28)
+    unit = 14491 * time_per_token(kept, 28, 16384)
+    for tokens, speeds in measured.items():
+        for how, speed in zip((recomputed, kept), speeds, strict=True):
+            assert unit / time_per_token(how, 28, tokens) == pytest.approx(speed, rel=0.012)
+
+
 def test_a_card_that_holds_no_base_cannot_be_helped():
     changes = advice(SHAPES["32B"], PAPER, 8 * GIB)
     assert "still takes" in advice_text(changes, 8 * GIB)
@@ -251,6 +315,18 @@ def test_a_card_that_holds_no_base_cannot_be_helped():
 def test_eight_bit_optimizers_are_known_by_name():
     assert state_bytes("bitsandbytes.optim.AdamW8bit") == 2
     assert state_bytes("torch.optim.AdamW") == 8
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_short_rows_are_checked_together_in_what_the_engine_needs_anyway(size):
+    long, short = (
+        plan(SHAPES[size], replace(HALVES, completion_tokens=tokens, engine=EngineMemory(kv_cache_bytes=GIB)))
+        for tokens in (4096 - 100, 412)
+    )
+    assert short.run.checked_tokens == long.run.checked_tokens == 4096
+    assert replace(HALVES, rows=2).checked_tokens == 2 * 512, "a whole rollout"
+    assert short.parts["engine's passes"] == long.parts["engine's passes"]
+    assert short.parts["engine's passes"]["rollout"] == short.parts["engine's passes"]["start"]
 
 
 def test_only_an_engine_that_speculates_needs_more():

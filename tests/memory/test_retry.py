@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -199,6 +199,26 @@ def test_a_budget_below_the_longest_row_gives_it_a_pass_by_itself(policy):
     assert report.micro_batch_tokens == 5
     for gradient, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6 * float(wanted.norm()))
+
+
+def succeeds_below(limit: int, tried: list[int]) -> Callable[[int], str]:
+    def work(tokens: int) -> str:
+        tried.append(tokens)
+        if tokens >= limit:
+            raise torch.OutOfMemoryError("no")
+        return "done"
+
+    return work
+
+
+def test_a_budget_halves_and_stays_small():
+    budget, tried, undone = MicroBatchBudget(1000), [], []
+    with pytest.warns(RuntimeWarning):
+        assert budget.run(succeeds_below(300, tried), longest=10, undo=lambda: undone.append(1)) == "done"
+    assert tried == [1000, 500, 250]
+    assert len(undone) == 2
+    assert budget.run(succeeds_below(300, tried), longest=10) == "done"
+    assert (tried[-1], budget.tokens) == (250, 250)
 
 
 def test_other_errors_are_not_ours():

@@ -21,6 +21,7 @@ from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rewards.format import think_answer_format
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.vllm import VLLMEngine
 from tests.random_models import model_config
 
 GIB = 2**30
@@ -46,6 +47,15 @@ def test_training_that_may_not_fit_is_told_and_tried():
     assert plan.micro_batch_tokens == 16384
 
 
+def test_an_engine_tells_what_its_memory_depends_on():
+    engine = VLLMEngine(dtype="float32", max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True)
+    assert engine.memory == EngineMemory(
+        dtype="float32", max_num_seqs=7, kv_cache_dtype="fp8", sleep_level=1, enforce_eager=True
+    )
+    engine.kv_cache_bytes = 5
+    assert engine.memory.kv_cache_bytes == 5
+
+
 def module_of(bases, **settings: Any) -> QeRLModule:
     """Make a module that samples with transformers and whose ``setup`` has not been called."""
     rewards = [WeightedReward("format", think_answer_format)]
@@ -65,6 +75,20 @@ def test_micro_batches_without_a_plan_are_the_usual_or_hold_the_longest_row(long
 def test_rows_longer_than_the_models_positions_are_refused(bases):
     with pytest.raises(ValueError, match=r"may reach 20064 tokens and the model has \d+ positions"):
         module_of(bases, sampling=Sampling(num_completions=2, max_tokens=20000), max_prompt_tokens=64)
+
+
+def test_rows_in_which_longrope_would_change_its_factors_are_refused(bases, tmp_path):
+    base = shutil.copytree(bases["dense"], tmp_path / "longrope")
+    config = json.loads((base / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 96, **factors}
+    (base / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    short, long = (Sampling(num_completions=2, max_tokens=number) for number in (32, 33))
+    module_of({"dense": base}, sampling=short, max_prompt_tokens=64)
+    with pytest.raises(ValueError, match="may reach 97 tokens; expected at most 96"):
+        module_of({"dense": base}, sampling=long, max_prompt_tokens=64)
+    with pytest.raises(ValueError, match="may reach 97 tokens; expected at most 96"):
+        module_of({"dense": base}, sampling=short, val_sampling=long, max_prompt_tokens=64)
 
 
 @pytest.mark.parametrize("gib", [0.0, -1.0])

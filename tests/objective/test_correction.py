@@ -119,6 +119,17 @@ def test_the_effective_share_falls_to_one_over_n_and_is_zero_when_all_is_masked(
     assert effective_share(torch.tensor(4), torch.tensor(0.0), torch.tensor(0.0)) == 0
 
 
+@pytest.mark.parametrize("bounds", [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.9), (math.nan, 2.0), (0.5, math.nan)])
+def test_bounds_that_exclude_equal_policies_are_refused(bounds):
+    with pytest.raises(ValueError, match="expected 0 <= low <= 1 <= high"):
+        importance_weights(torch.zeros(1, 1), torch.ones(1, 1) > 0, mode="mask", low=bounds[0], high=bounds[1])
+
+
+def test_bounds_that_mask_all_but_equal_policies_are_refused():
+    with pytest.raises(ValueError, match="expected low < high"):
+        importance_weights(torch.zeros(1, 1), torch.ones(1, 1) > 0, mode="mask", low=1.0, high=1.0)
+
+
 @pytest.mark.parametrize("shape", [(6,), (3, 2)])
 def test_shapes_are_checked(shape):
     with pytest.raises(ValueError, match=r"expected one \[B, S\]"):

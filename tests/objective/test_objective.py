@@ -13,8 +13,9 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.module import QeRLModule
 from qerl_pl.objective import LossInputs, Objective
+from qerl_pl.objective.advantages import group_advantages
 from qerl_pl.objective.correction import Rejection
-from qerl_pl.objective.losses import entropy_threshold
+from qerl_pl.objective.losses import entropy_threshold, kl_estimate
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rewards.base import WeightedReward
@@ -109,6 +110,16 @@ def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coeffici
     torch.testing.assert_close(groups.sum(1), torch.zeros(ROWS // 2), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("baseline", ["normalized", "centered", "leave_one_out"])
+def test_a_kl_in_the_reward_of_small_weight_is_next_to_none(policy, baseline):
+    experience, _ = sampled_elsewhere(away_from_its_base(policy))
+    pairs = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), experience.scored.view(-1, 2)
+    experience = replace(experience, advantages=group_advantages(*pairs, baseline).flatten())
+    _, plain = updated(policy, experience, Objective(baseline=baseline))
+    _, small = updated(policy, experience, Objective(baseline=baseline, kl_in="reward", kl_coefficient=1e-8))
+    torch.testing.assert_close(small, plain, rtol=1e-4, atol=1e-6 * plain.abs().max().item())
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it(policy, share):
     experience, gap = sampled_elsewhere(away_from_its_base(policy))
@@ -159,6 +170,43 @@ def test_what_is_logged_of_the_surrogate_is_a_mean_over_the_tokens_that_carry_it
 def test_bounds_are_checked_before_anything_is_loaded_and_the_key_is_named(settings, message):
     with pytest.raises(ValueError, match=rf"model\.objective\.{message}"):
         Objective(**settings)
+
+
+def expected_kl_gradient(objective: Objective, policy: Tensor, reference: Tensor) -> Tensor:
+    """Compute the exact gradient of the KL term with respect to the logits [V], as a sum over the vocabulary."""
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    every = torch.ones(len(policy), 1, dtype=torch.bool)
+    kl = objective.resolve().kl
+    estimate = kl_estimate(logprobs.unsqueeze(1), reference.unsqueeze(1), every, kl).squeeze(1)
+    probability = logprobs.detach().exp()
+    if objective.kl_in == "loss":
+        (probability * estimate).sum().backward()
+    else:  # REINFORCE with the estimate as a cost
+        (probability * estimate.detach() * logprobs).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(kl_coefficient=1.0, kl_in="loss"),
+        Objective(kl_coefficient=1.0, kl_in="loss", kl="k2"),
+        Objective(kl_coefficient=1.0, kl_in="reward"),
+    ],
+    ids=["default in the loss", "k2 in the loss", "default in the reward"],
+)
+def test_every_kl_that_is_accepted_pulls_the_policy_to_its_base(objective):
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(6, generator=generator).double().log_softmax(0)
+    policy = reference + 0.05 * torch.randn(6, generator=generator).double()
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits)
+    found = expected_kl_gradient(objective, policy, reference)
+    assert torch.cosine_similarity(found, exact, 0) > 0.99
+    assert 0.9 < found.norm() / exact.norm() < 1.1
 
 
 def test_the_kl_to_the_base_is_reported_where_it_was_measured_alone(policy):

@@ -3,6 +3,8 @@ loops."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,12 +72,30 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient(beta, d
     assert hidden.grad.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_divergence_is_positive_and_bounded_between_the_limits(beta):
+    hidden, other = normal(64, WIDTH, seed=5), normal(64, WIDTH, seed=6)
+    head = Head(normal(VOCABULARY, WIDTH, seed=2), 1.0)
+    value = divergence(hidden, head, other, head, beta=beta).value
+    assert (value > 0).all()
+    if 0 < beta < 1:  # the entropy of the coin that chooses teacher or student
+        assert (value <= -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)).all()
+
+
 def test_a_small_beta_divided_by_itself_is_the_forward_divergence():
     hidden, other = normal(TOKENS, WIDTH, seed=5), normal(TOKENS, WIDTH, seed=6)
     head = Head(normal(VOCABULARY, WIDTH, seed=2) / 4, 1.0)
     forward = divergence(hidden, head, other, head, beta=0.0).value
     torch.testing.assert_close(
         divergence(hidden, head, other, head, beta=1e-6).value / 1e-6, forward, rtol=1e-4, atol=0
+    )
+
+
+def test_swapping_the_models_swaps_the_two_limits():
+    hidden, other = normal(TOKENS, WIDTH, seed=5), normal(TOKENS, WIDTH, seed=6)
+    head = Head(normal(VOCABULARY, WIDTH, seed=2), 1.0)
+    torch.testing.assert_close(
+        divergence(hidden, head, other, head, beta=1.0).value, divergence(other, head, hidden, head, beta=0.0).value
     )
 
 

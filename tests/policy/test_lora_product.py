@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from qerl_pl.policy.lora_product import Adapted, lora_product, lora_product_reference, lora_products
 
@@ -101,6 +103,52 @@ def test_b_is_scaled_in_fp32_and_rounded_once(scaling):
     assert torch.equal(y.t(), (b * scaling).bfloat16())
     exact = b.double() * scaling
     assert ((y.t() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all()  # two roundings go up to twice as far
+
+
+def test_autograd_keeps_the_input_and_nothing_large():
+    weight = Weight()
+    x, a, b, bias = draw(7)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        lora_product(x, Adapted(weight, bias, a, b, 1.0))
+    assert [tuple(tensor.shape) for tensor in saved] == [(7, K), (7, R), (R, K), (N, R)]
+    assert saved[0].data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpointing_repeats_every_product_but_the_last(offload):
+    first, last = Weight(K, K), Weight(K, K)
+
+    def block(x: Tensor, a: Tensor, b: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
+        inner = lora_product(x, Adapted(first, None, a, b, 1.0)).sin()
+        return x + lora_product(inner, Adapted(last, None, a2, b2, 1.0))
+
+    def gradients(checkpointed: bool) -> list[Tensor | None]:
+        x, a, b, _ = draw(5, rows=K)
+        inputs = [x, a, b, *(t.detach().clone().requires_grad_() for t in (a, b))]
+        first.times = last.times = 0
+        y = checkpoint(block, *inputs, use_reentrant=False) if checkpointed else block(*inputs)
+        assert isinstance(y, Tensor)
+        y.square().sum().backward()
+        return [tensor.grad for tensor in inputs]
+
+    plain = gradients(False)
+    assert (first.times, last.times) == (2, 2)
+    if offload:
+        with save_on_cpu():
+            found = gradients(True)
+    else:
+        found = gradients(True)
+    assert (first.times, last.times) == (3, 2)
+    for value, expected in zip(found, plain, strict=True):
+        assert value is not None
+        assert expected is not None
+        assert torch.equal(value, expected)
 
 
 def test_the_weight_is_not_asked_for_where_no_gradient_goes_through_it():

@@ -106,6 +106,16 @@ def test_the_peak_of_a_step_is_what_the_plan_says(how, fused):
     assert 0.95 * predicted - SLACK <= peak <= 1.05 * predicted + adapter_bytes(policy) + SLACK
 
 
+def test_the_peak_of_a_step_is_what_one_block_needs():
+    policy = make(packed=True, gradient_checkpointing=True)
+    peak, between = step(policy)
+    # A block keeps for its backward the inputs of its linear layers, their outputs if an activation follows, and fp32
+    # copies in the norms. In bf16 ten times [T, H] and five times [T, inner] are an upper bound.
+    block = 2 * TOKENS * (10 * HIDDEN + 5 * INNER)
+    head = 4 * TOKENS * 4096 * 2  # fp32 logits and their gradients: fewer bytes than a chunk may have
+    assert peak <= between + adapter_bytes(policy) + 2 * LARGEST + max(block, head) + SLACK
+
+
 def test_resident_bytes_are_four_and_a_half_bits_a_weight():
     gc.collect()
     before = torch.cuda.memory_allocated()

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.packing import pack, packed_attention, packed_attention_reference
+from qerl_pl.policy.packing import describe_attention, pack, packed_attention, packed_attention_reference
 from qerl_pl.policy.policy import Policy, make_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
@@ -160,3 +160,17 @@ def test_packed_rows_on_the_gpu_equal_the_cpu_in_fp64(family):
     torch.testing.assert_close(found[0].cpu(), exact[0], rtol=0, atol=1e-4, check_dtype=False)
     for one, two in zip(found[2], exact[2], strict=True):
         assert (one.cpu() - two).norm() <= 1e-4 * two.norm() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "message"),
+    [
+        ("cuda", torch.bfloat16, 128, "FlashAttention 2 (torch's varlen_attn)"),
+        ("cuda", torch.bfloat16, 512, "padded rows in torch's SDPA"),
+        ("cuda", torch.float32, 128, "padded rows in torch's SDPA"),
+        ("cpu", torch.bfloat16, 128, "padded rows in torch's SDPA"),
+    ],
+)
+def test_the_log_names_the_kernels_of_attention(device, dtype, width, message):
+    config = Qwen3Config(**SIZES, head_dim=width)
+    assert describe_attention(config, torch.device(device), dtype) == f"attention in training: {message}"

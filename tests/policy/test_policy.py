@@ -117,3 +117,10 @@ def test_an_adapter_on_the_head_is_refused_as_it_would_not_be_trained(base):
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=rf"model\.lora\.{next(iter(wrong))} is"):
         LoraSettings(**wrong)
+
+
+def test_rslora_scales_by_the_square_root(base):
+    policy = load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=16, alpha=8, rslora=True), seed=0)
+    layer = next(module for module in policy.modules() if isinstance(module, LoraLinear))
+    assert policy.lora_scaling == layer.scaling["default"] == 2.0
+    assert isinstance(layer, nn.Module)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from qerl_pl.quant.calibration import read_calibration
+from qerl_pl.quant.calibration import read_calibration, row_text
 
 
 def test_pieces_follow_one_another_with_the_end_token_between_rows(make_checkpoint, tmp_path):
@@ -20,6 +20,11 @@ def test_pieces_follow_one_another_with_the_end_token_between_rows(make_checkpoi
     assert calibration.tokens.tolist() == [[0, 1, 2, 37, 3], [4, 5, 37, 6, 7]]  # 37 ends a text
     (tmp_path / "text.txt").write_text("abcdef")
     assert read_calibration(str(tmp_path / "text.txt"), model, samples=1, length=6).tokens.tolist() == [[*range(6)]]
+
+
+def test_strings_are_found_however_deep_and_in_order():
+    row = {"system": "s", "turns": [{"from": "user", "value": "v"}, ["w", 3, None]], "score": 0.5}
+    assert row_text(row) == "s\nuser\nv\nw"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qerl_pl.quant import formats, nvfp4
-from qerl_pl.quant.formats import PackedWeight, dequantize_reference, pack, quantize, unpack
+from qerl_pl.quant.formats import PackedWeight, dequantize_reference, pack, quantize, round_codes, unpack
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import BLOCK, E2M1_CODES, NVFP4
@@ -84,6 +84,14 @@ def test_each_weight_takes_the_nearest_value_of_its_block(fmt, kind):
 
 
 @every_format
+def test_quantising_again_under_the_same_scales_changes_nothing(fmt):
+    packed = quantize(random_weight(5, 192), fmt)
+    dense = dequantize_reference(packed, fmt)
+    codes = round_codes(dense, fmt, packed.block_scale, packed.global_scale)
+    assert torch.equal(dequantize_reference(PackedWeight(codes, packed.block_scale, packed.global_scale), fmt), dense)
+
+
+@every_format
 def test_the_first_of_the_nearby_scales_are_the_scales_themselves_and_all_decode(fmt):
     packed = quantize(random_weight(3, 192, spread=2.0), fmt)
     nearby = list(fmt.nearby_scales(packed.block_scale))
@@ -93,6 +101,20 @@ def test_the_first_of_the_nearby_scales_are_the_scales_themselves_and_all_decode
     assert decoded.isfinite().all()
     assert (decoded > 0).all()
     assert (decoded.amin(0) < 0.65 * decoded[0]).all()
+
+
+@every_format
+def test_bits_a_weight(fmt):
+    packed = quantize(random_weight(8, 192), fmt)
+    bits = 8 * (packed.codes.nbytes + packed.block_scale.nbytes) / (8 * 192)
+    assert bits == {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}[fmt.name]
+
+
+def test_packing_puts_the_even_column_into_the_low_nibble():
+    codes = torch.randint(0, 16, (3, 10), dtype=torch.uint8)
+    packed = pack(codes)
+    assert torch.equal(packed & 0xF, codes[:, 0::2])
+    assert torch.equal(unpack(packed), codes)
 
 
 @every_format
@@ -168,6 +190,26 @@ def test_nvfp4_bits_and_values_equal_compressed_tensors(kind):
         dtype=torch.float32,
     )
     assert torch.equal(NVFP4.dequantize(packed, torch.float32), exact)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**31), exponent=st.integers(-30, 30), spread=st.floats(0, 4))
+def test_nvfp4_bits_equal_compressed_tensors_for_random_magnitudes(seed: int, exponent: int, spread: float):
+    weight = random_weight(4, 64, spread=spread, exponent=exponent, seed=seed)
+    assert_same_bits(quantize(weight, NVFP4), nvfp4_state(weight))
+
+
+def test_a_shared_scale_gives_the_bits_of_compressed_tensors_with_that_scale():
+    small, large = random_weight(3, 64, exponent=-3), random_weight(5, 64, seed=1)
+    shared = NVFP4.tensor_scale(large.abs().amax())
+    theirs = compressed(small, NVFP4A16["weights"], generate_gparam(large.min(), large.max()))
+    assert_same_bits(quantize(small, NVFP4, shared), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_are_upcast_first(dtype):
+    weight = random_weight(5, 64).to(dtype)
+    assert_same_bits(quantize(weight, NVFP4), nvfp4_state(weight.float()))
 
 
 @settings(max_examples=20)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from qerl_pl.quant.formats import Format, dequantize_reference, quantize
 from qerl_pl.quant.linear import FrozenLinear
@@ -92,6 +93,18 @@ def test_a_compiled_layer_computes_the_same_and_saves_no_more():
     assert sum(tensor.nbytes for tensor in saved) <= sum(tensor.nbytes for tensor in packed_tensors(layer)) + 1024
     expected = torch.autograd.grad(layer(x).square().sum(), x)
     assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected[0])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(use_reentrant):
+    layers = nn.Sequential(make_layer(48, 48), nn.SiLU(), make_layer(24, 48))
+    x = torch.randn(3, 48, requires_grad=True)
+    (expected,) = torch.autograd.grad(layers(x).square().sum(), x)
+    y = checkpoint(layers, x, use_reentrant=use_reentrant)
+    assert isinstance(y, Tensor)
+    y.square().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
+from qerl_pl.quant.nvfp4 import dequantize_reference
 from qerl_pl.quant.quantize import quantize_checkpoint
 from tests.quant.published import edit_config, read_all, rewrite
 
@@ -91,6 +92,17 @@ def test_a_packed_checkpoint_equals_transformers_own_reading_of_it(make_checkpoi
         assert torch.equal(logits(model), logits(theirs))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_logits_in_fp32_equal_a_dense_model_with_the_dequantised_weights(make_checkpoint, tmp_path, tied):
+    source = make_checkpoint(tied=tied)
+    quantize_checkpoint(source, tmp_path / "packed")
+    model = load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
+    dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name, module in packed_modules(model).items():
+        dense.get_parameter(f"{name}.weight").data = dequantize_reference(module.packed)
+    torch.testing.assert_close(logits(model), logits(dense), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("in_config", [True, False], ids=["config.json", "hf_quant_config.json"])
 def test_a_modelopt_checkpoint_gives_the_same_weights(make_checkpoint, tmp_path, in_config):
     path = tmp_path / "packed"
@@ -133,6 +145,21 @@ def test_nothing_keeps_the_files_open_for_reading_after_loading(make_checkpoint)
         file.seek(0)
         file.write(b"\xff" * size)
     assert torch.equal(logits(model), before)
+
+
+def test_only_what_is_not_packed_follows_the_dtype(make_checkpoint, tmp_path):
+    quantize_checkpoint(make_checkpoint(), tmp_path / "packed")
+    model = load_base(tmp_path / "packed", dtype=torch.float32, device="cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.dtype == model.config.dtype == torch.float32
+    packed = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert {name: buffer.dtype for name, buffer in packed.named_buffers()} == {
+        "codes": torch.uint8,
+        "block_scale": torch.uint8,
+        "global_scale_bits": torch.int64,
+        "bias": torch.float32,
+    }
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
 def test_a_checkpoint_that_holds_only_the_copy_of_a_tied_weight_loads(make_checkpoint):

@@ -82,6 +82,12 @@ def test_fp8_linears_of_a_mixed_checkpoint_are_held_in_16_bits(make_checkpoint, 
     assert f"5 linears are in FP8: held in 16 bits, {in_bytes(2 * size)} instead of {in_bytes(size)}" in reasons
 
 
+def test_a_mixed_modelopt_checkpoint_is_read(make_checkpoint, tmp_path):
+    path = make_checkpoint("qwen2")
+    expected = modelopt(path, fp8=lambda name: "self_attn" in name)
+    assert any("8 linears are in FP8" in line for line in assert_base_of(path, expected, tmp_path / "out"))
+
+
 def test_bf16_linears_and_a_packed_head(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen3")
     expected = compressed(path, lambda name: None if "layers.1.mlp.down" in name else "NVFP4", head=True)

@@ -21,8 +21,8 @@ from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import empty_model, load_base
 from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, tensor_scale
-from qerl_pl.quant.quantize import quantize_checkpoint
-from qerl_pl.quant.selection import OutputFile, block_weights
+from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
+from qerl_pl.quant.selection import OutputFile, block_weights, fused_groups
 from qerl_pl.tools.quantize import main
 from tests.families import NAMES, SIZES, tiny_config
 from tests.packed import quantize_nvfp4
@@ -68,6 +68,23 @@ def test_linears_are_rounded_to_nearest_and_everything_else_is_copied(make_check
             for name, weight in weights.items():
                 assert torch.equal(dense_of(written, name), dequantize_reference(quantize_nvfp4(weight, shared)))
                 assert f"{name}.weight" not in written
+
+
+def test_each_report_says_what_the_written_weights_say(make_checkpoint, tmp_path):
+    path = make_checkpoint()
+    reports = quantize_checkpoint(path, tmp_path / "out")
+    source, written = read_all(path), read_all(tmp_path / "out")
+    for report in reports:
+        weight = source[f"{report.name}.weight"].double()
+        error = dense_of(written, report.name).double() - weight
+        assert report.shape == tuple(weight.shape)
+        assert report.weight_error == pytest.approx((error.norm() / weight.norm()).item(), rel=1e-5)
+        assert report.max_error == pytest.approx((error.abs().max() / weight.abs().max()).item(), rel=1e-5)
+        assert report.outlier_ratio == pytest.approx((weight.abs().max() / weight.square().mean().sqrt()).item(), 1e-5)
+        assert 0.05 < report.weight_error < 0.15  # Gaussian weights in NVFP4
+    on_disk = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    assert [layer["name"] for layer in on_disk["layers"]] == [report.name for report in reports]
+    assert (on_disk["format"], on_disk["method"], on_disk["version"]) == ("nvfp4", "rtn", VERSION)
 
 
 @pytest.mark.parametrize(("name", "preset"), [("nvfp4", NVFP4A16), ("mxfp4", MXFP4A16)])
@@ -170,6 +187,12 @@ def test_stacked_experts_are_refused_and_not_left_dense_without_a_word():
         list(block_weights(model))
 
 
+def test_fused_linears_form_groups_in_order():
+    names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj", "b.down_proj", "lm_head"]
+    assert fused_groups(names[:2], {*names[:2], "model.layers.9.self_attn.v_proj"}) == {names[0]: names[:2]}
+    assert list(fused_groups(names).values()) == [names[:3], names[3:4], names[4:6], names[6:7], names[7:]]
+
+
 def test_a_regular_expression_ignores_from_the_start_of_the_name(make_checkpoint, tmp_path):
     reports = quantize_checkpoint(make_checkpoint(), tmp_path / "out", ignore=["lm_head", r"re:model\.layers\.0\."])
     assert {report.name.split(".")[2] for report in reports} == {"1"}
@@ -218,6 +241,14 @@ def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(make_checkp
     fails_with("matches no linear", "--model", path, "--ignore", "nothing")
     out = Path("/proc/out")
     fails_with("/proc/out", "--model", path)
+
+
+def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys):
+    for option in (["--format", "int3"], ["--method", "guess"]):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["--model", ".", "--output", "o", *option])
+        assert exit_info.value.code == 2
+        assert "invalid choice" in capsys.readouterr().err
 
 
 def with_number(weight: Tensor, number: float) -> Tensor:
@@ -298,6 +329,20 @@ def test_output_errors_are_measured_after_the_packed_blocks_before(make_checkpoi
     expected = (rounded - seen[0] @ weight.T).norm() / (seen[0] @ weight.T).norm()
     (reported,) = (layer.output_error for layer in layers if layer.name == name)
     assert reported == pytest.approx(expected.item(), 1e-3)
+
+
+def test_the_output_says_what_was_done(make_checkpoint, tmp_path):
+    path = make_checkpoint()
+    quantize_checkpoint(path, tmp_path / "out", method="awq", calibration=CALIBRATION)
+    report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    assert report["method"] == "awq"
+    assert report["calibration"] == {"source": "random tokens", "shape": [16, 64]}
+    assert len(report["folds"]) == 2 * 4
+    source, written = read_all(path), read_all(tmp_path / "out")
+    for fold in report["folds"][2:4]:
+        assert fold["into"] in ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
+        ratio = source[f"{fold['into']}.weight"].float() / written[f"{fold['into']}.weight"].float()
+        assert (ratio.min().item(), ratio.max().item()) == (fold["smallest"], fold["largest"])
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])

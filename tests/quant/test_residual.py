@@ -61,6 +61,16 @@ def test_no_product_of_this_rank_has_a_smaller_output_error(shape, rank):
     assert output_error(residual - b.double() @ a.double(), inputs) == pytest.approx(least, rel=1e-5, abs=1e-11 * most)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_identity_moments_give_the_plain_singular_value_decomposition(shape):
+    residual, _ = drawn(shape)
+    a, b = residual_factors(residual, torch.eye(shape[1]), 2)
+    u, s, v = torch.linalg.svd(residual, full_matrices=False)
+    plain = u[:, :2] * s[:2] @ v[:2]
+    torch.testing.assert_close(b.double() @ a.double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a.norm(dim=1)[: min(shape)], b.norm(dim=0)[: min(shape)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_full_rank_leaves_no_error_and_factors_that_can_be_trained(shape, dtype):

@@ -11,9 +11,11 @@ from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.rounding import (
+    Rounding,
     gptq_codes,
     group_scale,
     output_error,
+    pack_group,
     pack_weight,
     report_layer,
     row_errors,
@@ -81,11 +83,30 @@ def test_gptq_equals_a_loop_that_inverts_anew_for_every_column(fmt):
     assert torch.equal(rounded(codes), rounded(pack(expected)))
 
 
+@every_format
+def test_gptq_of_uncorrelated_inputs_rounds_to_nearest(fmt):
+    weight, _ = layer_with_outliers(8, 192)
+    start = quantize(weight, fmt)
+    moment = torch.diag(torch.rand(192) + 0.1)
+    assert torch.equal(gptq_codes(weight, fmt, start.block_scale, start.global_scale, moment), start.codes)
+
+
 def test_gptq_of_inputs_that_were_all_zero_rounds_to_nearest():
     weight, _ = layer_with_outliers(4, 64)
     start = quantize(weight, NVFP4)
     codes = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, torch.zeros(64, 64))
     assert torch.equal(codes, start.codes)
+
+
+@every_format
+def test_each_rounding_has_a_lower_output_error_than_the_one_before(fmt):
+    weight, moment = layer_with_outliers(128, 256)
+    shared = group_scale([weight], fmt)
+    roundings: list[Rounding] = ["rtn", "mse", "gptq"]
+    packed = [pack_weight(weight, fmt, shared, rounding, moment) for rounding in roundings]
+    rtn, mse, gptq = (output_error(weight, fmt.dequantize(p, torch.float32), moment) for p in packed)
+    assert gptq < mse < rtn
+    assert gptq < 0.5 * rtn
 
 
 @every_format
@@ -102,11 +123,29 @@ def test_no_row_has_worse_outputs_after_a_search_that_knows_the_inputs(fmt):
     assert (mse == rtn).any()
 
 
+@every_format
+def test_a_search_that_knows_no_inputs_lowers_the_weight_error(fmt):
+    weight, _ = layer_with_outliers(128, 256)
+    shared = group_scale([weight], fmt)
+
+    def error(rounding: Rounding) -> float:
+        return (fmt.dequantize(pack_weight(weight, fmt, shared, rounding, None), torch.float32) - weight).norm().item()
+
+    assert error("mse") < error("rtn")
+
+
 def test_the_output_error_is_that_of_the_outputs():
     weight, inputs = torch.randn(5, 32), torch.randn(100, 32)
     rounded = weight + 0.1 * torch.randn(5, 32)
     expected = ((rounded - weight) @ inputs.T).square().sum(0).mean()
     assert output_error(weight, rounded.clone(), inputs.T @ inputs / 100) == pytest.approx(expected.item(), 1e-5)
+
+
+@pytest.mark.parametrize("rounding", ["rtn", "mse", "gptq"])
+def test_a_group_shares_the_scale_of_its_largest_weight(rounding):
+    small, moment = layer_with_outliers(8, 64)
+    packed = pack_group({"q": small, "k": 3 * small}, NVFP4, rounding, moment)
+    assert packed["q"].global_scale == packed["k"].global_scale == NVFP4.tensor_scale(3 * small.abs().max())
 
 
 def test_an_all_zero_weight_is_reported_without_error():

@@ -72,6 +72,11 @@ def test_quantisation_reads_the_text_model_of_a_folder(whole, caplog):
     assert conversion_reasons(folder) == []
 
 
+def test_the_command_says_what_it_leaves_out(whole, tmp_path, capsys):
+    assert command(["quantize", "--model", str(whole), "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count(NOT_USED) == 1
+
+
 def test_an_export_names_the_text_model_that_its_adapter_fits(whole, tmp_path):
     digest = base_digest(Path(prepared_base(str(whole))))
     run = make_run(tmp_path / "run", str(whole), torch.ones(4, 128), digest=digest)

@@ -82,6 +82,13 @@ def test_what_is_no_score_names_the_reward_and_the_row(found, message):
         scored(lambda prompts, completions: found)
 
 
+@pytest.mark.parametrize(
+    "found", [(0, 1, 0), torch.tensor([0.0, 1, 0]), np.array([0, 1, 0]), [False, np.float32(1), torch.tensor(0)]]
+)
+def test_numbers_of_other_kinds_are_scores(found):
+    assert scored(lambda prompts, completions: found) == [0.0, 1.0, 0.0]
+
+
 class Judging:
     """Reward with a method ``judge`` that takes 0.3 seconds per row and reports each row as done."""
 

@@ -130,6 +130,13 @@ def test_a_row_whose_worker_dies_twice_is_wrong():
     verifier.close()
 
 
+def test_every_row_is_counted_once_as_progress(verifier):
+    counts = []
+    verifier.judge([*easy(20)[0], HANGING], counts.append)
+    assert sum(counts) == 21
+    assert verifier.judge([]) == []
+
+
 def test_it_works_off_the_main_thread(verifier):
     rows, scores = easy(10)
     found = []

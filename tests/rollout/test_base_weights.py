@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 
 import pytest
@@ -81,6 +82,13 @@ def test_an_engine_of_its_own_copy_agrees_with_a_trainer_in_tile_order(started, 
     one_copy.lend(model, policy.packed_linears())
     lent = [each for each in base_weights.fused_linears(model, policy.packed_linears()) if each.layer.trainers_weight]
     assert len(lent) == len(fused_groups(tiles, present=policy.packed_linears().keys()))
+
+
+def test_two_copies_are_logged(started, caplog):
+    with caplog.at_level(logging.INFO):
+        started._call(base_weights.log_copies, started._policy.packed_linears())
+        started._call(base_weights.log_copies, {})
+    assert caplog.text.count("have a copy each of the base's") == 1
 
 
 def test_a_closed_engine_keeps_no_memory_of_the_trainer_alive(started):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from qerl_pl.common.types import Completion
 from qerl_pl.rollout.base import Sampling
@@ -117,10 +118,10 @@ def drafters(case: Case, groups: Groups) -> dict[str, Guess]:
     }
 
 
-def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess) -> list[int]:
+def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess, accept: Any = accept_by_loops) -> list[int]:
     """Check that tokens are equal, and log-probabilities up to rounding; returns the number of tokens of each
     verification."""
-    with keyed_sampling(engine, accept_by_loops) as taken, pytest.MonkeyPatch.context() as patch:
+    with keyed_sampling(engine, accept) as taken, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "guess", staticmethod(guess))
         found = engine.generate(*case[:3], adapter=case.adapter)
     for mine, theirs in zip(flat(found), flat(due), strict=True):
@@ -152,6 +153,44 @@ def test_what_is_compared_has_every_kind_of_end(engine, plain, monkeypatch):
     case = CASES["preempted"]
     compare(engine, case, plain["preempted"], drafters(case, plain["preempted"])["one in five wrong"])
     assert len(preempted) > 3
+
+
+def one_too_many(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    _, counts = accept_by_loops(sampled, inputs, rows, starts, most)
+    places = (starts[:-1, None] + torch.arange(most + 1)).clamp(max=len(sampled) - 1)
+    return sampled[places], (counts + 1).minimum(starts.diff())
+
+
+def drafts_themselves(
+    sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
+    """Accept all drafts, whatever was sampled, as a faulty verification would."""
+    places = (starts[:-1, None] + torch.arange(most + 1)).clamp(max=len(sampled) - 1)
+    follow = inputs[rows].roll(-1).to(sampled.dtype)
+    follow[starts[1:].long() - 1] = sampled[starts[1:].long() - 1]
+    return follow[places], starts.diff()
+
+
+@pytest.mark.parametrize("accept", [one_too_many, drafts_themselves])
+def test_a_wrong_verifier_is_found(engine, plain, accept):
+    case = CASES["plain"]
+    with pytest.raises(AssertionError):
+        compare(engine, case, plain["plain"], drafters(case, plain["plain"])["one in five wrong"], accept)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_no_token_of_100_000_is_another(checkpoints):
+    cases = {str(seed): Case(some_prompts(*range(1, 33)), Sampling(40, 96), seed) for seed in range(5)}
+    due = without_speculation(checkpoints, cases)
+    engine, compared, verified, steps = make_engine(checkpoints, speculative_config=SPECULATION), 0, 0, 0
+    for (name, case), drafter in zip(cases.items(), DRAFTERS, strict=False):
+        taken = compare(engine, case, due[name], drafters(case, due[name])[drafter])
+        compared += sum(len(each.tokens) for each in flat(due[name]))
+        verified, steps = verified + sum(taken), steps + len(taken)
+    engine.close()
+    print(f"{compared} tokens compared, {verified} tokens in {steps} verifications")
+    assert compared >= 100_000
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can speculate")

@@ -142,6 +142,33 @@ def test_more_than_one_adapter_is_left_to_vllm(cuda):
     assert type(kernels) is PunicaWrapperGPU
 
 
+def test_compiling_runs_every_kernel_and_changes_no_adapter(cuda, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cuda.lora, "MOST_TOKENS", 300)  # the interpreter takes seconds for thousands
+    a, b = operands(1)[2:]
+    before = [matrix.clone() for matrix in (*a, *b)]
+    seen, add_lora = [], cuda.lora.add_lora
+
+    def watched(y: Tensor, *others: object) -> None:
+        add_lora(y, *others)
+        seen.append(len(y))
+        assert not y.any(), "no row has the adapter"
+
+    monkeypatch.setattr(cuda.lora, "add_lora", watched)
+    for fewest in (1, 65):
+        seen.clear()
+        cuda.compile_kernels(a, b, fewest)
+        assert seen == cuda.lora.token_counts(48, SLICES, 8, fewest=fewest)
+    assert all(torch.equal(matrix, old) for matrix, old in zip((*a, *b), before, strict=True))
+
+
+def test_nothing_is_compiled_for_what_cublas_computes(cuda, monkeypatch):
+    monkeypatch.setattr(cuda.lora, "add_lora", lambda *_: pytest.fail("it runs"))
+    a, b = operands(1)[2:]
+    cuda.compile_kernels([matrix.float() for matrix in a], [matrix.float() for matrix in b])
+    cuda.compile_kernels([draw(1, 1, 128, 48)], [draw(1, 1, 32, 128)])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_what_was_compiled_is_enough_for_any_number_of_tokens(cuda, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import plugin as vllm_plugin
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm import worker as vllm_worker
 from qerl_pl.rollout.vllm.arguments import accepted_rank
@@ -98,6 +100,12 @@ def test_embeddings_and_head_exist_once(started):
     assert set(shared) == {"model.embed_tokens.weight", "lm_head.weight"}
     for name, weight in shared.items():
         assert parameters[name].data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.vllm
+def test_what_computes_each_fused_linear_is_known(started):
+    fused = 4 * started._policy.config.num_hidden_layers  # q/k/v, o, gate/up, down
+    assert started._call(vllm_worker.linear_kernels) == {"UnquantizedLinearMethod": fused}
 
 
 @pytest.mark.vllm
@@ -226,6 +234,17 @@ def test_ranks_are_rounded_up_to_what_vllm_takes(rank, accepted):
     assert accepted_rank(rank) == accepted
 
 
+@pytest.mark.vllm
+def test_a_rank_above_vllms_largest_is_refused():
+    with pytest.raises(ValueError, match=r"model\.lora\.rank is 513"):
+        accepted_rank(513)
+
+
+def test_the_plugin_is_declared_to_vllm():
+    [entry] = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "qerl_pl"]
+    assert entry.load() is vllm_plugin.register
+
+
 def test_a_worker_process_is_refused_and_other_settings_of_the_user_stay(monkeypatch):
     monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
     vllm_setup.prepare_environment()
@@ -252,3 +271,9 @@ def test_engines_of_all_configurations_share_triton_kernels(monkeypatch, tmp_pat
     options: Any = {"use_aot_compile": True} if "use_aot_compile" in takes else {}
     InductorAdaptor(**options).initialize_cache(str(tmp_path / "configuration"))
     assert os.environ["TRITON_CACHE_DIR"] == shared
+
+
+@pytest.mark.parametrize("bad", [{"max_num_seqs": 0}])
+def test_settings_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        VLLMEngine(**bad)

@@ -107,10 +107,20 @@ def test_a_hundred_nights_leave_no_memory_behind(engine):
     engine.wake()
 
 
+def test_embeddings_and_head_exist_once(engine):
+    parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
+    for name, weight in engine._policy.embedding_weights().items():
+        assert parameters[name].data_ptr() == weight.data_ptr()
+
+
 def assert_any_number_of_tokens_is_sampled_by_the_policy(engine: VLLMEngine) -> None:
     engine.set_norm_noise(NormNoise())
     for copies in (1, 8, 20, 40, 80):  # 3 to 240 tokens at a time
         assert_sampled_by_its_policy(engine, PROMPTS, Sampling(num_completions=copies, max_tokens=12))
+
+
+def test_what_is_sampled_is_what_the_trainer_says(engine):
+    assert_any_number_of_tokens_is_sampled_by_the_policy(engine)
 
 
 @torch.no_grad()

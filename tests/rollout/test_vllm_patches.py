@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,53 @@ def test_the_list_is_complete(module):
         )
     }
     assert users == {patch.__name__ for patch in module.PATCHES}
+
+
+def test_no_other_file_sets_an_attribute_of_what_it_imported():
+    for path in (path for module in (patches, speed) for path in Path(inspect.getfile(module)).parent.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        targets = [
+            ast.unparse(target)
+            for node in ast.walk(tree)
+            for target in (node.targets if isinstance(node, ast.Assign) else ())
+            if isinstance(target, ast.Attribute)
+        ]
+        if path.name != "patches.py":
+            assert not [target for target in targets if target.split(".")[0] in imported], path
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "takes"),
+    [
+        ("vllm.v1.worker.gpu.sample.sampler", "compute_topk_scores", ("logits", "num_logprobs", "sampled_token_ids")),
+        ("vllm.v1.worker.gpu.model_runner", "get_lora_capture_cases", ("lora_config", "compilation_config")),
+        ("vllm.v1.core.kv_cache_manager:KVCacheManager", "cache_blocks", ("self", "request", "num_computed_tokens")),
+        ("vllm.v1.core.kv_cache_manager:KVCacheManager", "allocate_slots", ("self", "request", "num_new_tokens")),
+        (
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+            "cpu_gdn_attention_core",
+            ("mixed_qkv", "b", "a", "core_attn_out", "layer_name"),
+        ),
+        ("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "_apply_sync", ("self", "x", "bias")),
+        (
+            "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4",
+            "init_nvfp4_linear_kernel",
+            ("use_a16",),
+        ),
+        ("vllm.model_executor.layers.quantization.modelopt", "init_nvfp4_linear_kernel", ("use_a16",)),
+    ],
+)
+def test_what_is_replaced_is_as_expected_in_this_vllm(owner, name, takes):
+    module, _, cls = owner.partition(":")
+    found: Any = import_module(module)
+    found = getattr(found, cls) if cls else found
+    assert list(inspect.signature(getattr(found, name)).parameters)[: len(takes)] == list(takes)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,18 @@ def answer(sampled: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
     )
 
 
+def test_log_probabilities_go_with_their_tokens_though_steps_are_scheduled_ahead(scheduler):
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first.total_num_scheduled_tokens == 6
+    assert second.total_num_scheduled_tokens == 2, "before the first has an answer"
+    found = scheduler.update_from_output(first, answer([[7], [8]], [[-1.5], [-2.5]]))
+    assert all(output.new_logprobs is None for output in found[0].outputs)
+    scheduler.update_from_output(second, answer([[9], [9]], [[-0.5], [-0.25]]))
+    assert scheduler.take_logprobs() == {"a": [-1.5, -0.5], "b": [-2.5, -0.25]}
+    assert scheduler.take_logprobs() == {}
+    assert not scheduler.has_unfinished_requests()
+
+
 def test_a_row_without_a_token_has_no_log_probability(scheduler):
     step = scheduler.schedule()
     scheduler.update_from_output(step, answer([[7], []], [[-1.5], [-2.5]]))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import csv
 import re
+from typing import Any
+
+import pytest
+import yaml
 
 from qerl_pl.study.statistics import compare, holm, pairs_to_accept, smallest_size
 from qerl_pl.study.study_file import Study, read_study
@@ -11,10 +15,61 @@ from tests.program import ROOT
 
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
 REGISTERED = PAGE.split("## Registered", 1)[1].split("### Run it", 1)[0]
+RATE = "model.optimizer.init_args.lr"
 
 
 def study(name: str) -> Study:
     return read_study(ROOT / "configs" / "studies" / f"{name}.yaml")
+
+
+def noise_of(arm: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read the settings of AQN in an arm."""
+    callbacks = arm.get("trainer", {}).get("callbacks+", [])
+    return [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.aqn.AdaptiveQuantizationNoise"]
+
+
+def without_rate(arm: dict[str, Any]) -> dict[str, Any]:
+    model = {key: value for key, value in arm.get("model", {}).items() if key != "optimizer"}
+    return {**{key: value for key, value in arm.items() if key != "model"}, **({"model": model} if model else {})}
+
+
+def test_every_row_of_the_table_is_what_the_files_say():
+    noise, pilot, large = study("noise"), study("noise_pilot"), study("noise_1.5b")
+    (config,) = noise.config
+    task = yaml.safe_load((ROOT / config).read_text())
+    model, optimizer = task["model"], task["model"]["optimizer"]
+    steps, sampling = noise.settings["trainer"], {**model["sampling"], **noise.settings["model"]["sampling"]}
+    first, second = optimizer["init_args"]["betas"]
+    samples = {
+        name: f"{name}: {each['model']['val_sampling']['num_completions']} samples per problem"
+        if "model" in each
+        else f"{name}: greedily"
+        for name, each in noise.evaluations.items()
+    }
+    table = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", REGISTERED, re.MULTILINE))
+    assert table.pop("setting") == "value"
+    assert table == {
+        "model": noise.settings["model"]["base"],
+        "adapter": f"LoRA of rank {model['lora']['rank']}, alpha {model['lora']['alpha']}",
+        "objective": model["objective"]["preset"],
+        "rollout": f"{noise.settings['data']['batch_size']} prompts x {sampling['num_completions']} completions of at "
+        f"most {sampling['max_tokens']} tokens, temperature {sampling['temperature']}",
+        "training": f"{steps['max_steps']} rollouts, AdamW with betas {first} and {second}, weight decay "
+        f"{optimizer['init_args']['weight_decay']}, learning rate {model['lr_schedule']} after "
+        f"{model['warmup_steps']} steps",
+        "validation": f"every {steps['val_check_interval']} rollouts, greedily, on the "
+        f"{task['data']['val_batch_size']} test problems",
+        "evaluations": "; ".join(samples.values()),
+        "pilot": f"{len(pilot.arms)} arms; learning rates {', '.join(f'{rate:g}' for rate in pilot.grid[RATE])}; seeds "
+        f"{', '.join(map(str, pilot.seeds))}",
+        "arms": ", ".join(noise.arms),
+        "seeds": f"{noise.seeds[0]} to {noise.seeds[-1]}",
+        "decided by": noise.analysis.metric,
+        "runs": f"{len(pilot.runs())} of the pilot, {len(noise.runs())} of the study",
+        "1.5B": f"{', '.join(large.arms)}; seeds {large.seeds[0]} to {large.seeds[-1]}; {len(large.runs())} runs",
+    }
+    assert task["data"]["held_out"] == 0
+    assert "val_sampling" not in model, "validation is greedy by default"
 
 
 def test_the_hypotheses_are_the_comparisons_and_can_be_accepted():
@@ -24,6 +79,33 @@ def test_the_hypotheses_are_the_comparisons_and_can_be_accepted():
     assert large.comparisons == stated[:2]
     for each in (noise, large):
         assert len(each.seeds) >= pairs_to_accept(len(each.comparisons))
+
+
+def test_the_pilot_tries_what_the_study_runs_and_shares_no_seed_with_it():
+    noise, pilot = study("noise"), study("noise_pilot")
+    assert not set(noise.seeds) & set(pilot.seeds)
+    assert not pilot.comparisons
+    for name in ("config", "settings", "gpu_memory"):
+        assert getattr(noise, name) == getattr(pilot, name)
+    for name, arm in noise.arms.items():
+        assert set(arm["model"]["optimizer"]["init_args"]) == {"lr"}
+        assert arm["model"]["optimizer"]["init_args"]["lr"] in pilot.grid[RATE]
+        if name in pilot.arms and name != "bf16+aqn+strong":
+            assert without_rate(arm) == pilot.arms[name]
+    assert set(noise.arms) - set(pilot.arms) == {"bf16+temperature"}
+    assert noise.arms["bf16+temperature"]["model"] == noise.arms["bf16"]["model"]
+    (tried,) = zip(*(noise_of(arm) for name, arm in pilot.arms.items() if "aqn" in name), strict=True)
+    assert sorted({each["sigma_start"] for each in tried}) == [0.01, 0.02, 0.04]
+    assert all(each["sigma_end"] == pytest.approx(each["sigma_start"] / 20) for each in tried)
+
+
+def test_the_larger_model_has_the_arms_and_settings_of_the_smaller_one():
+    noise, large = study("noise"), study("noise_1.5b")
+    assert {name: arm for name, arm in noise.arms.items() if name in large.arms} == large.arms
+    assert large.config == noise.config
+    base = {"base": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}
+    assert large.settings == {**noise.settings, "model": {**noise.settings["model"], **base}}
+    assert large.evaluations.items() <= noise.evaluations.items()
 
 
 def test_the_table_of_the_toy_study_follows_from_its_readouts():

@@ -63,6 +63,19 @@ def test_five_pairs_have_no_finite_interval_because_no_test_of_them_can_reject()
     assert compare([0.0, 0.0, 0.0]).p == 1
 
 
+@pytest.mark.parametrize("pairs", [6, 10, 20])
+@pytest.mark.parametrize("kind", ["normal", "heavy tails"])
+def test_intervals_of_differences_hold_the_truth_as_often_as_they_say(pairs, kind):
+    draw = np.random.default_rng(2)
+    samples = draw.normal(3, 1, (400, pairs)) if kind == "normal" else 3 + draw.standard_t(3, (400, pairs))
+    if pairs > 10:
+        samples = samples[:60]  # 2^16 subsets each
+    covered = [each.low <= 3 <= each.high for values in samples for each in [compare(values.tolist()).difference]]
+    steps = 2 ** min(pairs, 16)  # possible p-values
+    level = 1 - 2 * math.floor(ALPHA / 2 * steps) / steps  # at least 95 %, as the test is discrete
+    assert np.mean(covered) == pytest.approx(level, abs=0.03 if pairs <= 10 else 0.06)
+
+
 @pytest.mark.parametrize("num", [3, 5, 10])
 def test_intervals_of_means_hold_the_truth_as_often_as_they_say(num):
     samples = np.random.default_rng(3).normal(3, 1, (600, num))

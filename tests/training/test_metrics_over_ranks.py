@@ -98,3 +98,9 @@ def group_of_one_gpu(tmp_path):
 def test_one_rank_needs_no_collective(name):
     metric, (arguments, _) = metrics()[name]
     over_ranks(metric, *arguments)
+
+
+@pytest.mark.usefixtures("group_of_one_gpu")
+def test_the_group_of_one_has_no_collective_on_the_cpu():
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.zeros(1))
