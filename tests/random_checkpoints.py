@@ -50,10 +50,10 @@ def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: in
     shard: dict[str, Tensor] = {}
     for name, tensor in _tensors(config, fmt):
         if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            output.add(f"model-{len(output.done):05}.safetensors", shard, {"layers": (), "folds": ()})
+            output.add(f"model-{len(output.done):05}.safetensors", shard)
             shard = {}
         shard[name] = tensor.cpu()
-    output.add(f"model-{len(output.done):05}.safetensors", shard, {"layers": (), "folds": ()})
+    output.add(f"model-{len(output.done):05}.safetensors", shard)
     output.finish(source, about)
     shutil.rmtree(source)
     return path

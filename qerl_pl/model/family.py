@@ -44,15 +44,6 @@ class Family:
     """Last linear of a block, whose output is only added to the residual stream."""
     noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms of a block whose weights get AQN's noise in rollouts, and are trained if ``train_norms`` is set."""
-    scale_sources: tuple[tuple[tuple[str, ...], str], ...] = (
-        (("self_attn.o_proj",), "self_attn.v_proj"),
-        (("mlp.down_proj",), "mlp.up_proj"),
-        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
-        (("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
-    )
-    """Groups of linears with a common input, each group with the module that computes this input, whose output channels
-    AWQ divides by the scales of the linears' input channels. If the module is itself a linear of another group, that
-    group comes later, so that its weights are final when AWQ searches the scales of its input."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
     """Parts of a block that ``policy.elementwise`` may replace by fused kernels, because they compute the same function
     in this family: norms, the MLP's SwiGLU, or the rotary embeddings in attention."""
@@ -103,30 +94,18 @@ class Family:
         return tuple(targets)
 
 
-_GATED = (("self_attn.o_proj",), "self_attn.v_proj"), (("mlp.down_proj",), "mlp.up_proj")
-# Families with norms only after attention and after the MLP: AWQ cannot fold scales into these norms, because their
-# output is added to the residual stream and is not the input of a linear.
 _NORMS_AFTER = Family(
     noise_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    scale_sources=_GATED,
     elementwise=frozenset({"mlp"}),
 )
-# Gemma stores norm weights minus 1, so AWQ cannot fold scales into norms by dividing the stored weights. Gemma has
-# norms both before and after attention and MLP.
+# Gemma has norms both before and after attention and MLP.
 _GEMMA = Family(
     noise_norms=("input_layernorm", "pre_feedforward_layernorm"),
-    scale_sources=_GATED,
     elementwise=frozenset(),
     logit_cap="final_logit_softcapping",
 )
-# Gemma 4 normalises the attention's values after v_proj, so AWQ cannot fold scales of o_proj's input into v_proj.
 _GEMMA4 = replace(
     _GEMMA,
-    scale_sources=(
-        (("mlp.down_proj",), "mlp.up_proj"),
-        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
-        (("mlp.gate_proj", "mlp.up_proj"), "pre_feedforward_layernorm"),
-    ),
     keys_as_values=True,
     refused=(
         ("hidden_size_per_layer_input", "embeddings per layer (E2B, E4B)"),
@@ -135,15 +114,12 @@ _GEMMA4 = replace(
 )
 _MERGED = Family(
     projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    scale_sources=((("self_attn.qkv_proj",), "input_layernorm"), (("mlp.gate_up_proj",), "post_attention_layernorm")),
     elementwise=frozenset({"norms"}),
 )
-# In Qwen3.5 three of four layers are gated delta nets instead of attention. Norms store their weights minus 1, so AWQ
-# cannot fold scales into them.
+# In Qwen3.5 three of four layers are gated delta nets instead of attention.
 _QWEN35 = Family(
     projections=(*PROJECTIONS, *INSTEAD),
     fused=(*Family.fused, ("in_proj_qkv", "in_proj_z")),
-    scale_sources=_GATED,
     elementwise=frozenset({"mlp"}),
     dense=("in_proj_b", "in_proj_a"),
     fp32=("A_log",),

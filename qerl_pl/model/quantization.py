@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 FormatName = Literal["nvfp4", "mxfp4", "nf4"]
-Method = Literal["rtn", "mse", "awq", "gptq"]
+Method = Literal["rtn", "gptq"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,10 @@ class Quantization:
 
     Args:
         format: format of the packed weights: nvfp4, mxfp4 or nf4.
-        method: how weights are rounded. rtn: to nearest; mse: with the block scales of least squared error; awq: as
-            mse, after multiplying important input channels by scales and dividing the preceding module's outputs by the
-            same scales; gptq: column by column, where later columns compensate the rounding errors of earlier ones.
-        calibration: text on which the model's activations are measured, which awq and gptq need: .txt or .jsonl file,
-            or a data set of the hub.
+        method: how weights are rounded. rtn: to nearest; gptq: column by column, where later columns compensate the
+            rounding errors of earlier ones.
+        calibration: text on which the model's activations are measured, which gptq needs: .txt or .jsonl file, or a
+            data set of the hub.
         samples: number of calibration sequences.
         length: tokens per calibration sequence.
         ignore: linears that stay in 16 bits, each a name or "re:" and a regular expression for names.
@@ -37,7 +36,7 @@ class Quantization:
         for name, value, known in (("format", self.format, FormatName), ("method", self.method, Method)):
             if value not in get_args(known):
                 raise ValueError(f"model.quantize.{name} is {value!r}; expected one of {', '.join(get_args(known))}")
-        if self.method in ("awq", "gptq") and self.calibration is None:
+        if self.method == "gptq" and self.calibration is None:
             raise ValueError(
                 f"model.quantize.method is {self.method!r}, which needs calibration data: set "
                 "model.quantize.calibration to a .txt or .jsonl file or a data set of the hub"

@@ -65,7 +65,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
                     written |= _packed(path, weights, skeleton.dtype)
             quantised = {f"{name}.{leaf}" for name in modules for leaf in stored.leaves(name)}
             rest = {name: tensor for name, tensor in tensors.items() if name not in quantised}
-            folder.add(file.name, rest | written, {"layers": [], "folds": []})
+            folder.add(file.name, rest | written)
         config = {name: value for name, value in model_config(path).items() if name != "quantization_config"}
         if packed:
             dense = [name for name in linears_of(skeleton) if name not in packed]

@@ -52,11 +52,10 @@ class OutputFolder:
             )
         self.done = dict(manifest["files"])
 
-    def add(self, file: str, tensors: Mapping[str, Tensor], reports: Mapping[str, Sequence[object]]) -> None:
-        """Write one safetensors file, and add it to the manifest with its ``reports``, a list for each kind of
-        report."""
+    def add(self, file: str, tensors: Mapping[str, Tensor], layers: Sequence[object] = ()) -> None:
+        """Write one safetensors file, and add it to the manifest with the reports of its packed layers."""
         write_tensors(self.partial / file, tensors)
-        self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, **reports}
+        self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, "layers": layers}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
 
     def __enter__(self) -> Self:
@@ -71,8 +70,8 @@ class OutputFolder:
     def read(self, file: str) -> dict[str, Tensor]:
         return load_file(self.partial / file)
 
-    def reports(self, kind: str) -> list[dict]:
-        return [report for entry in self.done.values() for report in entry[kind]]
+    def reports(self) -> list[dict]:
+        return [report for entry in self.done.values() for report in entry["layers"]]
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Add index, report, config.json with the content ``config``, and ``carried_files`` of the folder ``source``;
@@ -81,9 +80,7 @@ class OutputFolder:
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
         _write_json(self.partial / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        _write_json(
-            self.partial / REPORT, {**self.settings, **{kind: self.reports(kind) for kind in ("layers", "folds")}}
-        )
+        _write_json(self.partial / REPORT, {**self.settings, "layers": self.reports()})
         _write_json(self.partial / CONFIG, config)
         (self.partial / _MANIFEST).unlink()
         os.replace(self.partial, self.output)

@@ -23,10 +23,8 @@ from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.model.family import FAMILIES, PROJECTIONS, Family
 from qerl_pl.model.files import Checkpoint
-from qerl_pl.model.layers import head_dims
 from qerl_pl.model.quantization import FormatName, Method
 from qerl_pl.model.tokenizer import load_tokenizer
-from qerl_pl.quant.awq import fold_block
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.declared import quantization_config
@@ -35,12 +33,11 @@ from qerl_pl.quant.layouts import WRITERS, Writer, packed_weight
 from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.residual import StartFolder, adapter_tensors, fresh_factors, residual_factors, with_adapter
-from qerl_pl.quant.rounding import LayerReport, Rounding, pack_group, report_layer
+from qerl_pl.quant.rounding import LayerReport, pack_group, report_layer
 from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, split_linears
 
 LARGEST_WEIGHT = 1e6  # the sum of squares of a layer of larger weights could overflow fp32
 VERSION = 2  # version of the written tensors' layout and arithmetic, stored with them
-_ROUNDING: dict[Method, Rounding] = {"rtn": "rtn", "mse": "mse", "awq": "mse", "gptq": "gptq"}
 
 
 def quantize_checkpoint(
@@ -63,10 +60,9 @@ def quantize_checkpoint(
     Args:
         model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; it must not exist or be empty.
-        method: rounding method, see ``Rounding``; awq applies its scales and then rounds as mse does.
+        method: rounding method, see ``pack_weight``.
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
-        calibration: calibration data, required by awq and gptq. If it is given, mse weights squared errors by the
-            inputs' mean squares, and output errors are reported for all methods.
+        calibration: calibration data, required by gptq. If it is given, output errors are reported for all methods.
         residual: rank of an adapter that approximates the quantisation errors (``residual_factors``). It is written to
             the folder ``start`` inside of the output, for ``model.lora.start``, and requires calibration data. None: no
             adapter.
@@ -85,8 +81,6 @@ def quantize_checkpoint(
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes), {*shapes, *dense}), output_files(checkpoint)
     _check_calibrated(method, residual, calibration, outside=files[0].groups(groups))
-    if method == "awq" and FAMILIES[skeleton.config.model_type].experts is not None:
-        raise ValueError("method awq would change what the router of a mixture of experts reads; use gptq or mse")
     settings = {
         "format": format,
         "method": method,
@@ -112,7 +106,7 @@ def quantize_checkpoint(
                 weights = dense_tensors(folder.read(file.name), shapes, writer)
                 stream.advance(file.block, with_adapter(weights, start.read(file.name)))
             progress.update(size)
-        layers = [LayerReport(**layer) for layer in folder.reports("layers")]
+        layers = [LayerReport(**layer) for layer in folder.reports()]
         start.finish(base=output)
         folder.finish(checkpoint.path, {**config, "quantization_config": writer.config(dense, skeleton.dtype)})
     return layers
@@ -128,7 +122,7 @@ def pack_file(
     stream: BlockStream | None,
     device: torch.device | str,
     rank: int | None,
-) -> tuple[dict[str, Tensor], dict[str, list[dict]], dict[str, Tensor]]:
+) -> tuple[dict[str, Tensor], list[dict], dict[str, Tensor]]:
     """Compute the tensors of one file of the packed checkpoint from those of the dense one.
 
     Args:
@@ -138,10 +132,10 @@ def pack_file(
             adapter.
 
     Returns:
-        The tensors, on the CPU; reports: "layers" of the packed linears, "folds" of scales that AWQ applied; and the
-        adapter's tensors, on the CPU. A linear that stays dense gets an adapter whose product is 0.
+        The tensors, on the CPU; reports of the packed linears; and the adapter's tensors, on the CPU. A linear that
+        stays dense gets an adapter whose product is 0.
     """
-    fmt, moments, folds, adapter = writer.fmt, {}, [], {}
+    fmt, moments, adapter = writer.fmt, {}, {}
     in_file = file.groups(groups)
     exact = torch.float32 if rank is None else torch.float64
     written, adapted = dict(tensors), {}
@@ -150,15 +144,11 @@ def pack_file(
         if stream is not None:
             moments = stream.second_moments(file.block, written, [group[0] for group in in_file], dtype=exact)
             adapted = {} if rank is None else adapted_linears(file.block, stream, FAMILIES[skeleton.config.model_type])
-        if method == "awq":
-            config = skeleton.config
-            family, head_dim = FAMILIES[config.model_type], head_dims(config)[0]
-            folds = fold_block(file.block, written, moments, fmt, family=family, head_dim=head_dim)
     layers = []
     for group in in_file:
         weights = {name: written.pop(f"{name}.weight").to(device) for name in group}
         moment = moments.get(group[0])
-        for name, packed in pack_group(weights, fmt, _ROUNDING[method], moment).items():
+        for name, packed in pack_group(weights, fmt, method, moment).items():
             layers.append(asdict(report_layer(name, weights[name], packed, fmt, moment)))
             if rank is not None and name in adapted:
                 assert moment is not None
@@ -169,8 +159,7 @@ def pack_file(
     for name, shape in adapted.items():
         if rank is not None and f"{name}.weight" in written:
             adapter |= adapter_tensors(name, *fresh_factors(shape, rank, generator=_generator(name)))
-    reports = {"layers": layers, "folds": list(map(asdict, folds))}
-    return {name: tensor.cpu() for name, tensor in written.items()}, reports, adapter
+    return {name: tensor.cpu() for name, tensor in written.items()}, layers, adapter
 
 
 def adapted_linears(block: str, stream: BlockStream, family: Family) -> dict[str, tuple[int, int]]:
@@ -216,10 +205,9 @@ def _check_calibrated(
 ) -> None:
     if residual is not None and residual < 1:
         raise ValueError(f"the rank of the residual is {residual}; expected at least 1")
-    second_order = method in ("awq", "gptq")
-    if calibration is None and (second_order or residual is not None):
-        what = f"method {method}" if second_order else f"a residual of rank {residual}"
+    if calibration is None and (method == "gptq" or residual is not None):
+        what = f"method {method}" if method == "gptq" else f"a residual of rank {residual}"
         raise ValueError(f"{what} needs calibration data: give --calibration")
-    if outside and second_order:
+    if outside and method == "gptq":
         names = [name for group in outside for name in group]
         raise ValueError(f"method {method} packs decoder blocks only; add {names} to ignore")

@@ -1,33 +1,28 @@
-"""Methods of rounding a weight to a 4-bit format: to nearest, with searched block scales, or with GPTQ's second-order
+"""Methods of rounding a weight to a 4-bit format: to nearest, or with searched block scales and GPTQ's second-order
 corrections (arXiv 2210.17323); and the errors that they leave."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qerl_pl.quant.formats import Format, PackedWeight, pack, quantize, round_codes, row_chunks
+from qerl_pl.model.quantization import Method
+from qerl_pl.quant.formats import Format, PackedWeight, pack, quantize, row_chunks
 
-Rounding = Literal["rtn", "mse", "gptq"]
-"""Rounding methods. rtn: to the nearest values under min-max block scales. mse: to the nearest values under the block
-scales with the smallest squared error; with calibration data, columns are weighted by the mean square of their input,
-and a row of the weight keeps its min-max scales if its output error is smaller with them. gptq: GPTQ under the block
-scales with the smallest weighted squared error."""
 _COLUMNS = 128  # columns that GPTQ rounds before it applies their corrections to the rest of the matrix
 
 
 def pack_group(
-    weights: Mapping[str, Tensor], fmt: Format, rounding: Rounding, second_moment: Tensor | None
+    weights: Mapping[str, Tensor], fmt: Format, method: Method, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
     """Pack the weights [N, K] of linears with a common input under a common tensor scale; weights and results are by
     the linear's name, other arguments as in ``pack_weight``."""
     shared = group_scale(list(weights.values()), fmt)
     return {
-        name: pack_weight(weight, fmt, shared, rounding, second_moment, name=f"{name}.weight")
+        name: pack_weight(weight, fmt, shared, method, second_moment, name=f"{name}.weight")
         for name, weight in weights.items()
     }
 
@@ -41,51 +36,36 @@ def pack_weight(
     weight: Tensor,
     fmt: Format,
     global_scale: Tensor,
-    rounding: Rounding,
+    method: Method,
     second_moment: Tensor | None,
     *,
     name: str = "weight",
 ) -> PackedWeight:
-    """Pack a weight [N, K] by a rounding method under a given tensor scale []; ``name`` is for error messages. The
-    second moment is the mean [K, K] of x x^T over the layer's inputs x; without calibration data it is None, which gptq
-    does not allow."""
+    """Pack a weight [N, K] under a given tensor scale []; ``name`` is for error messages. The method rtn rounds to the
+    nearest values under min-max block scales. gptq uses the block scales of the smallest squared error, in which inputs
+    are weighted by their mean squares, and needs the second moment: the mean [K, K] of x x^T over the layer's inputs
+    x."""
     nearest = quantize(weight, fmt, global_scale, name=name)
-    if rounding == "rtn":
+    if method == "rtn":
         return nearest
-    importance = None if second_moment is None else second_moment.diagonal().float()
-    scale = search_scales(weight, fmt, nearest.block_scale, global_scale, importance)
-    if rounding == "gptq":
-        assert second_moment is not None
-        return PackedWeight(gptq_codes(weight, fmt, scale, global_scale, second_moment), scale, global_scale)
-    searched = PackedWeight(round_codes(weight, fmt, scale, global_scale), scale, global_scale)
-    if second_moment is None:
-        return searched
-    before, after = (row_errors(weight, fmt.dequantize(p, torch.float32), second_moment) for p in (nearest, searched))
-    worse = (after > before).unsqueeze(1)  # possible because inputs are correlated
-    codes = torch.where(worse, nearest.codes, searched.codes)
-    return PackedWeight(codes, torch.where(worse, nearest.block_scale, scale), global_scale)
+    assert second_moment is not None
+    scale = search_scales(weight, fmt, nearest.block_scale, global_scale, second_moment.diagonal().float())
+    return PackedWeight(gptq_codes(weight, fmt, scale, global_scale, second_moment), scale, global_scale)
 
 
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:
-    """Compute the mean of |(W' - W) x|^2 over inputs x: the sum of ``row_errors``."""
-    return row_errors(weight, rounded, second_moment).sum().item()
-
-
-def row_errors(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> Tensor:
-    """Compute the mean square of each element of (W' - W) x over inputs x, [N] fp32, from W [N, K], the rounded weight
-    W' [N, K] fp32, which is overwritten, and the mean [K, K] of x x^T."""
+    """Compute the mean of |(W' - W) x|^2 over inputs x from W [N, K], the rounded weight W' [N, K] fp32, which is
+    overwritten, and the mean [K, K] of x x^T."""
     error = rounded.sub_(weight)
-    return (error @ second_moment.to(error.dtype)).mul_(error).sum(1)
+    return (error @ second_moment.to(error.dtype)).mul_(error).sum().item()
 
 
-def search_scales(
-    weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor | None = None
-) -> Tensor:
+def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor) -> Tensor:
     """Choose, for every block of a weight [N, K], the one of ``fmt.nearby_scales`` with the smallest
     sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k; return bits [N, K/block].
 
-    The importance, [K] fp32 and not negative, is e.g. the mean square of each input; None means equal weights. The
-    initial scales, bits [N, K/block], are kept if no candidate is better.
+    The importance, [K] fp32 and not negative, is e.g. the mean square of each input. The initial scales, bits
+    [N, K/block], are kept if no candidate is better.
     """
     best = block_scale.clone()
     values = torch.tensor(fmt.values, device=weight.device)
@@ -95,9 +75,7 @@ def search_scales(
         for bits in fmt.nearby_scales(block_scale[rows]):
             scale = fmt.effective_scale(bits, global_scale).unsqueeze(-1)
             error = (values[fmt.encode(blocks, scale).int()] * scale).sub_(blocks).square_()
-            if importance is not None:
-                error *= importance.unflatten(0, (-1, fmt.block))
-            error = error.sum(-1)  # [n, K/block]
+            error = error.mul_(importance.unflatten(0, (-1, fmt.block))).sum(-1)  # [n, K/block]
             best[rows] = torch.where(error < least, bits, best[rows])
             least = torch.minimum(error, least)
     return best

@@ -141,7 +141,7 @@ def quantize_options() -> CommandParser:
         "--method",
         choices=get_args(Method),
         default="rtn",
-        help="rtn: round to nearest; mse: search block scales; awq: also fold scales into norms; gptq: second order",
+        help="rtn: round to nearest; gptq: second order",
     )
     parser.add_argument(
         "--ignore",
@@ -153,7 +153,7 @@ def quantize_options() -> CommandParser:
     parser.add_argument(
         "--calibration",
         metavar="SOURCE",
-        help=".txt or .jsonl file, or dataset of the Hugging Face hub; required by awq and gptq, optional for others",
+        help=".txt or .jsonl file, or dataset of the Hugging Face hub; required by gptq and --residual",
     )
     parser.add_argument("--samples", type=at_least(1), default=256, help="calibration sequences (default: 256)")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Measure how close 4-bit copies of a model are to it, by quantiser and start: python -m tests.bench.bench_four_bits
 
     python -m tests.bench.bench_four_bits --models models/qwen2.5-coder-0.5b --train gsm8k_train.jsonl \
-        --test gsm8k_test.jsonl --variants rtn mse awq gptq rtn+32 gptq+32 --calibrations gsm8k_train.jsonl policy
+        --test gsm8k_test.jsonl --variants rtn gptq rtn+32 gptq+32 --calibrations gsm8k_train.jsonl policy
 
 A variant is METHOD, METHOD/LINEAR or METHOD/lastN, each optionally followed by +RANK. METHOD/LINEAR keeps all linear
 layers of this name (e.g. down_proj) dense, and METHOD/lastN the last N blocks. +RANK adds an adapter of this rank that
@@ -71,7 +71,7 @@ from tests.bench.harness import (
 
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 VERDICTS = {"strict": NumericAnswer("boxed"), "lenient": NumericAnswer("any", "last_number")}
-METHOD = r"(?P<method>rtn|mse|awq|gptq)(/(last(?P<last>\d+)|(?P<linear>\w+)))?"
+METHOD = r"(?P<method>rtn|gptq)(/(last(?P<last>\d+)|(?P<linear>\w+)))?"
 VARIANT = re.compile(METHOD + r"(\+(?P<rank>\d+))?(?P<healed>~heal)?")
 POLICY = "policy"
 PROMPT_TOKENS = 512  # longest prompt
@@ -116,7 +116,7 @@ def variant_of(name: str) -> Variant:
     parts = VARIANT.fullmatch(name)
     if parts is None:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is no variant; expected e.g. rtn, rtn~heal, gptq+32, rtn/down_proj or mse/last4"
+            f"{name!r} is no variant; expected e.g. rtn, rtn~heal, gptq+32, rtn/down_proj or gptq/last4"
         )
     rank = parts["rank"] and int(parts["rank"])
     last, healed = int(parts["last"] or 0), parts["healed"] is not None
@@ -379,7 +379,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--models", type=Path, nargs="+", required=True, help="folders or GGUF files of dense models")
     add("--train", type=Path, required=True, help="GSM8K's training problems, JSON lines")
     add("--test", type=Path, required=True, help="GSM8K's test problems, JSON lines")
-    variants = [variant_of(name) for name in ("rtn", "mse", "awq", "gptq", "rtn+32", "mse+32", "gptq+32")]
+    variants = [variant_of(name) for name in ("rtn", "gptq", "rtn+32", "gptq+32")]
     add("--variants", type=variant_of, nargs="+", default=variants)
     add("--calibrations", nargs="+", default=[POLICY], help='"policy", or .txt or .jsonl files')
     add("--calibration-samples", type=int, default=64)

@@ -205,14 +205,13 @@ def test_stacked_tensors_are_read_as_those_of_each_expert(folder, tmp_path):
     assert tensors_of(tmp_path / "nvfp4").keys() == tensors_of(folder / "nvfp4").keys()
 
 
-@pytest.mark.parametrize("method", ["mse", "gptq"])
 def test_a_mixture_is_quantised_with_calibration_better_than_without_and_goes_on_after_a_kill(
-    folder, tmp_path, method, monkeypatch
+    folder, tmp_path, monkeypatch
 ):
     tokens = torch.randint(8, 64, (4, 64), generator=torch.Generator().manual_seed(0))
     calibration = Calibration(tokens, "random")
     nearest = quantize_checkpoint(folder / "dense", tmp_path / "rtn", calibration=calibration)
-    whole = quantize_checkpoint(folder / "dense", tmp_path / "whole", method=method, calibration=calibration)
+    whole = quantize_checkpoint(folder / "dense", tmp_path / "whole", method="gptq", calibration=calibration)
     errors = [
         sum(layer.output_error or 0 for layer in layers if ".experts." in layer.name) for layers in (whole, nearest)
     ]
@@ -220,8 +219,8 @@ def test_a_mixture_is_quantised_with_calibration_better_than_without_and_goes_on
     with monkeypatch.context() as patch:
         patch.setattr(quantize, "pack_file", interrupted_at("model-00003-of-00003.safetensors"))
         with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(folder / "dense", tmp_path / "part", method=method, calibration=calibration)
-    quantize_checkpoint(folder / "dense", tmp_path / "part", method=method, calibration=calibration)
+            quantize_checkpoint(folder / "dense", tmp_path / "part", method="gptq", calibration=calibration)
+    quantize_checkpoint(folder / "dense", tmp_path / "part", method="gptq", calibration=calibration)
     found, expected = tensors_of(tmp_path / "part"), tensors_of(tmp_path / "whole")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -293,9 +292,3 @@ def test_a_packed_router_and_a_partly_packed_mixture_are_refused(folder, tmp_pat
         load_base(mixed, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match=r"is packed and .* is not; engines compute all experts in one format"):
         quantize_checkpoint(folder / "dense", tmp_path / "out", ignore=["lm_head", r"re:.*experts\.3\.down_proj"])
-
-
-def test_awq_is_refused_for_a_mixture(folder, tmp_path):
-    calibration = Calibration(torch.zeros(1, 8, dtype=torch.int64), "zeros")
-    with pytest.raises(ValueError, match="awq would change what the router of a mixture of experts reads"):
-        quantize_checkpoint(folder / "dense", tmp_path / "out", method="awq", calibration=calibration)

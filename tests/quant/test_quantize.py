@@ -6,7 +6,7 @@ import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qerl_pl.model.layers import block_of
+from qerl_pl.model.quantization import Method
 from qerl_pl.quant import quantize
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.layouts import WRITERS
@@ -129,8 +130,7 @@ CALIBRATION = Calibration(torch.randint(0, 38, (16, 64), generator=torch.Generat
     [
         (3, {}),
         pytest.param(3, {"format": "nvfp4", "method": "gptq", "calibration": CALIBRATION}, marks=pytest.mark.slow),
-        pytest.param(3, {"format": "nf4", "method": "awq", "calibration": CALIBRATION}, marks=pytest.mark.slow),
-        pytest.param(3, {"format": "mxfp4", "method": "mse", "calibration": CALIBRATION}, marks=pytest.mark.slow),
+        pytest.param(3, {"format": "nf4", "method": "gptq", "calibration": CALIBRATION}, marks=pytest.mark.slow),
         (2, {"calibration": CALIBRATION, "residual": 3}),
         (3, {"calibration": CALIBRATION, "residual": 3}),
     ],
@@ -295,24 +295,19 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "methods"),
-    [("qwen2", ["rtn", "mse", "awq", "gptq"]), ("qwen3", ["rtn", "awq"]), ("llama", ["rtn", "awq"])],
-)
-def test_each_method_is_better_than_rounding_to_nearest(make_checkpoint, tmp_path, architecture, methods):
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_gptq_is_better_than_rounding_to_nearest(make_checkpoint, tmp_path, architecture):
     path = make_checkpoint(architecture, dtype=torch.float32)
     dense = logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
     errors, gaps = {}, {}
-    for method in methods:
+    for method in get_args(Method):
         layers = quantize_checkpoint(path, tmp_path / method, method=method, calibration=CALIBRATION)
-        # Only in the first block do all methods have the same inputs; inputs of later blocks depend on the method.
+        # Only in the first block do both methods have the same inputs; inputs of later blocks depend on the method.
         errors[method] = sum((layer.output_error or 0.0) ** 2 for layer in layers if "layers.0." in layer.name)
         packed = load_base(tmp_path / method, dtype=torch.float32, device="cpu")
         gaps[method] = (logits(packed) - dense).square().mean().item()
-    for method in methods[1:]:
-        assert errors[method] < errors["rtn"]
-        assert gaps[method] < gaps["rtn"]
-    assert min(gaps, key=lambda method: gaps[method]) == methods[-1]
+    assert errors["gptq"] < errors["rtn"]
+    assert gaps["gptq"] < gaps["rtn"]
 
 
 def test_output_errors_are_measured_after_the_packed_blocks_before(make_checkpoint, tmp_path):
@@ -333,26 +328,20 @@ def test_output_errors_are_measured_after_the_packed_blocks_before(make_checkpoi
 
 def test_the_output_says_what_was_done(make_checkpoint, tmp_path):
     path = make_checkpoint()
-    quantize_checkpoint(path, tmp_path / "out", method="awq", calibration=CALIBRATION)
+    quantize_checkpoint(path, tmp_path / "out", method="gptq", calibration=CALIBRATION)
     report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
-    assert report["method"] == "awq"
+    assert report["method"] == "gptq"
     assert report["calibration"] == {"source": "random tokens", "shape": [16, 64]}
-    assert len(report["folds"]) == 2 * 4
-    source, written = read_all(path), read_all(tmp_path / "out")
-    for fold in report["folds"][2:4]:
-        assert fold["into"] in ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
-        ratio = source[f"{fold['into']}.weight"].float() / written[f"{fold['into']}.weight"].float()
-        assert (ratio.min().item(), ratio.max().item()) == (fold["smallest"], fold["largest"])
+    assert len(report["layers"]) == 2 * 7
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_a_method_without_what_it_needs_is_refused(make_checkpoint, tmp_path, method):
+def test_gptq_without_what_it_needs_is_refused(make_checkpoint, tmp_path):
     path = make_checkpoint()
-    with pytest.raises(ValueError, match=f"{method} needs calibration data"):
-        quantize_checkpoint(path, tmp_path / "out", method=method)
+    with pytest.raises(ValueError, match="gptq needs calibration data"):
+        quantize_checkpoint(path, tmp_path / "out", method="gptq")
     ignore = ["model.layers.0.mlp.down_proj"]
     with pytest.raises(ValueError, match=r"decoder blocks only; add \['lm_head'\] to ignore"):
-        quantize_checkpoint(path, tmp_path / "out", method=method, ignore=ignore, calibration=CALIBRATION)
+        quantize_checkpoint(path, tmp_path / "out", method="gptq", ignore=ignore, calibration=CALIBRATION)
 
 
 def test_the_command_calibrates(make_checkpoint, tmp_path, capsys):
