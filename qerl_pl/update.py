@@ -18,6 +18,7 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.teacher import Teacher
 from qerl_pl.training.metrics import correction_metrics, gap_metrics, teacher_metrics, update_metrics
 from qerl_pl.training.passes import Batch, UpdateSettings
+from qerl_pl.training.routing import checked_routing
 from qerl_pl.training.terms import BatchTerms, batch_terms
 
 
@@ -66,6 +67,9 @@ def improve(
     Every rank calls this with its own rows. Ranks may have different numbers of rows and micro-batches, because they
     communicate only before the updates, in ``step``, and for the metrics.
 
+    Passes of policy and reference use the experts that the sampler chose, if the experience has them. CheckFailed,
+    before the first optimizer step: the policy's routers choose others.
+
     Args:
         policy: the policy, in training mode.
         experience: B rows, group by group.
@@ -89,14 +93,15 @@ def improve(
     live = batch.rows[with_gradient]
     with watch.phase("wait"):
         terms = batch_terms(batch, objective)
-    totals: dict[str, Tensor] = {}
+    totals, routing = dict[str, Tensor](), dict[str, Tensor]()
     with watch.phase("train"):
         for update in range(num_updates):
             record = update == 0 and not first_pass
             for index in range(num_mini_batches):
-                rows = live[terms.mini_batch[live] == index]
-                which = {"rows": rows, "mini_batch": index, "record": record}
+                which = {"rows": live[terms.mini_batch[live] == index], "mini_batch": index, "record": record}
                 sums = batch.run(partial(_gradient, batch, objective, terms, **which))
+                if update == index == 0:
+                    routing = checked_routing(batch)
                 for name, value in {**sums, "grad_norm": step()}.items():
                     totals[name] = totals.get(name, 0) + value
     metrics = update_metrics(
@@ -108,7 +113,7 @@ def improve(
         reference=batch.reference is not None,
         teacher=batch.teacher is not None and batch.teacher.states is not None,
     )
-    metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch)
+    metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch) | routing
     metrics["train/micro_batch_tokens"] = torch.as_tensor(float(batch.budget.tokens))
     return UpdateReport(
         metrics=metrics,
@@ -157,9 +162,14 @@ def _gradient(
     for part in batch.parts(rows, max_tokens):
         scores = batch.teacher
         stats = batch.policy.token_stats(
-            part.tokens, part.sampled, temperature=batch.settings.temperature, teacher=scores and scores.states_of(part)
+            part.tokens,
+            part.sampled,
+            temperature=batch.settings.temperature,
+            teacher=scores and scores.states_of(part),
+            replay=part.replay,
         )
         if record:
+            batch.record_others(part)
             part.write(batch.old, stats.logprobs.detach())
             part.write(batch.entropy, stats.entropy.detach())
         mask = part.read(experience.mask)

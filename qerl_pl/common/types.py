@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # processes that only compute rewards use these types, and importing torch would take them a second
@@ -67,6 +67,10 @@ class Completion:
     seed: int | None = None
     """Key of the random noise with which the completion's tokens were sampled (see ``policy.margins``); None if the
     engine does not sample by such noise."""
+    routes: Tensor | None = field(default=None, compare=False, repr=False)
+    """[T, L, k] uint8 (int16 for more than 256 experts): numbers of the k experts that computed each token in each of
+    the model's L mixtures, for all tokens of prompt and completion but the last, which goes through no layer. None: the
+    model has no mixtures, or training does not replay routes."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,10 @@ class Experience:
     """[B] bool, False for rows that no reward could score."""
     advantages: Tensor
     """[B] fp32, exactly 0 for rows without a reward and for groups whose rewards are all equal."""
+    routes: Tensor | None = None
+    """[B, S, L, k] uint8 or int16, ``Completion.routes``; 0 for a row's last token and padding. None: training lets
+    the routers choose, or the model has none."""
 
     def to(self, device: torch.device) -> Experience:
         """Return a copy of this experience with all its tensors on a device."""
-        return Experience(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        return Experience(**{name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None})

@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qerl_pl.model.layers import head_dims
 from qerl_pl.policy.kept import active
 from qerl_pl.policy.shared_prompts import SharedPrompts, share_prompts, shared_attention
+from qerl_pl.quant.experts import Mixture, Replay, mixtures
 
 ATTENTION = "packed"  # name under which ``_attention`` is registered with transformers
 VARLEN_HEAD_DIM = 256  # widest heads that FlashAttention 2 supports
@@ -47,6 +48,8 @@ class Packed:
     """[T] int64."""
     positions: Tensor
     """[T] int64, position of each token in its row."""
+    rows: Tensor
+    """[T] int64, row of each token; of a shared prompt's, the first row that has it."""
     starts: Tensor
     """[B + 1] int32, index of each row's first token, followed by T."""
     longest: int
@@ -61,7 +64,8 @@ def pack(tokens: Tensor, lengths: Tensor) -> Packed:
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     inside = columns < lengths.unsqueeze(1)  # [B, S]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return Packed(tokens[inside], columns.expand_as(tokens)[inside], starts, int(lengths.max()))
+    rows, positions = inside.nonzero(as_tuple=True)
+    return Packed(tokens[inside], positions, rows, starts, int(lengths.max()))
 
 
 def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tensor]:
@@ -86,11 +90,13 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
         return packed, packed.starts[rows] + columns - 1
     behind_prompt = columns - 1 - prompts[rows]  # the index behind the prompt; -1: the prompt's last token
     before = torch.where(behind_prompt < 0, layout.prompt_ends[rows], layout.own_starts[rows] + behind_prompt)
-    return Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared), before
+    parts = layout.tokens, layout.positions, layout.rows, layout.starts, layout.longest, layout.shared
+    return Packed(*parts), before
 
 
-def packed_hidden_states(model: Callable[..., Any], packed: Packed) -> Tensor:
-    """Compute the last hidden states, [T, H], with a decoder that ``use_packed_attention`` has prepared."""
+def packed_hidden_states(model: Callable[..., Any], packed: Packed, replay: Replay | None = None) -> Tensor:
+    """Compute the last hidden states, [T, H], with a decoder that ``use_packed_attention`` has prepared. ``replay`` has
+    experts [T, L, k] for the L mixtures of a model that ``use_replay`` has prepared."""
     starts, longest = packed.starts, packed.longest
     output = model(
         input_ids=packed.tokens.unsqueeze(0),
@@ -102,6 +108,7 @@ def packed_hidden_states(model: Callable[..., Any], packed: Packed) -> Tensor:
         max_length_q=longest,
         max_length_k=longest,
         **({} if packed.shared is None else {"shared_prompts": packed.shared}),
+        **({} if replay is None else {"replay": replay}),
     )
     return output.last_hidden_state.squeeze(0)
 
@@ -111,6 +118,20 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(ATTENTION)
+
+
+def use_replay(model: PreTrainedModel) -> None:
+    """Make a model's blocks accept experts to use, given by ``replay``; calls without it use those that the routers
+    choose. The argument is one of the block's and not of its mixture, so that recomputation of the block gets it
+    too."""
+    found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
+
+    def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        replay: Replay | None = kwargs.get("replay")
+        mixture.replay = replay and replay.of_layer(number)
+
+    for number, (block, mixture) in enumerate(found):
+        block.register_forward_pre_hook(partial(hand_over, mixture, number), with_kwargs=True)
 
 
 def describe_attention(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:

@@ -24,10 +24,10 @@ from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
 from qerl_pl.policy.margins import keyed_noise, margins
-from qerl_pl.policy.packing import use_packed_attention
+from qerl_pl.policy.packing import use_packed_attention, use_replay
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
 from qerl_pl.policy.scoring import head_of, predicting, shares_prompts
-from qerl_pl.quant.experts import Mixture, packed_experts
+from qerl_pl.quant.experts import Mixture, Replay, Routing, mixtures, packed_experts
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -73,7 +73,10 @@ class Policy(nn.Module):
         """Whether ``recompute_more`` may change the level of gradient checkpointing."""
         self.start: dict[str, Tensor] | None = None
         """Tensors of the adapter with which the run started, fp32 on the CPU; None if it started at the base."""
+        self.replays_routes = False
+        """Whether rollout engines must return the experts that they chose, for training to use the same."""
         use_packed_attention(self.causal_lm)
+        use_replay(self.causal_lm)
         use_packed_delta_nets(self.causal_lm)
 
     @property
@@ -187,6 +190,12 @@ class Policy(nn.Module):
         modules = self.causal_lm.named_modules()
         return {f"{name}.gate.weight": module.gate.weight for name, module in modules if isinstance(module, Mixture)}
 
+    @property
+    def routing(self) -> Routing | None:
+        """Numbers of mixtures, of experts and of experts per token; None for a dense model."""
+        found = mixtures(self.causal_lm)
+        return Routing(len(found), *found[0].sizes[:2]) if found else None
+
     def packed_linears(self) -> dict[str, FrozenLinear]:
         """Return the base's packed linears, also those of experts, by the names in its checkpoint; empty for a dense
         base."""
@@ -209,6 +218,7 @@ class Policy(nn.Module):
         temperature: float,
         targets: Tensor | None = None,
         teacher: TeacherStates | None = None,
+        replay: Replay | None = None,
     ) -> TokenStats:
         """Compute log-probabilities and entropies of masked tokens, differentiable with respect to the adapter.
 
@@ -222,8 +232,10 @@ class Policy(nn.Module):
             targets: [N] int64, tokens whose log-probabilities are computed instead of those of the masked tokens, which
                 remain the model's input; None: the masked tokens.
             teacher: the teacher's hidden states at the masked tokens, to compute the divergence from it.
+            replay: experts [B, S, L, k] to use in the model's L mixtures, also by recomputation in backward; None: the
+                routers choose.
         """
-        wanted, hidden = self._predicting(tokens, mask)
+        wanted, hidden = self._predicting(tokens, mask, replay)
         targets = tokens[wanted] if targets is None else targets
         head = self.head(temperature)
         logprobs, entropy = token_logprobs(
@@ -240,30 +252,43 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def alternative_logprobs(
-        self, tokens: Tensor, mask: Tensor, *, temperature: float, end_tokens: Sequence[int]
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        *,
+        temperature: float,
+        end_tokens: Sequence[int],
+        replay: Replay | None = None,
     ) -> Tensor:
         """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats."""
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         return torch.cat(
-            [alternative_logprobs(logits, targets, ends) for logits, targets in self._logits(tokens, mask, temperature)]
+            [
+                alternative_logprobs(logits, targets, ends)
+                for logits, targets in self._logits(tokens, mask, temperature, replay)
+            ]
         )
 
     @torch.no_grad()
-    def margins(self, tokens: Tensor, mask: Tensor, seeds: Tensor, *, temperature: float) -> Tensor:
+    def margins(
+        self, tokens: Tensor, mask: Tensor, seeds: Tensor, *, temperature: float, replay: Replay | None = None
+    ) -> Tensor:
         """Compute ``margins.margins`` of the N masked tokens in row-major order, [N] fp32 in nats, for rows that were
         sampled with noise keyed by their seeds, [B] int64, and by the places of their tokens."""
         row, column = mask.nonzero(as_tuple=True)
         found, first = [], 0
-        for logits, targets in self._logits(tokens, mask, temperature):
+        for logits, targets in self._logits(tokens, mask, temperature, replay):
             part = slice(first, first := first + len(targets))
             noise = keyed_noise(seeds[row[part]], column[part] - 1, logits.shape[1])
             found.append(margins(logits, noise, targets))
         return torch.cat(found)
 
-    def _logits(self, tokens: Tensor, mask: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def _logits(
+        self, tokens: Tensor, mask: Tensor, temperature: float, replay: Replay | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield fp32 logits at a temperature, [n, V], and tokens, [n], for some of the masked tokens at a time, in
         row-major order."""
-        wanted, hidden = self._predicting(tokens, mask)
+        wanted, hidden = self._predicting(tokens, mask, replay)
         head = self.head(temperature)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
         for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
@@ -278,10 +303,10 @@ class Policy(nn.Module):
         """Return what turns hidden states into the distribution that is sampled from at a temperature."""
         return head_of(self.causal_lm, self.family, temperature)
 
-    def _predicting(self, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _predicting(self, tokens: Tensor, mask: Tensor, replay: Replay | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the indices of the N masked tokens, and the hidden states [N, H] from which they are predicted."""
         with save_on_cpu(pin_memory=tokens.is_cuda) if self.recompute.offload else nullcontext():
-            return predicting(self.causal_lm, tokens, mask)
+            return predicting(self.causal_lm, tokens, mask, replay)
 
 
 def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

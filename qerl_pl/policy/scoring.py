@@ -10,6 +10,7 @@ from qerl_pl.model.family import Family
 from qerl_pl.policy.logprobs import Head
 from qerl_pl.policy.packing import pack_for, packed_hidden_states
 from qerl_pl.policy.shared_prompts import attends_to_everything
+from qerl_pl.quant.experts import Replay
 
 
 def head_of(model: PreTrainedModel, family: Family, temperature: float) -> Head:
@@ -27,8 +28,18 @@ def shares_prompts(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda" and model.dtype != torch.float32 and attends_to_everything(model.config)
 
 
-def predicting(model: PreTrainedModel, tokens: Tensor, mask: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the indices of the N masked tokens [B, S], and the hidden states [N, H] from which they are predicted."""
+def predicting(
+    model: PreTrainedModel, tokens: Tensor, mask: Tensor, replay: Replay | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the indices of the N masked tokens [B, S], and the hidden states [N, H] from which they are predicted.
+
+    ``replay`` has experts [B, S, L, k]. Of its ``others`` [B, S, L], only those of tokens that are computed change."""
     packed, before = pack_for(tokens, mask, share=shares_prompts(model))
-    hidden = packed_hidden_states(model.model, packed)  # [T, H]
+    if replay is None:
+        hidden = packed_hidden_states(model.model, packed)  # [T, H]
+    else:
+        where = packed.rows, packed.positions
+        given = Replay(*(part[where] for part in replay))
+        hidden = packed_hidden_states(model.model, packed, given)
+        replay.others[where] = given.others
     return mask.nonzero(as_tuple=True), hidden.index_select(0, before)

@@ -54,6 +54,8 @@ class Layout(NamedTuple):
     """[T] int64."""
     positions: Tensor
     """[T] int64, position of each token in its row."""
+    rows: Tensor
+    """[T] int64, row of each token; of a shared prompt's, the first row that has it."""
     starts: Tensor
     """[N + 1] int32, boundaries of prompts and completions, without empty completions."""
     longest: int
@@ -119,6 +121,7 @@ def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | 
     return Layout(
         torch.cat([tokens[chosen][inside] for chosen, inside in parts]),
         torch.cat([columns.expand_as(inside)[inside] for _, inside in parts]),
+        torch.cat([chosen.unsqueeze(1).expand_as(inside)[inside] for chosen, inside in parts]),
         _boundaries(torch.cat([prompt_ends, num_prompt_tokens + own_ends]).unique_consecutive()),
         max(longest_prompt, longest_own),
         SharedPrompts(

@@ -39,23 +39,51 @@ class Routes(NamedTuple):
     """[E] int32, index after the last row of each expert."""
 
 
-def choose(logits: Tensor, chosen: int, *, normalised: bool, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token: those of the largest probabilities, of equal ones that with the lower index.
+class Routing(NamedTuple):
+    """Sizes of what a rollout engine returns about the mixtures of experts of a model."""
 
-    Args:
-        logits: [T, E] fp32, the router's output.
-        chosen: k, experts per token.
-        normalised: divide the weights of a token by their sum.
-        ids: [T, k] int64, experts to use instead; rows with a number below 0 choose themselves. None: all do.
+    num_layers: int
+    """Number of blocks with a mixture, L."""
+    num_experts: int
+    """Number of experts of a block, E."""
+    chosen: int
+    """Number of experts that compute each token, k."""
 
-    Returns:
-        Weights [T, k] fp32, differentiable, and the ids [T, k] int64.
-    """
-    probabilities = logits.softmax(-1)
-    own = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-    ids = own if ids is None else torch.where(ids < 0, own, ids)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of routes, the smallest that holds an expert's number."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+
+class Replay(NamedTuple):
+    """Experts that a pass uses instead of those that its routers would choose."""
+
+    ids: Tensor
+    """[..., k] uint8 or int16, the experts of each token, in any order."""
+    others: Tensor
+    """[...] uint8, into which the pass writes how many of these experts the router would not have chosen."""
+
+    def of_layer(self, number: int) -> Replay:
+        """Return the part [T, k] of one mixture from that of all, [T, L, k], sharing its memory."""
+        return Replay(self.ids[:, number], self.others[:, number])
+
+
+def choose(probabilities: Tensor, chosen: int) -> Tensor:
+    """Choose k experts per token: those of the largest probabilities [T, E], of equal ones that with the lower index;
+    returns [T, k] int64."""
+    return probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+
+
+def weigh(probabilities: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
+    """Return the weights [T, k] of the experts ``ids`` [T, k] int64: their probabilities, if ``normalised`` divided by
+    their sum."""
     weights = probabilities.gather(1, ids)
-    return weights / weights.sum(-1, keepdim=True) if normalised else weights, ids
+    return weights / weights.sum(-1, keepdim=True) if normalised else weights
+
+
+def count_others(ids: Tensor, own: Tensor) -> Tensor:
+    """Count, for each token, the experts of ids [T, k] that are not in ``own`` [T, k]; returns [T] uint8."""
+    return (ids.unsqueeze(2) != own.unsqueeze(1)).all(dim=2).sum(dim=1).to(torch.uint8)
 
 
 def sort_rows(ids: Tensor, num_experts: int) -> Routes:
@@ -168,6 +196,8 @@ class Mixture(nn.Module):
         self.chosen, self.normalised = getattr(config, names.chosen), getattr(config, names.normalised)
         self.gate = nn.Linear(config.hidden_size, number, bias=False, dtype=dtype, device="meta")
         self.experts = SeparateExperts(Expert(config.hidden_size, self.inner, dtype) for _ in range(number))
+        self.replay: Replay | None = None
+        """Experts of the T tokens of the next call; None: the router chooses them."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -178,8 +208,18 @@ class Mixture(nn.Module):
         """Compute the mixture for x [..., H]; returns the same shape and dtype."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = F.linear(tokens.float(), self.gate.weight.float())
-        weights, ids = choose(logits, self.chosen, normalised=self.normalised)
+        probabilities = logits.softmax(-1)
+        ids = own = choose(probabilities, self.chosen)
+        if self.replay is not None:
+            ids = self.replay.ids.long()
+            self.replay.others.copy_(count_others(ids, own))
+        weights = weigh(probabilities, ids, normalised=self.normalised)
         return self.experts(tokens, weights, sort_rows(ids, logits.shape[1])).view(x.shape)
+
+
+def mixtures(model: nn.Module) -> list[Mixture]:
+    """List the mixtures of experts of a model or a decoder block, in the order of the blocks."""
+    return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
 def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch.dtype) -> None:
@@ -204,9 +244,9 @@ def check_alike(packed: Collection[str], model: nn.Module) -> None:
 def stack_experts(block: nn.Module) -> None:
     """Replace the ``SeparateExperts`` of a decoder block, or of a model, whose weights have been read, by
     ``FrozenExperts``."""
-    for module in block.modules():
-        if isinstance(module, Mixture) and isinstance(module.experts, SeparateExperts):
-            module.experts = FrozenExperts(module.experts)
+    for mixture in mixtures(block):
+        if isinstance(mixture.experts, SeparateExperts):
+            mixture.experts = FrozenExperts(mixture.experts)
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, FrozenLinear]]:

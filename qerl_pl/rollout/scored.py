@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from qerl_pl.common.types import Completion, Experience, Prompt
@@ -182,6 +183,7 @@ def collate(
     column = torch.arange(tokens.shape[1])
     sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
     logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+    routes = [completion.routes for completion in completions if completion.routes is not None]
     return Experience(
         tokens=tokens,
         lengths=lengths,
@@ -190,4 +192,5 @@ def collate(
         sampler_logprobs=torch.zeros(tokens.shape).masked_scatter(sampled, logprobs),
         scored=scored,
         advantages=advantages,
+        routes=pad_sequence([F.pad(row, (0, 0, 0, 0, 0, 1)) for row in routes], batch_first=True) if routes else None,
     )

@@ -15,7 +15,10 @@ from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.policy.policy import Policy, TeacherStates
 from qerl_pl.policy.shared_prompts import WORTH, first_equal
 from qerl_pl.policy.teacher import Teacher
+from qerl_pl.quant.experts import Replay
 
+UNSEEN = 255
+"""Number in ``Batch.others`` of tokens that were not computed; no router chooses as many experts."""
 T = TypeVar("T")
 
 
@@ -45,13 +48,19 @@ class Part:
         self.width = int(experience.lengths[rows].max())
         self.tokens = self.read(experience.tokens)
         self.sampled = self.read(experience.sampled)
+        self.replay: Replay | None = None
+        """The sampler's experts; None if the routers choose."""
+        if experience.routes is not None:
+            routes = self.read(experience.routes)
+            others = torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
+            self.replay = Replay(routes, others)
 
     def read(self, whole: Tensor) -> Tensor:
-        """Take the rows of this micro-batch from a tensor of the whole batch: [B, S] to [R, width]."""
+        """Take the rows of this micro-batch from a tensor of the whole batch: [B, S, ...] to [R, width, ...]."""
         return whole[self.rows, : self.width]
 
     def write(self, whole: Tensor, values: Tensor) -> None:
-        """Store values [R, width] of this micro-batch in a tensor [B, S] of the whole batch."""
+        """Store values [R, width, ...] of this micro-batch in a tensor [B, S, ...] of the whole batch."""
         whole[self.rows, : self.width] = values
 
 
@@ -90,6 +99,10 @@ class Batch:
         self.entropy = torch.zeros_like(self.old)
         """[B, S] fp32 nats, the policy's entropies before the first update; 0 for prompts and padding, and until they
         are computed."""
+        routes = self.experience.routes
+        self.others = None if routes is None else torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
+        """[B, S, L] uint8: how many of the sampler's k experts the trainer's routers would not have chosen before the
+        first update; ``UNSEEN`` for tokens that were not computed. None: no routes are replayed."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
         self.teacher: TeacherScores | None = None
@@ -146,13 +159,21 @@ class Batch:
         with teacher.ready():
             self.run(forward, with_gradient=False)
 
+    def record_others(self, part: Part) -> None:
+        """Store in ``others`` what a pass over the policy before its first update found."""
+        if part.replay is not None and self.others is not None:
+            part.write(self.others, part.replay.others)
+
     def _evaluate(self, rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
         def forward(max_tokens: int) -> None:
             for part in self.parts(rows, max_tokens):
                 with torch.no_grad():
-                    stats = self.policy.token_stats(part.tokens, part.sampled, temperature=self.settings.temperature)
+                    stats = self.policy.token_stats(
+                        part.tokens, part.sampled, temperature=self.settings.temperature, replay=part.replay
+                    )
                 part.write(logprobs, stats.logprobs)
                 if entropies is not None:
                     part.write(entropies, stats.entropy)
+                    self.record_others(part)
 
         self.run(forward, with_gradient=False)

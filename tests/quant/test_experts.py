@@ -22,6 +22,7 @@ from qerl_pl.quant.experts import (
     PARTS,
     FrozenExperts,
     Mixture,
+    Replay,
     SeparateExperts,
     StackedLinear,
     choose,
@@ -29,6 +30,7 @@ from qerl_pl.quant.experts import (
     packed_experts,
     sort_rows,
     stack_experts,
+    weigh,
 )
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.formats import quantize as to_nearest
@@ -114,19 +116,45 @@ def test_values_and_gradients_on_a_gpu_are_those_of_loops(dtype, tolerance):
 
 
 def test_equal_probabilities_choose_the_lower_index():
-    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0, 3.0]])
-    weights, ids = choose(logits, 2, normalised=True)
+    probabilities = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0, 3.0]]).softmax(-1)
+    ids = choose(probabilities, 2)
     assert ids.tolist() == [[1, 2], [0, 1]]
-    assert weights.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert weigh(probabilities, ids, normalised=True).tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
-def test_given_experts_are_used_with_the_weights_that_the_router_gives_them():
-    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
-    given = torch.tensor([[5, 0], [-1, -1], [2, 3]])
-    weights, ids = choose(logits, 2, normalised=False, ids=given)
-    own = choose(logits, 2, normalised=False)[1]
-    assert ids.tolist() == [[5, 0], own[1].tolist(), [2, 3]]
-    assert torch.equal(weights, logits.softmax(-1).gather(1, ids))
+@pytest.mark.parametrize("normalised", [True, False])
+def test_replayed_experts_give_the_values_and_gradients_of_loops(normalised):
+    generator = torch.Generator().manual_seed(1)
+    made = random_mixture(6, 3, normalised=normalised)
+    x = torch.randn(1, 17, 64, generator=generator).requires_grad_()
+    given = torch.rand(17, 6, generator=generator).argsort(dim=1)[:, :3]
+    made.replay = Replay(given.to(torch.uint8), torch.zeros(17, dtype=torch.uint8))
+    same = x.detach()[0].double().requires_grad_()
+    expected = mixture(same, made.gate.weight, expert_weights(made), 3, normalised=normalised, ids=given.tolist())
+    weights = torch.randn(17, 64, generator=generator)
+    found = made(x)[0]
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert x.grad is not None
+    assert same.grad is not None
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (x.grad[0] - same.grad).abs().max() <= 1e-5 * same.grad.abs().max()
+    own = choose((x[0] @ made.gate.weight.T).softmax(-1), 3)
+    assert made.replay.others.tolist() == [len({*a} - {*b}) for a, b in zip(given.tolist(), own.tolist(), strict=True)]
+
+
+def test_replaying_the_routers_own_experts_changes_no_bit():
+    made = random_mixture(6, 3)
+    x = torch.randn(1, 17, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    plain = made(x)
+    [expected] = torch.autograd.grad(plain.square().sum(), x)
+    own = choose((x[0] @ made.gate.weight.T).softmax(-1), 3)
+    made.replay = Replay(own.to(torch.uint8), torch.ones(17, dtype=torch.uint8))
+    replayed = made(x)
+    [gradient] = torch.autograd.grad(replayed.square().sum(), x)
+    assert torch.equal(replayed, plain)
+    assert torch.equal(gradient, expected)
+    assert not made.replay.others.any()
 
 
 def test_rows_are_sorted_by_expert_then_token_and_found_again():

@@ -26,14 +26,14 @@ def mixture(
         experts: gate [I, H], up [I, H] and down [H, I] of each expert.
         chosen: number of experts per token.
         normalised: whether the shares of the chosen experts are divided by their sum.
-        ids: experts of each token, chosen already; a negative number leaves the choice to the router.
+        ids: experts of each token to use instead.
     """
     out = []
     for number, token in enumerate(x.double()):
         scores = torch.stack([(row.double() * token).sum() for row in router])
         shares = scores.exp() / scores.exp().sum()
         best = sorted(range(len(experts)), key=lambda expert: (-shares[expert].item(), expert))[:chosen]
-        best = list(ids[number]) if ids is not None and min(ids[number]) >= 0 else best
+        best = best if ids is None else list(ids[number])
         whole = sum(shares[expert] for expert in best) if normalised else 1.0
         total = torch.zeros_like(token)
         for expert in best:

@@ -1,0 +1,49 @@
+"""Compare the experts that the sampler chose with those that the trainer's routers would have chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qerl_pl.common import ranks
+from qerl_pl.common.checks import CheckFailed
+from qerl_pl.training.passes import UNSEEN, Batch
+
+MOST_OTHERS = 0.25
+"""Largest share of a layer's experts in which sampler and trainer may differ. In correct runs the share is some
+hundredths, since they differ in one of the k experts of some tokens; if experts were those of another token or layer,
+it would be near 1 - k / E."""
+
+
+def checked_routing(batch: Batch) -> dict[str, Tensor]:
+    """Return metrics [] of the routes that are replayed, over the tokens and layers of all ranks; empty without any.
+    CheckFailed: they are not those that the trainer's routers choose, up to rounding errors and noise."""
+    routes = batch.experience.routes
+    if batch.others is None or routes is None:
+        return {}
+    seen = batch.others != UNSEEN  # [B, S, L]
+    sums = seen, batch.others * seen, (batch.others > 0) & seen
+    counts, others, changed = ranks.mean(torch.stack([values.sum(dim=(0, 1)) for values in sums]).double())  # [L]
+    share = others / (counts * routes.shape[-1])
+    assert batch.policy.routing is not None
+    loads = ranks.mean(_loads(routes, batch.experience.lengths, batch.policy.routing.num_experts))  # [L, E]
+    if share.max() > MOST_OTHERS:
+        raise CheckFailed(
+            f"{float(share.max()):.0%} of the experts that the engine returned for a layer are not those that the "
+            f"trainer's router chooses (allowed: {MOST_OTHERS:.0%}): they belong to other tokens or layers, or to "
+            "another policy. Set model.router_replay to off to train without them"
+        )
+    return {
+        "router/changed_share": changed.sum() / counts.sum(),
+        "router/other_experts": share.mean(),
+        "router/other_experts_max": share.max(),
+        "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean(),
+        "router/idle_share": (loads == 0).double().mean(),
+    }
+
+
+def _loads(routes: Tensor, lengths: Tensor, num_experts: int) -> Tensor:
+    """Count the tokens that each expert of each layer computed, [L, E] fp64."""
+    computed = torch.arange(routes.shape[1], device=routes.device) < lengths.unsqueeze(1) - 1
+    layers = (layer[computed].flatten().long() for layer in routes.unbind(dim=2))
+    return torch.stack([ids.bincount(minlength=num_experts) for ids in layers]).double()

@@ -1,0 +1,193 @@
+"""Passes that use given experts: equality with the routers' own choice, packing, recomputation, and updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.common.checks import CheckFailed
+from qerl_pl.common.types import Completion, Experience, Prompt
+from qerl_pl.objective import Objective
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.quant.experts import Replay, choose, mixtures
+from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout.scored import collate
+from qerl_pl.training.passes import UNSEEN
+from tests.families import tiny_config
+from tests.rollout.conftest import random_adapter, save_dense
+from tests.updates import updated
+
+LENGTHS = ((9, 6), (9, 4), (3, 5), (3, 6))
+"""Tokens of prompt and completion; rows 0 and 1 have the same prompt, as have rows 2 and 3."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an NVFP4 model of four blocks, three of which have mixtures of eight experts."""
+    folder = tmp_path_factory.mktemp("replay")
+    save_dense(folder / "dense", tiny_config("qwen3_moe", num_hidden_layers=4))
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    return folder / "nvfp4"
+
+
+def load(base: Path, recompute: Any = "none") -> Policy:
+    lora = LoraSettings(rank=4)
+    policy = load_policy(str(base), dtype=torch.float32, lora=lora, seed=0, gradient_checkpointing=recompute)
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    return policy
+
+
+@pytest.fixture(params=["none", "selective", 2, "blocks", "offload"])
+def policy(base: Path, request: pytest.FixtureRequest) -> Policy:
+    return load(base, request.param)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Draw tokens [B, S] and the mask of completions."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(8, 64, (4, 15), generator=generator)
+    tokens[1, :9], tokens[3, :3] = tokens[0, :9], tokens[2, :3]
+    column = torch.arange(15)
+    mask = torch.stack([(column >= prompt) & (column < prompt + own) for prompt, own in LENGTHS])
+    return tokens, mask
+
+
+@torch.no_grad()
+def own_routes(policy: Policy, tokens: Tensor) -> Tensor:
+    """Return the experts that the routers choose for rows without padding in front, [B, S, L, k]."""
+    found: list[Tensor] = []
+
+    def record(mixture: Any, args: tuple[Tensor]) -> None:
+        x = args[0].reshape(-1, args[0].shape[-1])
+        found.append(choose((x.float() @ mixture.gate.weight.float().T).softmax(-1), mixture.chosen))
+
+    hooks = [mixture.register_forward_pre_hook(record) for mixture in mixtures(policy.causal_lm)]
+    policy.causal_lm(input_ids=tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, dim=1).unflatten(0, tokens.shape).to(torch.uint8)
+
+
+def replay_of(routes: Tensor) -> Replay:
+    return Replay(routes, torch.full(routes.shape[:-1], UNSEEN, dtype=torch.uint8))
+
+
+def outcome(policy: Policy, replay: Replay | None) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities of the completions, and the gradient of a sum that weighs them differently."""
+    tokens, mask = rows()
+    logprobs = policy.token_stats(tokens, mask, temperature=0.8, replay=replay).logprobs
+    (logprobs * torch.arange(1, 16)).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    policy.zero_grad()
+    return logprobs.detach(), gradient
+
+
+def random_routes(seed: int) -> Tensor:
+    routes = torch.rand(4, 15, 3, 8, generator=torch.Generator().manual_seed(seed)).argsort(dim=-1)[..., :2]
+    routes[1, :9], routes[3, :3] = routes[0, :9], routes[2, :3]
+    return routes.to(torch.uint8)
+
+
+def test_replaying_the_policys_own_experts_changes_no_bit(policy):
+    expected, gradient = outcome(policy, None)
+    replay = replay_of(own_routes(policy, rows()[0]))
+    found, found_gradient = outcome(policy, replay)
+    assert torch.equal(found, expected)
+    assert torch.equal(found_gradient, gradient)
+    computed = torch.arange(15) < torch.tensor([sum(both) - 1 for both in LENGTHS]).unsqueeze(1)
+    assert torch.equal(replay.others, torch.where(computed, 0, UNSEEN).unsqueeze(2).expand(4, 15, 3).to(torch.uint8))
+
+
+def test_given_experts_give_the_same_gradient_whatever_is_recomputed_and_shared(base, policy, monkeypatch):
+    routes = random_routes(0)
+    replay = replay_of(routes)
+    expected, gradient = outcome(load(base), replay)
+    live = outcome(policy, None)[0]
+    assert (expected - live).abs().max() > 0.1  # the experts matter
+    found, found_gradient = outcome(policy, replay_of(routes))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm()
+    monkeypatch.setattr("qerl_pl.policy.scoring.shares_prompts", lambda model: True)
+    shared = replay_of(routes)
+    found, found_gradient = outcome(policy, shared)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm()
+    assert (shared.others[1, :9] == UNSEEN).all()  # the prompt is computed in row 0
+    seen = shared.others != UNSEEN
+    assert torch.equal(shared.others[seen], replay.others[seen])
+
+
+def test_one_row_alone_has_the_log_probabilities_of_the_batch(base):
+    policy, routes, (tokens, mask) = load(base), random_routes(1), rows()
+    whole = policy.token_stats(tokens, mask, temperature=1.0, replay=replay_of(routes)).logprobs
+    for row in range(4):
+        part = slice(row, row + 1)
+        alone = policy.token_stats(tokens[part], mask[part], temperature=1.0, replay=replay_of(routes[part])).logprobs
+        torch.testing.assert_close(alone[0], whole[row], atol=1e-5, rtol=1e-5)
+
+
+def experience(routes: Tensor | None) -> Experience:
+    tokens, _ = rows()
+    prompts, completions = [], []
+    for row, (prompt, own) in enumerate(LENGTHS):
+        given = tuple(tokens[row, prompt : prompt + own].tolist())
+        experts = None if routes is None else routes[row, : prompt + own - 1]
+        completions.append(Completion(given, (-3.0,) * own, True, routes=experts))
+        prompts.append(Prompt(tuple(tokens[row, :prompt].tolist()), ""))
+    flags = torch.ones(4, dtype=torch.bool)
+    return collate(prompts, completions, scored=flags, advantages=torch.tensor([1.0, -1.0, 0.0, 0.0]), in_loss=flags)
+
+
+def test_an_update_with_the_policys_own_experts_is_the_one_without(base):
+    policy = load(base)
+    routes = own_routes(policy, rows()[0])
+    plain, gradient = updated(policy, experience(None), Objective())
+    report, replayed = updated(policy, experience(routes), Objective())
+    assert torch.equal(replayed, gradient)
+    assert torch.equal(report.old_logprobs, plain.old_logprobs)
+    added = {name: float(value) for name, value in report.metrics.items() if name not in plain.metrics}
+    computed = [routes[row, : sum(both) - 1] for row, both in enumerate(LENGTHS)]
+    counts = torch.stack([torch.cat(computed)[:, layer].flatten().long().bincount(minlength=8) for layer in range(3)])
+    assert added == pytest.approx(
+        {
+            "router/changed_share": 0.0,
+            "router/other_experts": 0.0,
+            "router/other_experts_max": 0.0,
+            "router/max_load": float((counts.amax(1) / counts.double().mean(1)).mean()),
+            "router/idle_share": float((counts == 0).double().mean()),
+        }
+    )
+
+
+def test_some_changed_experts_are_counted_and_used(base):
+    policy = load(base)
+    routes = own_routes(policy, rows()[0])
+    changed = routes.clone()
+    last = routes[0, 2, 2]  # in the last block, so that no later router sees another input
+    changed[0, 2, 2, 0] = next(expert for expert in range(8) if expert not in last)
+    report, _ = updated(policy, experience(changed), Objective())
+    num_tokens = sum(sum(both) - 1 for both in LENGTHS)
+    assert float(report.metrics["router/changed_share"]) == pytest.approx(1 / (3 * num_tokens))
+    assert float(report.metrics["router/other_experts"]) == pytest.approx(1 / (6 * num_tokens))
+    assert float(report.metrics["router/other_experts_max"]) == pytest.approx(1 / (2 * num_tokens))
+
+
+@pytest.mark.parametrize("objective", [Objective(), Objective(kl_coefficient=0.1)])
+@pytest.mark.parametrize("fault", ["shifted by a token", "exchanged layers", "of another row"])
+def test_experts_of_other_tokens_or_layers_stop_the_update_before_its_first_step(base, fault, objective):
+    policy = load(base)
+    routes = own_routes(policy, rows()[0])
+    wrong = {
+        "shifted by a token": routes.roll(1, dims=1),
+        "exchanged layers": routes[:, :, [1, 0, 2]],
+        "of another row": routes.roll(1, dims=0),
+    }[fault]
+    before = {name: tensor.clone() for name, tensor in policy.adapter_state().items()}
+    with pytest.raises(CheckFailed, match=r"of the experts that the engine returned .*router_replay to off"):
+        updated(policy, experience(wrong), objective)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.adapter_state().items())
