@@ -150,7 +150,7 @@ class QeRLModule(LightningModule):
                 "model.rewards is empty; expected at least one reward, by which `test` counts right answers"
             )
         if stage == "fit":
-            _ = self.settings.teacher_folder  # a teacher that cannot be used is refused here
+            _ = self._replays_routes, self.settings.teacher_folder  # what cannot be used is refused here
             check_run_length(
                 max_steps=self.trainer.max_steps,
                 updates_per_rollout=self.settings.updates_per_rollout,
@@ -189,6 +189,7 @@ class QeRLModule(LightningModule):
                 device=self.trainer.strategy.root_device,
                 **self.settings.of_policy,
             )
+            self.policy.replays_routes = self._replays_routes
         folder = self.settings.teacher_folder if self.trainer.state.fn == TrainerFn.FITTING else None
         if folder is not None:
             planned = (self.memory_plan and self.memory_plan.run.teacher) or self.settings.teacher
@@ -366,6 +367,13 @@ class QeRLModule(LightningModule):
         with phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
         self.loop.end_tokens = end_tokens(self.policy.base, self.policy.config)
+        self.loop.routing = self.policy.routing if self.policy.replays_routes else None
+
+    @property
+    def _replays_routes(self) -> bool:
+        """Whether this run trains with the experts that the engine chose."""
+        fits, returned = self.trainer.state.fn == TrainerFn.FITTING, self.engine.returns_routes
+        return fits and self.settings.replays_routes(type(self.engine).__name__, returns_routes=returned)
 
     def _plan_memory(self, stage: str) -> None:
         """Choose micro-batch, KV-cache size and recomputation by a memory plan, unless the configuration sets them."""

@@ -68,9 +68,9 @@ class Completion:
     """Key of the random noise with which the completion's tokens were sampled (see ``policy.margins``); None if the
     engine does not sample by such noise."""
     routes: Tensor | None = field(default=None, compare=False, repr=False)
-    """[T, L, k] uint8 (int16 for more than 256 experts): numbers of the k experts that computed each token in each of
-    the model's L mixtures, for all tokens of prompt and completion but the last, which goes through no layer. None: the
-    model has no mixtures, or training does not replay routes."""
+    """[T, L, k] integers: numbers of the k experts that computed each token in each of the model's L mixtures, for all
+    tokens of prompt and completion but the last, which goes through no layer. None: the model has no mixtures, or
+    training does not replay routes. The rollout loop converts them to uint8 (int16 for more than 256 experts)."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from qerl_pl.common.types import Completion
 from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora_product import scaled
+from qerl_pl.quant.experts import Routing
 from qerl_pl.rollout.checksums import checksums
 
 if TYPE_CHECKING:
@@ -108,6 +109,35 @@ def check_groups(
                 raise CheckFailed(f"{engine} returned a log-probability that is nan or infinite in {where}")
 
 
+def checked_routes(
+    groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], routing: Routing, *, engine: str
+) -> list[list[Completion]]:
+    """Return the result of ``RolloutEngine.generate`` with routes in the smallest dtype; raise CheckFailed if a
+    completion has none, too many or too few, or one that is no expert's number."""
+    checked = []
+    for index, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+        checked.append([])
+        for number, completion in enumerate(group):
+            where = f"completion {number} of prompt {index}"
+            expected = [len(prompt) + len(completion.tokens) - 1, routing.num_layers, routing.chosen]
+            routes = completion.routes
+            if routes is None or list(routes.shape) != expected:
+                shape = "no experts" if routes is None else f"experts of shape {list(routes.shape)}"
+                raise CheckFailed(
+                    f"{engine} returned {shape} for {where}; expected {expected}: tokens without the last, layers and "
+                    "experts per token. Set model.router_replay to off to train without them"
+                )
+            low, high = (int(value) for value in routes.aminmax())
+            if low < 0 or high >= routing.num_experts:
+                wrong = low if low < 0 else high
+                raise CheckFailed(
+                    f"{engine} returned expert {wrong} for {where}; expected 0 to {routing.num_experts - 1}. Set "
+                    "model.router_replay to off to train without the engine's experts"
+                )
+            checked[-1].append(replace(completion, routes=routes.to(routing.dtype)))
+    return checked
+
+
 class RolloutEngine(Protocol):
     """Protocol of engines that sample completions from the policy. An engine object is created from settings in YAML,
     and loads the model only in ``start``.
@@ -120,6 +150,12 @@ class RolloutEngine(Protocol):
     @property
     def memory(self) -> EngineMemory | None:
         """Settings that decide the engine's GPU memory; None if it samples with the trainer's model."""
+        ...
+
+    @property
+    def returns_routes(self) -> bool:
+        """Whether ``generate`` can return the experts that computed the tokens (``Completion.routes``). It must if
+        ``Policy.replays_routes`` is set when the engine starts."""
         ...
 
     @property

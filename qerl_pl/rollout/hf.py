@@ -50,6 +50,7 @@ class TransformersEngine:
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens is {batch_tokens}; expected at least 1")
         self.batch_tokens = batch_tokens
+        self.returns_routes = False
         self._policy: Policy | None = None
         self._asleep = False
 

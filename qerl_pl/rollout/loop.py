@@ -17,9 +17,10 @@ from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Experience, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective.advantages import AdvantageFunction, Baseline, batch_std, group_advantages
+from qerl_pl.quant.experts import Routing
 from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
-from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups
+from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups, checked_routes
 from qerl_pl.rollout.decode import check_ends, completion_texts
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
 from qerl_pl.rollout.scored import ScoredBatch, collate
@@ -81,6 +82,8 @@ class RolloutLoop:
         """Progress of the run, which rewards may read; the module sets it before each rollout."""
         self.end_tokens: Sequence[int] = ()
         """Tokens that end a completion; the module sets them when the engine starts."""
+        self.routing: Routing | None = None
+        """Sizes of the experts that completions must come with, if training replays them; the module sets them too."""
         self.observers: list[Callable[[Rollout], None]] = []
         """Functions that are called with each training rollout before the update, while the engine is awake and holds
         the adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise
@@ -156,6 +159,8 @@ class RolloutLoop:
             check_groups(groups, prompts, sampling, engine=engine)
             ends = {"end_tokens": self.end_tokens, "tokenizer": self.tokenizer}
             check_ends(groups, prompts, sampling, **ends, engine=engine)
+            if self.routing:
+                groups = checked_routes(groups, tokens, self.routing, engine=engine)
         with watch.phase("reward"):
             texts = self.tokenizer.batch_decode([list(prompt.tokens) for prompt in prompts], skip_special_tokens=False)
             size = sampling.num_completions

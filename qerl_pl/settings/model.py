@@ -17,6 +17,7 @@ from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.memory.settings import TeacherMemory
 from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.quantization import Quantize, quantization_of
 from qerl_pl.objective import Objective
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted
@@ -70,6 +71,9 @@ class ModuleSettings:
             blocks, and selective in the others; blocks: all activations of all blocks; offload: as blocks, with the
             blocks' inputs kept in host memory; auto: the choice that trains fastest on this GPU, and none on a CPU.
         offload_checkpoints: true means gradient_checkpointing offload.
+        router_replay: in a mixture of experts, train with the experts that the sampler chose for each token, instead of
+            those that the trainer's routers would choose; auto: on if the base is a mixture and the engine returns its
+            experts, as vLLM does.
         fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
             installed.
         gpu_memory: GiB of GPU memory that the run may use; null: all memory that other processes leave free.
@@ -101,6 +105,7 @@ class ModuleSettings:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     gradient_checkpointing: Setting = "auto"
     offload_checkpoints: bool = False
+    router_replay: Literal["auto", "on", "off"] = "auto"
     fused_elementwise: FusedSetting = "auto"
     gpu_memory: float | None = None
     dynamic_sampling: DynamicSampling | None = None
@@ -143,6 +148,16 @@ class ModuleSettings:
         check_positions(
             config.get("max_position_embeddings"), longest_with_short_factors(config), longest=self.max_model_len
         )
+
+    def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
+        """Return whether training uses the experts that an engine chose, given its name and whether it returns them;
+        ValueError if ``router_replay`` is on and cannot be."""
+        experts = FAMILIES[check_base(self.folder)["model_type"]].experts
+        can = experts is not None and returns_routes
+        if self.router_replay == "on" and not can:
+            lacks = "the base has no mixtures of experts" if experts is None else f"{engine} returns no experts"
+            raise ValueError(f"model.router_replay is on and {lacks}: set it to auto")
+        return can and self.router_replay != "off"
 
     def _check_numbers(self) -> None:
         for name in ("updates_per_rollout", "mini_batches"):

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from qerl_pl.common.types import Completion
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.policy import load_policy
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.quant.experts import Replay
 from qerl_pl.quant.quantize import quantize_checkpoint
+from qerl_pl.rollout.base import Sampling, checked_routes
+from qerl_pl.rollout.vllm import VLLMEngine
 from tests.families import tiny_config
-from tests.rollout.conftest import MAX_MODEL_LEN, Setup, make_engine, random_adapter, rewrite, save_dense
+from tests.rollout.conftest import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Setup,
+    make_engine,
+    random_adapter,
+    rewrite,
+    save_dense,
+    some_prompts,
+)
 from tests.rollout.test_families_in_vllm import gap
 
 pytestmark = pytest.mark.vllm
@@ -44,6 +58,74 @@ def setup(request: pytest.FixtureRequest, base: Path) -> Iterator[Setup]:
 def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
     assert gap(setup) < 1e-5
     assert gap(setup, adapter=False) < 1e-5
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefixes cached", "not cached"])
+def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """An engine that returns experts, of a model of four blocks, three of which have mixtures. Its cache is so small
+    that sequences are preempted."""
+    folder = tmp_path_factory.mktemp("deep")
+    save_dense(folder / "dense", tiny_config("qwen3_moe", num_hidden_layers=4))
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    policy = load_policy(str(folder / "nvfp4"), dtype=torch.float32, lora=LORA, seed=0)
+    policy.replays_routes = True
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
+    engine = VLLMEngine(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        kv_cache_bytes=12 * 2**16,
+        enable_prefix_caching=request.param,
+    )
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    yield Setup(engine, policy, adapter, adapter, {})
+    engine.close()
+
+
+def replayed(policy: Policy, prompt: list[int], row: Completion) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities of a completion with its experts, [N], and how many of these the trainer's routers
+    would not have chosen, [S, L]."""
+    tokens = torch.tensor([[*prompt, *row.tokens]])
+    mask = torch.arange(tokens.shape[1]).unsqueeze(0) >= len(prompt)
+    assert row.routes is not None
+    routes = torch.cat([row.routes, row.routes[-1:]]).unsqueeze(0)  # those of the last token are not used
+    replay = Replay(routes, torch.zeros(routes.shape[:-1], dtype=torch.uint8))
+    with torch.no_grad():
+        logprobs = policy.token_stats(tokens, mask, temperature=1.0, replay=replay).logprobs
+    return logprobs[mask], replay.others[0]
+
+
+@pytest.mark.parametrize("stop", [(), ("w9",)])
+def test_the_engine_returns_the_experts_of_every_token_of_prompt_and_completion(deep, stop, monkeypatch):
+    preempted, scheduler = [], deep.engine._scheduler()
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **kw: (preempted.append(a), preempt(*a, **kw)))
+    prompts = [*some_prompts(3, BLOCK_SIZE, 2 * BLOCK_SIZE + 5, 70), some_prompts(70)[0][:40]]
+    prompts.append(prompts[2])
+    groups = deep.engine.generate(prompts, Sampling(6, 64, stop=stop), 3)
+    groups = checked_routes(groups, prompts, deep.policy.routing, engine="vLLM")
+    gaps = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for row in group:
+            logprobs, others = replayed(deep.policy, prompt, row)
+            gaps.append((logprobs - torch.tensor(row.logprobs)).abs())
+            assert not others.any()
+    assert torch.cat(gaps).mean() <= 1e-5
+    assert preempted
+    again = deep.engine.generate(prompts, Sampling(6, 64, stop=stop), 3)
+    pairs = zip(chain(*groups), chain(*again), strict=True)
+    assert all(torch.equal(row.routes, other.routes) for row, other in pairs)
+
+
+def test_scoring_and_sampling_without_the_adapter_leave_no_experts_behind(deep):
+    deep.engine.score(some_prompts(20, 30))
+    assert not deep.engine._scheduler()._routes
+    [[row]] = deep.engine.generate(some_prompts(9), Sampling(1, 5), 0, adapter=False)
+    with deep.policy.model.disable_adapter():
+        logprobs, others = replayed(deep.policy, some_prompts(9)[0], row)
+    assert (logprobs - torch.tensor(row.logprobs)).abs().max() < 1e-5
+    assert not others.any()
 
 
 def parameters(setup: Setup) -> dict[str, nn.Parameter]:

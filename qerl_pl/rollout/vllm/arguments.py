@@ -27,10 +27,11 @@ def llm_arguments(
     max_model_len: int,
     kernel: Literal["native", "humming"],
     hooks: Any,
+    recorder: Any,
     on_cpu: bool,
 ) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine; ``memory`` may hold the size of
-    the KV cache that the memory plan has chosen, and ``hooks`` are as in ``register_loader``.
+    the KV cache that the memory plan has chosen, and ``hooks`` and ``recorder`` are as in ``register_loader``.
 
     Weights of norms that get noise are kept in fp32, so that noise smaller than the spacing of 16-bit numbers is not
     rounded away, and logits are computed in fp32 as the trainer does.
@@ -44,7 +45,7 @@ def llm_arguments(
         }
     linears = policy.packed_linears()
     unpacked, packed = (linears, {}) if lacks(policy.packed_format) else ({}, linears)
-    arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, packed, hooks)
+    arguments["load_format"] = register_loader(policy.embedding_weights(), unpacked, packed, hooks, recorder)
     arguments["hf_overrides"] = overrides = query_scaling(policy.config)
     if dtype != torch.float32:
         overrides["head_dtype"] = "float32"

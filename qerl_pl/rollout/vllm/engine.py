@@ -133,6 +133,7 @@ class VLLMEngine:
         sizes["speculates"] = self.speculation == "on"
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, **sizes)
 
+    returns_routes = True
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -150,7 +151,7 @@ class VLLMEngine:
         self._policy, self._max_model_len = policy, max_model_len
         self._base_norms = self._clean_norms = {}
         self._end_tokens = end_tokens(policy.base, policy.config)
-        self._llm, self._on_cpu, self._owns_group = launch(
+        self._llm, self._on_cpu, self._owns_group, recorder = launch(
             policy,
             replace(self.memory, kv_cache_bytes=self._cache_bytes),
             self._arguments | self._speculative_arguments(policy),
@@ -162,6 +163,7 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         self._lora_request = LoRARequest("policy", worker.ADAPTER_ID, "in memory")
+        self._scheduler().recorder = recorder
         try:
             self._get_ready(watch)
         except BaseException:
@@ -213,12 +215,12 @@ class VLLMEngine:
         copies = sampling.num_completions
         seeds = request_seeds(prompts, copies, seed)
         params = requests.sampling_params(sampling, seeds, self._end_tokens)
-        self._scheduler().take_logprobs()  # drop log-probabilities of an earlier call that failed
+        self._scheduler().forget()  # drop what remains of an earlier call that failed
         outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
-        logprobs = self._scheduler().take_logprobs()
+        logprobs, routes = self._scheduler().take_logprobs(), self._scheduler().take_routes()
         keys = seeds if self._call(worker.samples_by_keyed_noise) else [None] * len(seeds)
         completions = [
-            requests.completion(output, logprobs[output.request_id], key)
+            requests.completion(output, logprobs[output.request_id], routes.get(output.request_id), key)
             for output, key in zip(outputs, keys, strict=True)
         ]
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]

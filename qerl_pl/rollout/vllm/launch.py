@@ -23,6 +23,8 @@ from qerl_pl.rollout.vllm.arguments import llm_arguments, recurrent_arguments
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from qerl_pl.rollout.vllm.routes import RouteRecorder
+
 
 class Launched(NamedTuple):
     """A running ``vllm.LLM``, with its platform and the owner of its process group."""
@@ -30,6 +32,7 @@ class Launched(NamedTuple):
     llm: LLM
     on_cpu: bool
     owns_group: bool  # whether vLLM created torch's default process group, because the trainer had none
+    recorder: RouteRecorder | None  # of the experts that the model chooses, if training replays them
 
 
 def launch(
@@ -53,7 +56,7 @@ def launch(
             from vllm import LLM
             from vllm.platforms import current_platform
 
-            from qerl_pl.rollout.vllm import base_weights, loader
+            from qerl_pl.rollout.vllm import base_weights, loader, routes
 
         plugin.register()
         setup.inspect_here(policy.config.architectures or ())
@@ -61,6 +64,7 @@ def launch(
         kernel = setup.decoding_kernel(decoding_kernel, policy.packed_format, compute)
         setup.check_kernel(kernel, policy.packed_format, compute)
         faster, on_cpu = native.for_vllm() if kernel == "native" else None, current_platform.is_cpu()
+        recorder = routes.RouteRecorder(policy.routing) if policy.replays_routes and policy.routing else None
         arguments = llm_arguments(
             policy,
             sizes,
@@ -68,6 +72,7 @@ def launch(
             max_model_len=max_model_len,
             kernel=kernel,
             hooks=faster and faster.loader_hooks(),
+            recorder=recorder,
             on_cpu=on_cpu,
         )
         if not on_cpu:
@@ -79,7 +84,7 @@ def launch(
             with uncounted, linears, apart, setup.among_ranks() as ranks, watch.phase("vLLM"):
                 llm = LLM(**{**arguments, **ranks, **settings, **recurrent_arguments(policy.config)})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
-            return Launched(llm, on_cpu, owns_group)
+            return Launched(llm, on_cpu, owns_group, recorder)
         except Exception as error:
             with setup.trainers_group(engines_own=owns_group):
                 setup.destroy_groups()

@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.rollout.vllm import base_weights, norms
+from qerl_pl.rollout.vllm.routes import RouteRecorder
 
 LOAD_FORMAT = "with_trainer"
 MATRICES = ".weight_packed", ".weight", ".weight_scale"
@@ -27,6 +28,7 @@ def register_loader(
     unpacked: Mapping[str, FrozenLinear],
     packed: Mapping[str, FrozenLinear],
     hooks: Any = None,
+    recorder: RouteRecorder | None = None,
 ) -> str:
     """Register a model loader with vLLM, and return the value of vLLM's ``load_format`` that selects it.
 
@@ -38,6 +40,7 @@ def register_loader(
         packed: the trainer's packed linears by name that vLLM holds packed, too. What vLLM reads of them is compared.
         hooks: from ``for_vllm().loader_hooks()`` if the native kernels compute these linears, which then use the
             trainer's memory.
+        recorder: recorder of the experts that the model chooses.
     """
 
     class WithTrainerLoader(DefaultModelLoader):
@@ -66,6 +69,8 @@ def register_loader(
             lora = vllm_config.lora_config
             if hooks:
                 hooks.loaded(model, packed, device, one_adapter=not lora or lora.max_loras == 1)
+            if recorder:
+                recorder.bind(model, vllm_config)
             return model
 
         def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from qerl_pl.common.types import Completion
 from qerl_pl.rollout.base import Sampling
@@ -75,15 +76,19 @@ def results(
         raise
 
 
-def completion(output: RequestOutput, logprobs: Sequence[float], seed: int | None = None) -> Completion:
-    """Build a completion from the result of a sampling request, the log-probabilities of its tokens in nats and, if
-    vLLM's sampling noise is a hash of the seed (``policy.margins``), the request's seed."""
+def completion(
+    output: RequestOutput, logprobs: Sequence[float], routes: Tensor | None = None, seed: int | None = None
+) -> Completion:
+    """Build a completion from the result of a sampling request, the log-probabilities of its tokens in nats, the
+    experts of its tokens and the prompt's (``Completion.routes``, but int16) and, if vLLM's sampling noise is a hash of
+    the seed (``policy.margins``), the request's seed."""
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
     if isinstance(sampled.stop_reason, str):  # vLLM may have sampled one more token after the stop string
         logprobs = logprobs[: len(tokens)]
+        routes = routes if routes is None else routes[: len(output.prompt_token_ids or ()) + len(tokens) - 1]
     assert len(tokens) == len(logprobs), (len(tokens), len(logprobs))
-    return Completion(tokens, tuple(logprobs), sampled.finish_reason == "stop", seed=seed)
+    return Completion(tokens, tuple(logprobs), sampled.finish_reason == "stop", seed=seed, routes=routes)
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:

@@ -9,32 +9,61 @@ step as the GPU.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
+from qerl_pl.rollout.vllm.routes import RouteRecorder
+
+T = TypeVar("T")
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Scheduler that collects log-probabilities of sampled tokens; in steps that also return log-probabilities of other
-    tokens, vLLM handles them."""
+    """Scheduler that collects log-probabilities of sampled tokens, and the experts that computed them; in steps that
+    also return log-probabilities of other tokens, vLLM handles these."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._logprobs: defaultdict[str, list[float]] = defaultdict(list)
         self.draft_counts = DraftCounts()
         """Counts of drafted and accepted tokens; ``VLLMEngine`` replaces the object by its ``draft_counts``."""
+        self.recorder: RouteRecorder | None = None
+        """Recorder of the experts that the model chooses; the engine sets it if it returns them."""
+        self._routes: dict[str, Tensor] = {}
 
     def take_logprobs(self) -> dict[str, list[float]]:
         """Return and forget the log-probabilities collected so far, in nats per sampled token, by the caller's request
         id."""
-        taken = {name.partition("-")[0]: values for name, values in self._logprobs.items()}  # without vLLM's suffix
+        return _taken(self._logprobs)
+
+    def take_routes(self) -> dict[str, Tensor]:
+        """Return and forget the experts of the ended requests' tokens but their last, [T, L, k] int16 each, by the
+        caller's request id; empty without a recorder."""
+        if self._routes and torch.cuda.is_available():
+            torch.cuda.synchronize()  # wait for the copies to the host
+        return _taken(self._routes)
+
+    def forget(self) -> None:
+        """Forget what was collected."""
         self._logprobs.clear()
-        return taken
+        self._routes.clear()
+        if self.recorder:
+            self.recorder.clear()
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        """Read the experts of an ended request before vLLM gives its blocks of the KV cache to others."""
+        params = request.sampling_params
+        if self.recorder and request.num_output_tokens and params and params.prompt_logprobs is None:
+            blocks = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+            self._routes[request.request_id] = self.recorder.read(blocks, request.num_tokens - 1)
+        return super()._free_request(request, delay_free_blocks)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -59,3 +88,10 @@ class RolloutScheduler(AsyncScheduler):
                     start = row if first is None else first[row]
                     self._logprobs[output.request_id] += values[start : start + len(output.new_token_ids)]
         return by_client
+
+
+def _taken(values: dict[str, T]) -> dict[str, T]:
+    """Empty a mapping by vLLM's request ids; returns its values by the caller's, which are without vLLM's suffix."""
+    taken = {name.partition("-")[0]: value for name, value in values.items()}
+    values.clear()
+    return taken

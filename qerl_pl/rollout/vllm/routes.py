@@ -1,0 +1,66 @@
+"""Numbers of the experts that vLLM's routers choose, held by slot of the KV cache.
+
+A token's experts are written where its keys and values are, so what makes vLLM's attention right also makes them right:
+prompts whose cache several requests share, preempted requests and rejected drafts need no code. vLLM 0.32 has another
+recorder (``enable_return_routed_experts``), which needs its prefix cache and its second model runner and so does not
+work on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+from qerl_pl.quant.experts import Routing
+
+
+class RouteRecorder:
+    """Recorder of the experts that one model chooses."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing = routing
+        self._chosen: Tensor | None = None
+        """[slots + 1, L, k] int16, -1 where nothing was recorded; the last row is of padding, whose slot is -1."""
+
+    def bind(self, model: nn.Module, config: VllmConfig) -> None:
+        """Record what the routers of vLLM's model choose. ValueError: a kernel or router does not tell, or vLLM's model
+        has another number of mixtures than the trainer's."""
+        layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
+        if len(layers) != self.routing.num_layers:
+            raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
+        self._cache = config.cache_config
+        bind_routed_experts_capturer(model, self)  # pyright: ignore[reportArgumentType]
+
+    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
+        """Record the experts [n, k] of a step's tokens, in a CUDA graph too; vLLM's routers call this."""
+        mappings = get_forward_context().slot_mapping
+        if not mappings or not self._cache.num_gpu_blocks:
+            return  # a pass without a KV cache, which measures memory
+        assert isinstance(mappings, dict)
+        slots = next(iter(mappings.values()))
+        rows = self._cache.num_gpu_blocks * self._cache.block_size + 1
+        if self._chosen is None or len(self._chosen) < rows:
+            shape = rows, self.routing.num_layers, self.routing.chosen
+            self._chosen = torch.full(shape, -1, dtype=torch.int16, device=topk_ids.device)
+        self._chosen[slots, self._numbers[layer_id]] = topk_ids[: len(slots)].to(torch.int16)
+
+    @torch.inference_mode()  # in which the tensor was made
+    def clear(self) -> None:
+        """Forget all tokens."""
+        if self._chosen is not None:
+            self._chosen.fill_(-1)
+
+    def read(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
+        """Return the experts of a sequence's first tokens, [num_tokens, L, k] int16, given the numbers of its blocks of
+        the KV cache. On a GPU the copy to the host may end after the call."""
+        assert self._chosen is not None
+        size = self._cache.block_size
+        slots = (torch.tensor(blocks).unsqueeze(1) * size + torch.arange(size)).flatten()[:num_tokens]
+        return self._chosen[slots.to(self._chosen.device)].to("cpu", non_blocking=True)
