@@ -20,6 +20,7 @@ from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
+from qerl_pl.quant.experts import replaying
 from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.training.metrics import gap
@@ -29,7 +30,8 @@ class MismatchLedger(Callback):
     """Splits log(trainer / sampler) at sampled tokens into its causes, on some rows of some rollouts.
 
     ============ ============================================= =========================================================
-    kernel       trainer - engine with clean norms             kernels, precision, another form of the weights
+    routing      trainer with sampler's experts - without      experts that the trainer's routers would not have chosen
+    kernel       trainer without - engine with clean norms     kernels, precision, another form of the weights
     noise        engine with clean norms - engine with noise   adaptive quantization noise; exactly 0 without it
     decode       engine with noise - reported by the engine    scoring all tokens at once, sampling one by one
     staleness    trainer after its updates - before            how far the policy has moved since the rollout
@@ -37,8 +39,9 @@ class MismatchLedger(Callback):
 
     The second column says which log-probabilities are subtracted: of the same tokens, in nats, at temperature 1,
     because engines score at temperature 1. "Reported by the engine" are those that it returned when it sampled. They
-    are at the sampling temperature, so "decode" is left out unless that is 1; if it is 1, the first three differences
-    add up to that between trainer and sampler. Each is logged as
+    are at the sampling temperature, so "decode" is left out unless that is 1; if it is 1, all differences but the last
+    add up to that between trainer and sampler. "routing" is left out unless training uses the sampler's experts
+    (``model.router_replay``). Each is logged as
     ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see ``qerl_pl.objective.correction.Mismatch``) over the
     rows of all ranks. The engine scores the rows before the update, without and with the rollout's noise, and has this
     noise again afterwards.
@@ -74,6 +77,7 @@ class MismatchLedger(Callback):
         self._gap = gap()
         self._rollout: int | None = None
         self._tokens = self._sampled = self._before = torch.empty(0, 0)
+        self._routes: Tensor | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -89,13 +93,18 @@ class MismatchLedger(Callback):
         rows = few_rows(experience.lengths, num_ranks=ranks.num_ranks(), **limits)
         self._tokens = experience.tokens[rows].to(pl_module.device)
         self._sampled = experience.sampled[rows].to(pl_module.device)
-        self._before, lengths = self._trainer(pl_module), experience.lengths[rows]
+        self._routes = None if experience.routes is None else experience.routes[rows].to(pl_module.device)
+        self._before, lengths = self._trainer(pl_module, self._routes), experience.lengths[rows]
+        own = self._before
+        if self._routes is not None:
+            own = self._trainer(pl_module, None)
+            self._log(pl_module, "routing", self._before - own)
         noisy = clean = engine_logprobs(engine, self._tokens, lengths)
         if noise.sigma > 0:
             engine.set_norm_noise(NormNoise())
             clean = engine_logprobs(engine, self._tokens, lengths)
             engine.set_norm_noise(noise)
-        self._log(pl_module, "kernel", self._before - clean)
+        self._log(pl_module, "kernel", own - clean)
         self._log(pl_module, "noise", clean - noisy)
         if pl_module.sampling.temperature == 1:
             self._log(pl_module, "decode", noisy - experience.sampler_logprobs[rows].to(noisy.device))
@@ -105,7 +114,7 @@ class MismatchLedger(Callback):
             keys = torch.tensor(seeds, dtype=torch.int64, device=self._tokens.device)
             limit = check_limit(pl_module.settings.longest_row)
             how = {"temperature": sampling.temperature, "micro_batch_tokens": limit}
-            margins = sampled_margins(pl_module.policy, self._tokens, self._sampled, keys, **how)
+            margins = sampled_margins(pl_module.policy, self._tokens, self._sampled, keys, self._routes, **how)
             statistics = over_ranks(self._gap, margins)
             values = {f"margin/{name}": float(statistics[name]) for name in ("mean_abs", "p99", "max")}
             log_at(pl_module.trainer.loggers, values, step=index)
@@ -113,11 +122,11 @@ class MismatchLedger(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         if self._rollout is not None:
-            self._log(pl_module, "staleness", self._trainer(pl_module) - self._before)
+            self._log(pl_module, "staleness", self._trainer(pl_module, self._routes) - self._before)
 
-    def _trainer(self, pl_module: QeRLModule) -> Tensor:
+    def _trainer(self, pl_module: QeRLModule, routes: Tensor | None) -> Tensor:
         limit = check_limit(pl_module.settings.longest_row)
-        return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, micro_batch_tokens=limit)
+        return trainer_logprobs(pl_module.policy, self._tokens, self._sampled, routes, micro_batch_tokens=limit)
 
     def _log(self, pl_module: QeRLModule, cause: str, log_ratio: Tensor) -> None:
         statistics = over_ranks(self._gap, log_ratio[self._sampled])
@@ -137,21 +146,32 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 
 
 @torch.no_grad()
-def trainer_logprobs(policy: Policy, tokens: Tensor, sampled: Tensor, *, micro_batch_tokens: int) -> Tensor:
+def trainer_logprobs(
+    policy: Policy, tokens: Tensor, sampled: Tensor, routes: Tensor | None = None, *, micro_batch_tokens: int
+) -> Tensor:
     """Compute the policy's log-probabilities of sampled tokens at temperature 1; returns [B, S] fp32 in nats, 0 at
-    other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] bool must not be True in column 0."""
+    other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] bool must not be True in column 0; ``routes``
+    [B, S, L, k] are experts to use, None: the routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
     with preserved_rng():  # dropout, if there is any, draws random numbers
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
             rows = rows.to(tokens.device)
-            logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0).logprobs
+            replay = replaying(None if routes is None else routes[rows])
+            logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0, replay=replay).logprobs
     return logprobs
 
 
 @torch.no_grad()
 def sampled_margins(
-    policy: Policy, tokens: Tensor, sampled: Tensor, seeds: Tensor, *, temperature: float, micro_batch_tokens: int
+    policy: Policy,
+    tokens: Tensor,
+    sampled: Tensor,
+    seeds: Tensor,
+    routes: Tensor | None = None,
+    *,
+    temperature: float,
+    micro_batch_tokens: int,
 ) -> Tensor:
     """Compute the margins (``qerl_pl.policy.margins``) of the N sampled tokens, [N] fp32 in nats. Arguments are as in
     ``trainer_logprobs``, with the seeds [B] int64 that the engine sampled the rows with, and the sampling
@@ -161,7 +181,8 @@ def sampled_margins(
     with preserved_rng():
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
             rows = rows.to(tokens.device)
-            found.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], temperature=temperature))
+            replay, how = replaying(None if routes is None else routes[rows]), {"temperature": temperature}
+            found.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], **how, replay=replay))
     return torch.cat(found)
 
 

@@ -399,4 +399,5 @@ class QeRLModule(LightningModule):
             sampling=self.sampling if fit else replace(self.settings.evaluation, max_tokens=self.sampling.max_tokens),
             optimizer=type(self.settings.optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__,
             teacher=self.settings.teacher_memory if fit else None,
+            router_replay=self.settings.router_replay if fit else "off",
         )

@@ -60,6 +60,17 @@ def experts_kept(shape: ModelShape, itemsize: int) -> int:
     return sizes.chosen * (2 * itemsize * sizes.inner + 20) + 8 * sizes.num
 
 
+def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
+    """Return the bytes of the experts that the engine chose, of all tokens of a rollout, with a byte per token and
+    layer for the comparison with the trainer's; and of two copies for the tokens of a pass."""
+    return (shape.experts.route_bytes + shape.experts.layers) * (run_tokens + 2 * pass_tokens)
+
+
+def recorded_routes(shape: ModelShape, slots: int) -> int:
+    """Return the bytes in which vLLM's experts are recorded: int16 for each slot of the KV cache."""
+    return 2 * shape.experts.layers * shape.experts.chosen * (slots + 1)
+
+
 def block_kept(
     shape: ModelShape,
     tokens: int,

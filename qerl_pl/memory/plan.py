@@ -135,11 +135,15 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
     base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
     common = shared_base(shape, run)
+    token = parts.kv_token_bytes(shape, itemsize, engine.kv_cache_dtype)
+    # if the cache has no size yet, as many tokens as its sequences can have
+    cached = engine.kv_cache_bytes // token or num_seqs * run.max_model_len
     return {
         "engine's base": _at(base - common, *weights),
         "engine's adapter": _at(slots, *weights),
         "KV cache": _at(engine.kv_cache_bytes, *awake),
         "engine's state, CUDA graphs": _at(state, *MOMENTS),
+        "engine's routes": _at(run.router_replay * parts.recorded_routes(shape, cached), *MOMENTS),
         "engine's passes": {"start": largest, "rollout": max(largest, checked)},
     }
 
@@ -193,7 +197,9 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
     head, block = parts.blocks_kept(
         shape, tokens, run.itemsize, rank=run.rank, targets=run.targets, how=how, fused=fused, dropout=run.dropout
     )
+    routes = run.router_replay * parts.routes(shape, run.rows * run.longest_row, tokens)
     return {
+        "routes": _at(routes, "teacher", *TRAINING),
         "block inputs": _at(parts.checkpoints(shape, tokens, run.itemsize, how=how), "head", "block"),
         "blocks for backward": {"head": head, "block": block},
         "backward": {

@@ -98,6 +98,8 @@ class RunMemory:
     batch_tokens: int = 0
     """Tokens in the KV cache of the transformers engine."""
     teacher: TeacherMemory | None = None
+    router_replay: bool = False
+    """Whether training uses the experts that the engine chose, if the base is a mixture."""
     shared_embeddings: bool = True
     """Whether trainer and engine share the memory of embedding and head; they do so only if their dtypes are equal."""
 

@@ -23,7 +23,8 @@ from qerl_pl.model.known_models import known_config, known_format
 from qerl_pl.model.layers import head_dims, layer_configs, num_recurrent_layers
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.quant.declared import declared_layout
-from qerl_pl.quant.experts import OF_EXPERT, Mixture
+from qerl_pl.quant.experts import OF_EXPERT
+from qerl_pl.quant.experts import mixtures as mixtures_of
 from qerl_pl.quant.families import check_family, longest_with_short_factors
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.layouts import WRITERS
@@ -62,6 +63,13 @@ class ExpertSizes(NamedTuple):
     """Number of experts that compute each token, k."""
     inner: int = 0
     """Inner size of an expert."""
+    layers: int = 0
+    """Number of blocks with a mixture."""
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the numbers of the experts that compute a token, in training."""
+        return self.layers * self.chosen * (1 if self.num <= 256 else 2)
 
 
 @dataclass(frozen=True)
@@ -209,8 +217,9 @@ def _shape(
     heads = config.num_attention_heads
     widths, per_layer = head_dims(config), layer_configs(config)
     family = FAMILIES[config.model_type]
-    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
-    experts = ExpertSizes(*(max(size) for size in zip(*(mixture.sizes for mixture in mixtures), strict=True)))
+    mixtures = mixtures_of(model)
+    sizes = zip(*(mixture.sizes for mixture in mixtures), strict=True)
+    experts = ExpertSizes(*map(max, sizes), layers=len(mixtures))
     outside = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     stacked = experts.num * experts.inner * config.hidden_size if len(outside) < len(packed) else 0
     return ModelShape(

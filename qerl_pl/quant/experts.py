@@ -23,6 +23,8 @@ from qerl_pl.quant.linear import FrozenLinear
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Names of the linears of an expert, y = down(silu(gate(x)) up(x))."""
+UNSEEN = 255
+"""Number in ``Replay.others`` of tokens that were not computed; no router chooses as many experts."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 """Pattern of the full name of an expert's linear; its groups are the experts' module and the linear's name in
 ``PARTS``."""
@@ -66,6 +68,11 @@ class Replay(NamedTuple):
     def of_layer(self, number: int) -> Replay:
         """Return the part [T, k] of one mixture from that of all, [T, L, k], sharing its memory."""
         return Replay(self.ids[:, number], self.others[:, number])
+
+
+def replaying(routes: Tensor | None) -> Replay | None:
+    """Return what makes a pass use routes [..., k], with ``others`` that are ``UNSEEN``; None if there are none."""
+    return None if routes is None else Replay(routes, torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8))
 
 
 def choose(probabilities: Tensor, chosen: int) -> Tensor:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
@@ -14,6 +16,7 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
+from qerl_pl.quant.experts import replaying
 from qerl_pl.rollout.common import padded
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.scored import ScoredBatch
@@ -56,9 +59,12 @@ def measure_some(
     generator = torch.Generator().manual_seed(seed)
     limit, chosen, which, total = max_tokens / ranks.num_ranks(), [], [], 0
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # equal rows are computed once
+    experts: list[Tensor] = []  # of distinct rows, if training replays them
     for row in torch.randperm(len(batch.completions), generator=generator).tolist():
         both = (batch.prompts[row].tokens, batch.completions[row].tokens)
         total += 0 if both in distinct else len(both[0]) + len(both[1])
+        if both not in distinct and (routes := batch.completions[row].routes) is not None:
+            experts.append(routes)
         chosen.append(batch.completions[row])
         which.append(distinct.setdefault(both, len(distinct)))
         if total >= limit:
@@ -77,11 +83,15 @@ def measure_some(
         for rows in micro_batches(starts + lengths, micro_batch_tokens):
             width = int((starts + lengths)[rows].max())
             mask = sampled[rows, :width]
+            given = F.pad(pad_sequence([experts[row] for row in rows], True), (0, 0, 0, 0, 0, 1)) if experts else None
             row, column = mask.nonzero(as_tuple=True)
             for values in (logprobs_of, shaken_of)[: 1 + other_rounding]:
                 with nullcontext() if values is logprobs_of else shaken(policy.causal_lm, policy.dtype, seed=seed):
                     logprobs = oracle.alternative_logprobs(
-                        tokens[rows, :width].to(device), mask.to(device), temperature=temperature
+                        tokens[rows, :width].to(device),
+                        mask.to(device),
+                        temperature=temperature,
+                        replay=replaying(given if given is None else given.to(device)),
                     )
                 values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
     finally:

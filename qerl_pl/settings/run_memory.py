@@ -26,6 +26,7 @@ def run_memory(
     offload_checkpoints: bool,
     fused_elementwise: FusedSetting,
     engine: RolloutEngine,
+    router_replay: str,
     num_ranks: int = 1,
     teacher: TeacherMemory | None = None,
 ) -> RunMemory:
@@ -54,4 +55,5 @@ def run_memory(
         engine=engine.memory,
         batch_tokens=0 if engine.memory else engine.batch_tokens,
         teacher=teacher,
+        router_replay=router_replay != "off" and engine.returns_routes,
     )

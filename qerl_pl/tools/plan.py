@@ -151,6 +151,7 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
         fused_elementwise=model["fused_elementwise"],
         engine=engine,
         teacher=_teacher(model),
+        router_replay=model["router_replay"],
     )
 
 

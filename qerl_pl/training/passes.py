@@ -15,10 +15,8 @@ from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.policy.policy import Policy, TeacherStates
 from qerl_pl.policy.shared_prompts import WORTH, first_equal
 from qerl_pl.policy.teacher import Teacher
-from qerl_pl.quant.experts import Replay
+from qerl_pl.quant.experts import replaying
 
-UNSEEN = 255
-"""Number in ``Batch.others`` of tokens that were not computed; no router chooses as many experts."""
 T = TypeVar("T")
 
 
@@ -48,12 +46,8 @@ class Part:
         self.width = int(experience.lengths[rows].max())
         self.tokens = self.read(experience.tokens)
         self.sampled = self.read(experience.sampled)
-        self.replay: Replay | None = None
+        self.replay = replaying(None if experience.routes is None else self.read(experience.routes))
         """The sampler's experts; None if the routers choose."""
-        if experience.routes is not None:
-            routes = self.read(experience.routes)
-            others = torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
-            self.replay = Replay(routes, others)
 
     def read(self, whole: Tensor) -> Tensor:
         """Take the rows of this micro-batch from a tensor of the whole batch: [B, S, ...] to [R, width, ...]."""
@@ -99,10 +93,9 @@ class Batch:
         self.entropy = torch.zeros_like(self.old)
         """[B, S] fp32 nats, the policy's entropies before the first update; 0 for prompts and padding, and until they
         are computed."""
-        routes = self.experience.routes
-        self.others = None if routes is None else torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
-        """[B, S, L] uint8: how many of the sampler's k experts the trainer's routers would not have chosen before the
-        first update; ``UNSEEN`` for tokens that were not computed. None: no routes are replayed."""
+        self.replay = replaying(self.experience.routes)
+        """The sampler's experts, and how many of them the trainer's routers would not have chosen before the first
+        update."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
         self.teacher: TeacherScores | None = None
@@ -160,9 +153,9 @@ class Batch:
             self.run(forward, with_gradient=False)
 
     def record_others(self, part: Part) -> None:
-        """Store in ``others`` what a pass over the policy before its first update found."""
-        if part.replay is not None and self.others is not None:
-            part.write(self.others, part.replay.others)
+        """Store in ``replay`` what a pass over the policy before its first update found."""
+        if part.replay is not None and self.replay is not None:
+            part.write(self.replay.others, part.replay.others)
 
     def _evaluate(self, rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
         def forward(max_tokens: int) -> None:

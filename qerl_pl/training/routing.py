@@ -7,7 +7,8 @@ from torch import Tensor
 
 from qerl_pl.common import ranks
 from qerl_pl.common.checks import CheckFailed
-from qerl_pl.training.passes import UNSEEN, Batch
+from qerl_pl.quant.experts import UNSEEN
+from qerl_pl.training.passes import Batch
 
 MOST_OTHERS = 0.25
 """Largest share of a layer's experts in which sampler and trainer may differ. In correct runs the share is some
@@ -18,11 +19,11 @@ it would be near 1 - k / E."""
 def checked_routing(batch: Batch) -> dict[str, Tensor]:
     """Return metrics [] of the routes that are replayed, over the tokens and layers of all ranks; empty without any.
     CheckFailed: they are not those that the trainer's routers choose, up to rounding errors and noise."""
-    routes = batch.experience.routes
-    if batch.others is None or routes is None:
+    if batch.replay is None:
         return {}
-    seen = batch.others != UNSEEN  # [B, S, L]
-    sums = seen, batch.others * seen, (batch.others > 0) & seen
+    routes, found = batch.replay
+    seen = found != UNSEEN  # [B, S, L]
+    sums = seen, found * seen, (found > 0) & seen
     counts, others, changed = ranks.mean(torch.stack([values.sum(dim=(0, 1)) for values in sums]).double())  # [L]
     share = others / (counts * routes.shape[-1])
     assert batch.policy.routing is not None

@@ -24,6 +24,7 @@ from qerl_pl.memory.fitting import (
     time_per_token,
     usable,
 )
+from qerl_pl.memory.parts import kv_token_bytes
 from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
 from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, config_shape
@@ -31,6 +32,7 @@ from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
+from tests.families import tiny_config
 from tests.memory.conftest import small_config
 from tests.random_models import model_config
 
@@ -337,3 +339,21 @@ def test_only_an_engine_that_speculates_needs_more():
     assert parts_of(speculates=False) == off
     assert {part for part in off if off[part] != on[part]} == {name}
     assert all(on[name][moment] > size for moment, size in off[name].items())
+
+
+def test_experts_that_training_replays_are_counted_for_every_token():
+    shape = config_shape(tiny_config("qwen3_moe", num_hidden_layers=4), NVFP4, torch.bfloat16)
+    assert shape.experts.layers == 3
+    run = replace(HALVES, engine=EngineMemory(kv_cache_bytes=2**20))
+    without, given = (plan(shape, replace(run, router_replay=replay)) for replay in (False, True))
+    added = {name: part for name, part in given.parts.items() if name not in without.parts}
+    assert set(added) == {"engine's routes", "routes"}
+    tokens, ids = HALVES.rows * HALVES.longest_row, torch.zeros(3, 2, dtype=torch.uint8)
+    assert added["routes"] == dict.fromkeys(("teacher", *TRAINING), (tokens + 2 * 1024) * (ids.nbytes + 3))
+    slots = 2**20 // kv_token_bytes(shape, 2)
+    assert added["engine's routes"] == dict.fromkeys(MOMENTS, (slots + 1) * ids.to(torch.int16).nbytes)
+    open_cache = replace(run, router_replay=True, engine=EngineMemory())
+    tight = int(given.peak * 1.2)
+    assert fitted(shape, open_cache, tight).peak <= usable(tight)
+    dense = plan(SHAPES["3B"], replace(run, router_replay=True))
+    assert dense.parts == plan(SHAPES["3B"], run).parts

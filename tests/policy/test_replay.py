@@ -14,10 +14,9 @@ from qerl_pl.common.types import Completion, Experience, Prompt
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.quant.experts import Replay, choose, mixtures
+from qerl_pl.quant.experts import UNSEEN, Replay, choose, mixtures, replaying
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.scored import collate
-from qerl_pl.training.passes import UNSEEN
 from tests.families import tiny_config
 from tests.rollout.conftest import random_adapter, save_dense
 from tests.updates import updated
@@ -33,6 +32,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_dense(folder / "dense", tiny_config("qwen3_moe", num_hidden_layers=4))
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
     return folder / "nvfp4"
+
+
+def replay_of(routes: Tensor) -> Replay:
+    replay = replaying(routes)
+    assert replay is not None
+    return replay
 
 
 def load(base: Path, recompute: Any = "none") -> Policy:
@@ -73,10 +78,6 @@ def own_routes(policy: Policy, tokens: Tensor) -> Tensor:
     return torch.stack(found, dim=1).unflatten(0, tokens.shape).to(torch.uint8)
 
 
-def replay_of(routes: Tensor) -> Replay:
-    return Replay(routes, torch.full(routes.shape[:-1], UNSEEN, dtype=torch.uint8))
-
-
 def outcome(policy: Policy, replay: Replay | None) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of the completions, and the gradient of a sum that weighs them differently."""
     tokens, mask = rows()
@@ -109,7 +110,7 @@ def test_given_experts_give_the_same_gradient_whatever_is_recomputed_and_shared(
     expected, gradient = outcome(load(base), replay)
     live = outcome(policy, None)[0]
     assert (expected - live).abs().max() > 0.1  # the experts matter
-    found, found_gradient = outcome(policy, replay_of(routes))
+    found, found_gradient = outcome(policy, replaying(routes))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm()
     monkeypatch.setattr("qerl_pl.policy.scoring.shares_prompts", lambda model: True)
@@ -124,10 +125,10 @@ def test_given_experts_give_the_same_gradient_whatever_is_recomputed_and_shared(
 
 def test_one_row_alone_has_the_log_probabilities_of_the_batch(base):
     policy, routes, (tokens, mask) = load(base), random_routes(1), rows()
-    whole = policy.token_stats(tokens, mask, temperature=1.0, replay=replay_of(routes)).logprobs
+    whole = policy.token_stats(tokens, mask, temperature=1.0, replay=replaying(routes)).logprobs
     for row in range(4):
         part = slice(row, row + 1)
-        alone = policy.token_stats(tokens[part], mask[part], temperature=1.0, replay=replay_of(routes[part])).logprobs
+        alone = policy.token_stats(tokens[part], mask[part], temperature=1.0, replay=replaying(routes[part])).logprobs
         torch.testing.assert_close(alone[0], whole[row], atol=1e-5, rtol=1e-5)
 
 

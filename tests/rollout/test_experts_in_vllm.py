@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.common.types import Completion
+from qerl_pl.memory.parts import recorded_routes
+from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.quant.experts import Replay
+from qerl_pl.quant.experts import replaying
+from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling, checked_routes
 from qerl_pl.rollout.vllm import VLLMEngine
@@ -90,10 +93,11 @@ def replayed(policy: Policy, prompt: list[int], row: Completion) -> tuple[Tensor
     mask = torch.arange(tokens.shape[1]).unsqueeze(0) >= len(prompt)
     assert row.routes is not None
     routes = torch.cat([row.routes, row.routes[-1:]]).unsqueeze(0)  # those of the last token are not used
-    replay = Replay(routes, torch.zeros(routes.shape[:-1], dtype=torch.uint8))
+    replay = replaying(routes)
+    assert replay is not None
     with torch.no_grad():
         logprobs = policy.token_stats(tokens, mask, temperature=1.0, replay=replay).logprobs
-    return logprobs[mask], replay.others[0]
+    return logprobs[mask], replay.others[0, :-1]
 
 
 @pytest.mark.parametrize("stop", [(), ("w9",)])
@@ -115,7 +119,7 @@ def test_the_engine_returns_the_experts_of_every_token_of_prompt_and_completion(
     assert preempted
     again = deep.engine.generate(prompts, Sampling(6, 64, stop=stop), 3)
     pairs = zip(chain(*groups), chain(*again), strict=True)
-    assert all(torch.equal(row.routes, other.routes) for row, other in pairs)
+    assert all(row.routes is not None and row.routes.equal(other.routes) for row, other in pairs)
 
 
 def test_scoring_and_sampling_without_the_adapter_leave_no_experts_behind(deep):
@@ -126,6 +130,13 @@ def test_scoring_and_sampling_without_the_adapter_leave_no_experts_behind(deep):
         logprobs, others = replayed(deep.policy, some_prompts(9)[0], row)
     assert (logprobs - torch.tensor(row.logprobs)).abs().max() < 1e-5
     assert not others.any()
+
+
+def test_the_plan_counts_the_bytes_of_recorded_experts(deep):
+    scheduler = deep.engine._scheduler()
+    shape = config_shape(deep.policy.config, NVFP4, torch.float32)
+    slots = scheduler.kv_cache_config.num_blocks * BLOCK_SIZE
+    assert scheduler.recorder._chosen.nbytes == recorded_routes(shape, slots) == 2 * 3 * 2 * (slots + 1)
 
 
 def parameters(setup: Setup) -> dict[str, nn.Parameter]:

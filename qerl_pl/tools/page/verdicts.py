@@ -12,6 +12,7 @@ from qerl_pl.results.curves import Curve
 OUTSIDE = 0.15
 
 CAUSES = {
+    "routing": "the sampler's experts",
     "kernel": "kernels and precision",
     "noise": "the noise that was added",
     "decode": "decoding token by token",
