@@ -56,6 +56,7 @@ MODEL: dict[str, Any] = {
     "dtype": "float32",
     "gradient_checkpointing": "blocks",
     "offload_checkpoints": True,
+    "router_replay": "off",
     "fused_elementwise": False,
     "gpu_memory": 12.5,
     "dynamic_sampling": {"max_refills": 3, "when_short": "error", "metric": "low_tokens", "oversample": 1.5},

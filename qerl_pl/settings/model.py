@@ -150,14 +150,10 @@ class ModuleSettings:
         )
 
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
-        """Return whether training uses the experts that an engine chose, given its name and whether it returns them;
-        ValueError if ``router_replay`` is on and cannot be."""
-        experts = FAMILIES[check_base(self.folder)["model_type"]].experts
-        can = experts is not None and returns_routes
-        if self.router_replay == "on" and not can:
-            lacks = "the base has no mixtures of experts" if experts is None else f"{engine} returns no experts"
-            raise ValueError(f"model.router_replay is on and {lacks}: set it to auto")
-        return can and self.router_replay != "off"
+        """Return ``replays_routes`` for the base and an engine, given its name and whether it returns experts."""
+        has_experts = FAMILIES[check_base(self.folder)["model_type"]].experts is not None
+        which = {"has_experts": has_experts, "returns_routes": returns_routes}
+        return replays_routes(self.router_replay, **which, engine=engine)
 
     def _check_numbers(self) -> None:
         for name in ("updates_per_rollout", "mini_batches"):
@@ -236,6 +232,16 @@ class ModuleSettings:
             "offload_checkpoints": self.offload_checkpoints,
             "fused_elementwise": self.fused_elementwise,
         }
+
+
+def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, engine: str) -> bool:
+    """Return whether training uses the experts that the engine chose, given the value of ``router_replay``; ValueError
+    if it is on and cannot be."""
+    can = has_experts and returns_routes
+    if setting == "on" and not can:
+        lacks = f"{engine} returns no experts" if has_experts else "the base has no mixtures of experts"
+        raise ValueError(f"model.router_replay is on and {lacks}: set it to auto")
+    return can and setting != "off"
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -26,6 +27,7 @@ from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm.arguments import query_scaling
 from qerl_pl.tools.merge import write_merged
 from tests import support
+from tests.callbacks.conftest import without_callback
 from tests.families import NAMES, OWN, WHOLE, tiny_config, with_vision
 from tests.integration.conftest import VLLM, assert_same_run, load_last
 from tests.rollout.conftest import save_dense
@@ -164,6 +166,34 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
     return used
 
 
+def assert_experts_are_replayed(folder: Path) -> None:
+    """Check that a run has used the sampler's experts, and what it logged about them."""
+    curves = read_curves(folder)
+    changed, others = curves["router/changed_share"], curves["router/other_experts_max"]
+    assert changed.steps == [0, 1, 2]
+    assert changed.values[0] < 1e-3  # without noise
+    assert max(others.values) < 0.1
+    assert all(load >= 1 for load in curves["router/max_load"].values)
+    parts = [curves[f"ledger/{cause}/k1"].values[0] for cause in ("routing", "kernel", "noise", "decode")]
+    assert abs(parts[0]) < 1e-5
+    assert sum(parts) == pytest.approx(curves["gap/k1"].values[0], abs=1e-4)  # of some rows, and of all
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_experts_of_the_token_before_stop_a_run_in_their_rollout(run, make_base, tmp_path):
+    base = make_base("qwen3_moe", initializer_range=0.05)
+    fault = "--trainer.callbacks+=tests.integration.toy.ShiftedRoutes", "--trainer.callbacks.at=1"
+    with pytest.raises(CheckFailed, match="the sampler's log-probabilities of rollout 1 differ from the trainer's"):
+        run("fit", tmp_path / "run", *arguments(base), *fault)
+    assert load_last(tmp_path / "run")["global_step"] == 1
+    alone = "-c", without_callback("callbacks.rollout_evidence.RolloutEvidence", tmp_path)
+    with pytest.raises(CheckFailed, match=r"of the experts that the engine returned .*model.router_replay to off"):
+        run("fit", tmp_path / "alone", *alone, *arguments(base), *fault)
+    assert load_last(tmp_path / "alone")["global_step"] == 1
+    run("fit", tmp_path / "off", *arguments(base), *fault, "--model.router_replay", "off")
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.vllm
@@ -173,6 +203,8 @@ def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
     # callbacks.RolloutEvidence would stop the run, unless all weights, and so the outputs of all experts, are small.
     base = make_base(family, **({"initializer_range": 0.05} if FAMILIES[family].experts else {}))
     used = assert_whole_run(run, family, base, tmp_path, gap=1e-4)
+    if FAMILIES[family].experts:
+        assert_experts_are_replayed(tmp_path / "run")
     resumed = tmp_path / "resumed"
     run(
         "fit", resumed, *arguments(base), "--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -12,6 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from callbacks.last_checkpoint import LastCheckpoint
 from qerl_pl.common.types import Completion, Prompt
+from tests.callbacks.faults import Instead
 
 
 def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -28,6 +30,25 @@ def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) ->
 def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Score every second row by 1, and leave the other rows unscored."""
     return [1.0 if row % 2 else None for row in range(len(prompts))]
+
+
+class ShiftedRoutes(Callback):
+    """Shifts the experts that the engine returns by one token, from rollout ``at`` on."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if pl_module.rollout_index == self.at:
+            engine = pl_module.loop.engine
+            pl_module.loop.engine = Instead(engine, generate=lambda *args: _shifted(engine.generate(*args)))
+
+
+def _shifted(groups: list[list[Completion]]) -> list[list[Completion]]:
+    def shifted(row: Completion) -> Completion:
+        return row if row.routes is None else replace(row, routes=row.routes.roll(1, dims=0))
+
+    return [list(map(shifted, group)) for group in groups]
 
 
 class NamedLogger(DummyLogger):
