@@ -21,6 +21,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling, checked_routes
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.training.routing import MOST_OTHERS
 from tests.families import tiny_config
 from tests.rollout.conftest import (
     BLOCK_SIZE,
@@ -120,6 +121,33 @@ def test_the_engine_returns_the_experts_of_every_token_of_prompt_and_completion(
     again = deep.engine.generate(prompts, Sampling(6, 64, stop=stop), 3)
     pairs = zip(chain(*groups), chain(*again), strict=True)
     assert all(row.routes is not None and row.routes.equal(other.routes) for row, other in pairs)
+
+
+@pytest.mark.slow
+def test_in_bf16_the_samplers_experts_leave_less_than_a_third_of_the_gap(tmp_path):
+    sizes = {"num_hidden_layers": 4, "mlp_only_layers": [], "hidden_size": 128, "initializer_range": 0.2}
+    save_dense(tmp_path, tiny_config("qwen3_moe", **sizes, num_experts=64, num_experts_per_tok=8))
+    for block in range(4):  # logits of standard deviation 1
+        rewrite(tmp_path, f"model.layers.{block}.mlp.gate.weight", lambda weight: weight.normal_(std=128**-0.5))
+    policy = load_policy(str(tmp_path), dtype=torch.bfloat16, lora=LORA, seed=0)
+    policy.replays_routes = True
+    engine = VLLMEngine(max_num_seqs=64, kv_cache_bytes=2**24)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    prompts, gaps, others = some_prompts(12, 20, 30, 9), [], []
+    for prompt, group in zip(prompts, engine.generate(prompts, Sampling(12, 64), 0), strict=True):
+        for row in group:
+            mine, changed = replayed(policy, prompt, row)
+            tokens = torch.tensor([[*prompt, *row.tokens]])
+            mask = torch.arange(tokens.shape[1]).unsqueeze(0) >= len(prompt)
+            with torch.no_grad():
+                live = policy.token_stats(tokens, mask, temperature=1.0).logprobs[mask]
+            gaps.append((torch.stack([mine, live]) - torch.tensor(row.logprobs)).abs())
+            others.append(changed)
+    engine.close()
+    with_experts, without = torch.cat(gaps, dim=1).mean(dim=1).tolist()
+    assert 0 < with_experts < without / 3
+    assert 0.01 < (torch.cat(others) > 0).float().mean() < 0.2
+    assert (torch.cat(others).float().mean(dim=0) / 8).max() < MOST_OTHERS / 5
 
 
 def test_scoring_and_sampling_without_the_adapter_leave_no_experts_behind(deep):
