@@ -58,7 +58,7 @@ def hoppers_linears(policy: Policy) -> Iterator[None]:
         patch.setattr(
             loader,
             "register_loader",
-            lambda shared, unpacked, packed, _=None: register(shared, unpacked, packed, one_copy),
+            lambda shared, unpacked, packed, *_: register(shared, unpacked, packed, one_copy),
         )
         yield
 
