@@ -17,26 +17,28 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PreTrainedModel
 
 from qerl_pl.quant.layouts import WRITERS
+from qerl_pl.quant.loading import empty_model
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.tools.tiny import END_ID, make_tokenizer
 from tests.bench.harness import DEVICE, FORMATS
-from tests.random_models import SIZES, model_config, random_weight
+from tests.random_models import MODELS, model_config, random_weight
 
 SHARD_BYTES = 4 * 2**30
 
 
 def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:
-    """Write a checkpoint SIZE-FMT in the shape of Qwen2.5, which vLLM and the trainer can load, unless ``folder`` has
-    one already. ``num_layers`` replaces the size's number of blocks."""
+    """Write a checkpoint SIZE-FMT in the shape of Qwen2.5 or Qwen3-MoE, which vLLM and the trainer can load, unless
+    ``folder`` has one already. ``num_layers`` replaces the size's number of blocks."""
     path = folder / f"{size}-{fmt}"
     if path.exists():
         return path
     config = model_config(size, num_layers=num_layers)
-    config.architectures, config.dtype = ["Qwen2ForCausalLM"], torch.bfloat16
+    model = empty_model(config, torch.bfloat16)
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     config.eos_token_id = END_ID
     source = folder / f"{size}-{fmt}.source"
     shutil.rmtree(source, ignore_errors=True)
@@ -44,11 +46,12 @@ def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: in
     make_tokenizer().save_pretrained(source)
     about = config.to_dict()
     if fmt == "nvfp4":
-        about["quantization_config"] = WRITERS["nvfp4"].config(["lm_head"], torch.bfloat16)
+        dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and stays_dense(name)]
+        about["quantization_config"] = WRITERS["nvfp4"].config(dense, torch.bfloat16)
     torch.manual_seed(0)
     output = OutputFolder(path, {"size": size, "format": fmt})
     shard: dict[str, Tensor] = {}
-    for name, tensor in _tensors(config, fmt):
+    for name, tensor in _tensors(model, fmt):
         if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > SHARD_BYTES:
             output.add(f"model-{len(output.done):05}.safetensors", shard)
             shard = {}
@@ -67,15 +70,18 @@ def written_apart(folder: Path, size: str, fmt: str) -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
-def _tensors(config: PretrainedConfig, fmt: str) -> Iterator[tuple[str, Tensor]]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def stays_dense(linear: str) -> bool:
+    """Return whether a linear is the head or a router, by its full name."""
+    return linear == "lm_head" or linear.endswith("mlp.gate")
+
+
+def _tensors(model: PreTrainedModel, fmt: str) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         for leaf, meta in module.named_parameters(recurse=False):
             full = f"{name}.{leaf}"
-            if name == "lm_head" and config.tie_word_embeddings:
+            if name == "lm_head" and model.config.tie_word_embeddings:
                 continue
-            if isinstance(module, nn.Linear) and leaf == "weight" and name != "lm_head":
+            if isinstance(module, nn.Linear) and leaf == "weight" and not stays_dense(name):
                 weight = random_weight(module.out_features, module.in_features, DEVICE)
                 if fmt == "nvfp4":
                     tensors = WRITERS["nvfp4"].tensors(weight, torch.bfloat16)
@@ -95,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     """Write a checkpoint and print its path."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", default="tiny", choices=SIZES)
+    parser.add_argument("--size", default="tiny", choices=MODELS)
     parser.add_argument("--format", default="nvfp4", choices=FORMATS)
     args = parser.parse_args(argv)
     with (args.folder / f"{args.size}-{args.format}.lock").open("w") as lock:

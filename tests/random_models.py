@@ -1,16 +1,18 @@
-"""Random frozen models with the shapes of Qwen2.5, and parts of them; speed and memory do not depend on the weights."""
+"""Random frozen models with the shapes of Qwen2.5 and Qwen3-MoE, and parts of them; speed and memory do not depend on
+the weights."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
+from qerl_pl.quant.experts import StackedLinear, stack_experts
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.loading import fill_computed_buffers
+from qerl_pl.quant.loading import empty_model, fill_computed_buffers
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.packed import frozen_linear
 
@@ -37,6 +39,32 @@ SIZES = {
     "32B": Size(5120, 27648, 64, 40, 8, 152064),
     "72B": Size(8192, 29568, 80, 64, 8, 152064),
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "tiny-A": {  # for a CPU
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 320,
+    },
+    "30B-A3B": {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    },
+}
+"""Dimensions of mixtures of experts, Qwen3-MoE, by size."""
+MODELS = (*SIZES, *MIXTURES)
 FUSED = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -45,8 +73,12 @@ FUSED = {
 }
 
 
-def model_config(name: str, *, num_layers: int | None = None) -> Qwen2Config:
-    """Make the configuration of one of ``SIZES``; ``num_layers`` replaces the number of blocks."""
+def model_config(name: str, *, num_layers: int | None = None) -> PretrainedConfig:
+    """Make the configuration of one of ``MODELS``; ``num_layers`` replaces the number of blocks."""
+    if name in MIXTURES:
+        config = Qwen3MoeConfig(**MIXTURES[name], norm_topk_prob=True, tie_word_embeddings=False)
+        config.num_hidden_layers = num_layers or config.num_hidden_layers
+        return config
     size = SIZES[name]
     return Qwen2Config(
         hidden_size=size.hidden,
@@ -88,19 +120,19 @@ def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
-    """Replace the dense linear layers, except for the head, by random NVFP4 ones with biases of 0 in ``dtype``."""
+    """Replace the dense linear layers, except for head and routers, by random NVFP4 ones with biases of 0 in
+    ``dtype``."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        if isinstance(module, nn.Linear) and name != "lm_head" and not name.endswith("mlp.gate"):
             bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
             weight = random_weight(module.out_features, module.in_features, device)
             model.set_submodule(name, frozen_linear(weight, bias))
 
 
-def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Make a frozen random model with linear layers in NVFP4, or dense ones for None; the head is always dense."""
     assert fmt in (None, NVFP4)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = empty_model(config, dtype)
     if fmt:
         pack_linears(model, dtype, device)
     for name, module in model.named_modules():
@@ -110,6 +142,7 @@ def random_model(config: Qwen2Config, fmt: Format | None, *, dtype: torch.dtype,
             value = torch.empty(meta.shape, dtype=dtype, device=device)
             value = value.fill_(1.0) if "norm" in name else value.normal_(std=0.02)
             setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+    stack_experts(model)
     model.tie_weights()
     fill_computed_buffers(model, device)
     return model.requires_grad_(False)
@@ -129,6 +162,8 @@ def densify(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for name, module in list(model.named_modules()):
         if isinstance(module, FrozenLinear):
             model.set_submodule(name, dense_linear(module.dense(dtype), module.bias))
+        elif isinstance(module, StackedLinear):
+            model.set_submodule(name, StackedLinear([dense_linear(weight) for weight in module.dense(dtype)]))
     return model
 
 

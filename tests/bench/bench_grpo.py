@@ -41,7 +41,7 @@ from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, GIB, RANK
 from tests.bench.together import is_together
 from tests.random_checkpoints import written_apart
-from tests.random_models import SIZES
+from tests.random_models import MODELS
 
 PROMPT_TOKENS, GROUP, STAGES = 256, 8, 3
 PIPE_S = 5.0  # wait for a killed process's output, which its orphaned children may keep open
@@ -315,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--mean", type=int, help="mean length of completions that are as different as a recipe's")
     add("--updates", type=int, default=1, help="passes over each rollout")
     add("--plain", action="store_true", help="recompute every block, without fused kernels")
-    add("--teacher", choices=SIZES, help="size of a teacher in NVFP4 (default: none)")
+    add("--teacher", choices=MODELS, help="size of a teacher in NVFP4 (default: none)")
     add("--steps", type=int, default=3, help="rollouts; of several, the first is a warm-up")
     add("--cap", type=float, help="GiB of the GPU that the run gets")
     add("--memory", type=float, help="GiB that the memory plan assumes; the run may take more")

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl_pl.memory import parts
 from qerl_pl.memory.fitting import time_per_token
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.policy.elementwise import fused_wanted
 from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
@@ -36,10 +37,10 @@ from qerl_pl.policy.recompute import ladder
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, RANK
-from tests.random_models import densify, model_config, random_model
+from tests.random_models import MIXTURES, densify, model_config, random_model
 
 DTYPE = torch.bfloat16
-Build = Callable[[Qwen2Config], Policy]
+Build = Callable[[PretrainedConfig], Policy]
 
 
 def ours(model: PreTrainedModel, **settings: Any) -> Policy:
@@ -50,7 +51,8 @@ def ours(model: PreTrainedModel, **settings: Any) -> Policy:
 
 def peft(model: PreTrainedModel, *, fp32: bool) -> Policy:
     """Make a policy with PEFT's LoRA layers on a base."""
-    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
+    targets = list(FAMILIES[model.config.model_type].targets(PROJECTIONS))
+    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config, autocast_adapter_dtype=fp32)
     assert isinstance(adapted, PeftModel)
     policy = Policy(adapted, base="random", dtype=DTYPE)
@@ -61,7 +63,7 @@ def peft(model: PreTrainedModel, *, fp32: bool) -> Policy:
 def variants() -> dict[str, Build]:
     """Name the policies that are compared, each by a function that builds it from a configuration."""
 
-    def base(config: Qwen2Config, *, packed: bool) -> PreTrainedModel:
+    def base(config: PretrainedConfig, *, packed: bool) -> PreTrainedModel:
         return random_model(config, NVFP4 if packed else None, dtype=DTYPE, device=DEVICE)
 
     return {
@@ -132,6 +134,8 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
     yield "packed base against dense base", harness.relative_error(packed[0], same[0]), 1e-6
     # The attention's backward adds up in any order.
     yield "its gradient", harness.relative_error(packed[1], same[1]), 2**-8
+    if size in MIXTURES:  # in fp32, tokens near the boundary choose other experts than in bf16
+        return
     for name, (logprobs, gradient) in (("nvfp4", packed), ("bf16+peft", stock)):
         yield f"{name} against fp32", harness.relative_error(logprobs, exact[0]), 0.02
         yield f"{name}'s gradient against fp32", harness.relative_error(gradient, exact[1]), 0.05
@@ -197,7 +201,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 print(f"{name}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
                 continue
             exact = exact or (logprobs, gradient)  # of the first: plain, with every block recomputed
-            options = {"rank": RANK, "targets": PROJECTIONS, "fused": fused}
+            options = {"rank": RANK, "targets": FAMILIES[config.model_type].targets(PROJECTIONS), "fused": fused}
             predicted = (
                 parts.checkpoints(shape, tokens, DTYPE.itemsize, how=how)
                 + max(parts.blocks_kept(shape, tokens, DTYPE.itemsize, how=how, **options))
@@ -240,7 +244,9 @@ def main(argv: list[str] | None = None) -> None:
     sizes = ["7B", "3B", "14B", "32B"] if CUDA else ["tiny"]
     parser = harness.parser_with(__doc__, sizes=sizes, tokens=16384 if CUDA else 256, repeats=3)
     parser.add_argument("--rungs", action="store_true", help="measure gradient checkpointing, and nothing else")
-    parser.add_argument("--only", nargs="*", default=[], help="with --rungs: these, such as fused-none")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="nothing but these, such as nvfp4, or with --rungs fused-none"
+    )
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="The PEFT config's|Unsupported layer type")
     if args.rungs:
@@ -251,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
     harness.check(errors(first))
     for size in args.sizes:
         names = ["bf16+peft", "nvfp4"] if size != first else ["bf16+peft", *(n for n in variants() if n != "bf16+peft")]
-        run_step(size, args.tokens, names, args.repeats)
+        run_step(size, args.tokens, args.only or names, args.repeats)
 
 
 if __name__ == "__main__":

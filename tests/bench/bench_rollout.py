@@ -19,13 +19,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from qerl_pl.hopper import patches
 from qerl_pl.memory.parts import adapter_values, kv_token_bytes
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy, make_policy
+from qerl_pl.quant.experts import stack_experts
+from qerl_pl.quant.loading import empty_model
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine, launch
@@ -34,7 +36,7 @@ from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, FORMATS, RANK
 from tests.bench.together import is_together, turn
 from tests.random_checkpoints import written_apart
-from tests.random_models import SIZES, model_config
+from tests.random_models import MODELS, model_config
 
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if CUDA else (16, 16)
 DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes; for a larger checkpoint, vLLM draws random weights itself
@@ -47,8 +49,8 @@ def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
     if base == "nvfp4":
         policy = load_policy(path, dtype=DTYPE, lora=lora, seed=0, device=DEVICE)
     else:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config(size), dtype=DTYPE)
+        model = empty_model(model_config(size), DTYPE)
+        stack_experts(model)
         policy = make_policy(model.requires_grad_(False), base=path, dtype=DTYPE, lora=lora, seed=0)
     for module in policy.modules():
         if isinstance(module, LoraLinear):
@@ -137,12 +139,17 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
 
 def step_bytes(args: argparse.Namespace, size: str, base: str, count: int, *, adapter: bool) -> float:
     """Bytes that a decoding step has to read when half of the tokens are sampled: blocks, output matrix, keys and
-    values, and the adapter."""
-    shape = config_shape(model_config(size), NVFP4 if base == "nvfp4" else None, DTYPE)
+    values, and the adapter. Of a mixture, the expected number of experts that ``count`` tokens choose is read."""
+    config = model_config(size)
+    shape = config_shape(config, NVFP4 if base == "nvfp4" else None, DTYPE)
     head = shape.vocabulary * shape.hidden * DTYPE.itemsize
     cached = (PROMPT_TOKENS + NEW_TOKENS / 2) * kv_token_bytes(shape, DTYPE.itemsize, args.kv_cache_dtype)
-    values = adapter_values(shape, rank=args.rank, targets=PROJECTIONS, train_norms=False) if adapter else 0
-    return shape.linear_bytes + head + count * cached + values * DTYPE.itemsize
+    targets = FAMILIES[config.model_type].targets(PROJECTIONS)
+    values = adapter_values(shape, rank=args.rank, targets=targets, train_norms=False) if adapter else 0
+    experts = shape.experts
+    idle = experts.num * (1 - experts.chosen / experts.num) ** count if experts.num else 0
+    unread = shape.num_layers * idle * 3 * experts.inner * shape.hidden * (9 / 16 if base == "nvfp4" else 2)
+    return shape.linear_bytes - unread + head + count * cached + values * DTYPE.itemsize
 
 
 def bandwidth() -> float:
@@ -158,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = harness.parser_with(
         __doc__, "--folder", "--output", "--path", rank=RANK, sequences=[8, 64, 256] if CUDA else [4], repeats=2
     )
-    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=["7B", "32B"] if CUDA else ["tiny"])
+    parser.add_argument("--sizes", nargs="*", choices=MODELS, default=["7B", "32B"] if CUDA else ["tiny"])
     parser.add_argument("--bases", nargs="*", choices=FORMATS, default=["nvfp4", "bf16"])
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -187,10 +194,9 @@ def main(argv: list[str] | None = None) -> None:
 def checkpoint(folder: Path, size: str, base: str) -> Path:
     """Write a random checkpoint, or only its configuration if the weights would be too large for a disk."""
     config = model_config(size)
-    blocks = config.num_hidden_layers * config.hidden_size * (config.intermediate_size * 3 + config.hidden_size * 2)
-    if base == "bf16" and 2 * blocks > DISK_LIMIT:
+    if base == "bf16" and config_shape(config, None, torch.bfloat16).linear_bytes > DISK_LIMIT:
         path = folder / f"{size}-{base}{DUMMY}"
-        config.architectures, config.dtype = ["Qwen2ForCausalLM"], torch.bfloat16
+        config.architectures, config.dtype = [type(empty_model(config, DTYPE)).__name__], torch.bfloat16
         config.save_pretrained(path)
         save_file({}, path / "model.safetensors")  # a checkpoint of no weights
         return path

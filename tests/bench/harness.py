@@ -24,7 +24,7 @@ from qerl_pl.common.program import use_expandable_segments
 from qerl_pl.hopper import driver
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.vllm import setup as vllm_setup
-from tests.random_models import SIZES
+from tests.random_models import MODELS
 
 use_expandable_segments()  # as the program does
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")  
 DECODING_KERNELS = ("auto", "native", "humming")
 FORMATS = ("nvfp4", "bf16")
 OPTIONS: dict[str, dict[str, Any]] = {  # that several benchmarks have
-    "--size": {"choices": SIZES, "default": "7B" if CUDA else "tiny", "help": "of the model"},
+    "--size": {"choices": MODELS, "default": "7B" if CUDA else "tiny", "help": "of the model"},
     "--folder": {"type": Path, "default": Path(tempfile.gettempdir()) / "qerl-bench", "help": "of random checkpoints"},
     "--base": {"choices": FORMATS, "default": "nvfp4", "help": "format of the base's weights"},
     "--output": {"type": Path, "help": "file to append the lines to; what it has already is not measured again"},
