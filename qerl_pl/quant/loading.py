@@ -185,7 +185,7 @@ def _fill(
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)
     if part.buffer == "block_scale" and value.dtype == meta.dtype:
-        _check_block_scales(value, cast(FrozenLinear, module).fmt, name)
+        _check_block_scales(value.to(device), cast(FrozenLinear, module).fmt, name)
     if part.buffer == "global_scale_bits":
         factor = value.view(torch.float64).float()
         if not (factor.isfinite() & (factor > 0)).all():

@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import time
 import warnings
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from qerl_pl.hopper import patches
 from qerl_pl.memory.parts import adapter_values, kv_token_bytes
-from qerl_pl.memory.shape import config_shape
+from qerl_pl.memory.shape import ModelShape, config_shape
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy, make_policy
@@ -141,15 +142,23 @@ def step_bytes(args: argparse.Namespace, size: str, base: str, count: int, *, ad
     """Bytes that a decoding step has to read when half of the tokens are sampled: blocks, output matrix, keys and
     values, and the adapter. Of a mixture, the expected number of experts that ``count`` tokens choose is read."""
     config = model_config(size)
-    shape = config_shape(config, NVFP4 if base == "nvfp4" else None, DTYPE)
+    shape = shape_in(size, base)
     head = shape.vocabulary * shape.hidden * DTYPE.itemsize
     cached = (PROMPT_TOKENS + NEW_TOKENS / 2) * kv_token_bytes(shape, DTYPE.itemsize, args.kv_cache_dtype)
     targets = FAMILIES[config.model_type].targets(PROJECTIONS)
     values = adapter_values(shape, rank=args.rank, targets=targets, train_norms=False) if adapter else 0
     experts = shape.experts
     idle = experts.num * (1 - experts.chosen / experts.num) ** count if experts.num else 0
-    unread = shape.num_layers * idle * 3 * experts.inner * shape.hidden * (9 / 16 if base == "nvfp4" else 2)
+    unread = (
+        shape.num_layers * idle * 3 * experts.inner * shape.hidden * (9 / 16 if base == "nvfp4" else DTYPE.itemsize)
+    )
     return shape.linear_bytes - unread + head + count * cached + values * DTYPE.itemsize
+
+
+@cache
+def shape_in(size: str, base: str) -> ModelShape:
+    """Find the dimensions of a model in a format; for a large mixture this takes seconds."""
+    return config_shape(model_config(size), NVFP4 if base == "nvfp4" else None, DTYPE)
 
 
 def bandwidth() -> float:
@@ -194,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
 def checkpoint(folder: Path, size: str, base: str) -> Path:
     """Write a random checkpoint, or only its configuration if the weights would be too large for a disk."""
     config = model_config(size)
-    if base == "bf16" and config_shape(config, None, torch.bfloat16).linear_bytes > DISK_LIMIT:
+    if base == "bf16" and shape_in(size, base).linear_bytes > DISK_LIMIT:
         path = folder / f"{size}-{base}{DUMMY}"
         config.architectures, config.dtype = [type(empty_model(config, DTYPE)).__name__], torch.bfloat16
         config.save_pretrained(path)

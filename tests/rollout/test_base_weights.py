@@ -109,3 +109,26 @@ def test_a_closed_engine_keeps_no_memory_of_the_trainer_alive(started):
 def test_two_copies_are_planned_where_the_native_kernels_do_not_run(monkeypatch, kernel, expected):
     monkeypatch.setattr(driver, "is_available", lambda device: False)
     assert VLLMEngine(decoding_kernel=kernel).memory.one_copy == expected
+
+
+@pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale", "w2_weight_scale_2"])
+def test_sums_tell_a_flipped_bit_and_weights_that_two_experts_have_exchanged(name):
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.nn.Parameter:
+        bits = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        return torch.nn.Parameter(bits, requires_grad=False)
+
+    layer = torch.nn.Module()
+    layer.w13_weight = torch.nn.Parameter(drawn(5, 4, 16).view(torch.int32), requires_grad=False)
+    layer.w13_weight_scale = torch.nn.Parameter(drawn(5, 4, 3).view(torch.float8_e4m3fn), requires_grad=False)
+    layer.w2_weight_scale_2 = torch.nn.Parameter(drawn(5, 4).view(torch.float32)[:, 0], requires_grad=False)
+    before = base_weights.expert_sums(layer)
+    assert before.shape == (3, 5)
+    bits = layer.get_parameter(name).data
+    bits = bits.view(torch.uint8 if bits.itemsize == 1 else torch.int32).view(5, -1)
+    bits[3, -1] ^= 4
+    assert (base_weights.expert_sums(layer) != before).sum() == 1
+    bits[3, -1] ^= 4
+    bits[[1, 2]] = bits[[2, 1]]
+    assert (base_weights.expert_sums(layer) != before).sum() == 2

@@ -52,9 +52,10 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 
 def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
     """Find the experts of vLLM's model that consist of the trainer's packed linears. ``Fused.layer`` is an object with
-    the parameters of the expert that vLLM holds at present, under the names that the parameters of a linear have."""
+    the parameters of the expert that vLLM holds at present, under the names that the parameters of a linear have.
+    Experts whose weights vLLM has rearranged are left out."""
     for name, layer in model.named_modules():
-        if not isinstance(layer, RoutedExperts):
+        if not isinstance(layer, RoutedExperts) or hasattr(layer, "loaded_sums"):
             continue
         parent = name.removesuffix(".routed_experts")
         parameters = dict(layer.named_parameters(recurse=False))
@@ -122,9 +123,10 @@ def check_rows(
 ) -> int:
     """Compare every packed linear of vLLM with the trainer's. If vLLM has a dense copy, the first row of each of the
     trainer's linears in it is compared; if both share one copy (the linear has the attribute ``adopted``), a digest of
-    the whole weight. Of experts and of ``routers``, the router weights by name, all rows are compared. Linears whose
-    packed weights vLLM has rearranged are left out. Returns the number of linears, experts and routers compared;
-    CheckFailed if one differs from the trainer's or has changed since it was loaded."""
+    the whole weight. Of experts and of ``routers``, the router weights by name, all rows are compared. Experts whose
+    packed weights vLLM has rearranged after ``check_same_base`` are compared, those of a block together, with
+    ``expert_sums`` at that time; other rearranged linears are left out. Returns the number of linears, experts and
+    routers compared; CheckFailed if one differs from the trainer's or has changed since it was loaded."""
     model, same = worker.get_model(), {}
     for name, layer, _, parts in fused_linears(model, linears):
         weight = getattr(layer, "weight", None)
@@ -140,6 +142,9 @@ def check_rows(
             rows = weight.split([part.out_features for part in parts])
             equal = [(part.dense(row.dtype).to(row.device) == row).all() for part, row in zip(parts, rows, strict=True)]
             same[name] = torch.stack(equal).all()
+    for name, layer in model.named_modules():
+        if isinstance(layer, RoutedExperts) and hasattr(layer, "loaded_sums"):
+            same[name] = (expert_sums(layer) == layer.loaded_sums).all()
     for name, weight in (routers or {}).items():
         same[name] = (model.get_parameter(name) == weight.to(model.get_parameter(name))).all()
     if same and not all(results := torch.stack([*same.values()]).tolist()):
@@ -150,6 +155,23 @@ def check_rows(
             f"from what was loaded: {listed}"
         )
     return len(same)
+
+
+def note_experts(model: nn.Module) -> None:
+    """Store ``expert_sums`` of experts whose packed weights vLLM has rearranged, as their attribute
+    ``loaded_sums``."""
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts) and not layer.get_parameter("w13_weight").is_floating_point():
+            layer.loaded_sums = expert_sums(layer)
+
+
+def expert_sums(layer: nn.Module) -> Tensor:
+    """Return the sum of each expert's bits in each parameter of a layer, [parameters, E] int64. Bits that change, or
+    are exchanged between experts, change a sum."""
+    bits = (parameter.detach().flatten(1) for parameter in layer.parameters(recurse=False) if parameter.ndim > 1)
+    factors = (parameter.detach().unsqueeze(1) for parameter in layer.parameters(recurse=False) if parameter.ndim == 1)
+    words = [part.view(torch.int32 if part.element_size() == 4 else torch.uint8) for part in (*bits, *factors)]
+    return torch.stack([part.sum(1, dtype=torch.int64) for part in words])
 
 
 def packed_codes(layer: Any) -> Any:

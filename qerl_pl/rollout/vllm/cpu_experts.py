@@ -81,13 +81,3 @@ def in_torch(select: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], tuple[
         return UnquantizedMoeBackend.CPU, TorchExperts
 
     return select_in_torch
-
-
-def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the forward of vLLM's router, which would round logits to 16 bits."""
-
-    def forward(self: Any, x: Tensor) -> Any:
-        logits = F.linear(x.float(), self.weight.float())
-        return (logits, None) if self.return_bias else logits
-
-    return forward

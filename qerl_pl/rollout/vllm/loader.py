@@ -67,6 +67,7 @@ def register_loader(
             # vLLM's setting may also be "auto" by its type, but is a device when a model is loaded.
             device: Any = vllm_config.device_config.device
             lora = vllm_config.lora_config
+            base_weights.note_experts(model)
             if hooks:
                 hooks.loaded(model, packed, device, one_adapter=not lora or lora.max_loras == 1)
             if recorder:

@@ -30,6 +30,7 @@ def apply_all() -> None:
     if current_platform.is_cpu() or current_platform.is_cuda():
         adapters_in_fixed_order()
         text_models_without_torchvision()
+        routers_in_fp32()
     if current_platform.is_cpu():
         delta_nets_in_fp32()
         experts_in_torch()
@@ -66,21 +67,32 @@ def delta_nets_in_fp32() -> None:
 
 
 def experts_in_torch() -> None:
-    """Compute mixtures of experts by torch on a CPU, and routers in fp32 as the trainer does.
+    """Compute mixtures of experts by torch on a CPU.
 
     Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
-    attention has some; and routers have no weight that could be compared with the trainer's.
-    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform; on a CPU it rearranges
-    the weights of linears, except of layers with the attribute ``_cpu_skip_gemm_dispatch``.
+    attention has some.
+    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform.
     Versions: vLLM 0.32. Upstream: none known.
     """
-    from qerl_pl.rollout.vllm.cpu_experts import in_fp32, in_torch
+    from qerl_pl.rollout.vllm.cpu_experts import in_torch
+
+    methods: Any = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+    replace_once(methods, "select_unquantized_moe_backend", in_torch, takes=("moe_config",))
+
+
+def routers_in_fp32() -> None:
+    """Compute the logits of routers in fp32, as the trainer does.
+
+    Symptom: more tokens have other experts than in the trainer; on a CPU, no weight of a router that could be compared.
+    Cause: vLLM rounds the logits of Qwen3-MoE to 16 bits, in which one token of 18 has equal logits for the last chosen
+    expert and the next; it packs weights of linears on a CPU, except of layers with the attribute that is set here.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from qerl_pl.rollout.vllm.routers import in_fp32
 
     router: Any = import_module("vllm.model_executor.layers.fused_moe.router.gate_linear").GateLinear
     router._cpu_skip_gemm_dispatch = True
     replace_once(router, "forward", in_fp32, takes=("self", "x"))
-    methods: Any = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
-    replace_once(methods, "select_unquantized_moe_backend", in_torch, takes=("moe_config",))
 
 
 def text_models_without_torchvision() -> None:
@@ -180,6 +192,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     adapters_in_fixed_order,
     delta_nets_in_fp32,
     experts_in_torch,
+    routers_in_fp32,
     text_models_without_torchvision,
     memory_of_ended_engines,
     sleep_beside_other_processes,

@@ -1,0 +1,28 @@
+"""Routers of mixtures of experts in vLLM with logits in fp32, as in the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the forward of vLLM's router, which would round logits to 16 bits."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        logits = logits_of(x, self.weight)
+        return (logits, None) if self.return_bias else logits
+
+    return forward
+
+
+def logits_of(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply tokens [T, H] by a router's weight [E, H] in fp32: [T, E] fp32. On a GPU one kernel does so for bf16,
+    whose products are exact in fp32."""
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
