@@ -13,7 +13,9 @@ import argparse
 import subprocess
 import time
 import warnings
+from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -73,6 +75,8 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
         launch.llm_arguments = lambda *args, **named: plainly(*args, **named) | {"load_format": "dummy"}
     if not args.adapter_only:
         patches.graphs_with_adapter = lambda: None  # so passes without the adapter have graphs, too
+    if args.preferred_experts:
+        prefer_other_experts()
     start = time.perf_counter()
     engine.start(policy, max_model_len=PROMPT_TOKENS + NEW_TOKENS + 8)
     start_s = time.perf_counter() - start
@@ -82,11 +86,23 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
         engine.sleep()  # frees its KV cache for engines of other processes
     with turn():
         engine.wake()
-        measure_started(args, size, base, engine, start_s)
+        measure_started(args, size, base, engine, start_s, kernels)
         engine.close()  # the next one may need the room
 
 
-def measure_started(args: argparse.Namespace, size: str, base: str, engine: VLLMEngine, start_s: float) -> None:
+def prefer_other_experts() -> None:
+    """Let vLLM compute NVFP4 experts by the kernel that it prefers without adapters; with any, it takes Marlin's."""
+    methods = import_module(
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+        ".compressed_tensors_moe_w4a4_nvfp4"
+    )
+    select = methods.select_nvfp4_moe_backend
+    methods.select_nvfp4_moe_backend = lambda config, **keys: select(replace(config, is_lora_enabled=False), **keys)
+
+
+def measure_started(
+    args: argparse.Namespace, size: str, base: str, engine: VLLMEngine, start_s: float, kernels: dict[str, int]
+) -> None:
     """Print the lines of an engine that runs."""
     bytes_per_s = bandwidth()
     generator = torch.Generator().manual_seed(0)
@@ -122,6 +138,7 @@ def measure_started(args: argparse.Namespace, size: str, base: str, engine: VLLM
                 roof_per_s=count / step_bytes(args, size, base, count, adapter=adapter) * bytes_per_s,
                 prefill_s=prefill[adapter],
                 start_s=start_s,
+                kernels=kernels,
             )
 
 
@@ -135,6 +152,7 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
         "sequences": count,
         "kv": args.kv_cache_dtype,
         "decoding": harness.decoding_kernel(args.decoding_kernel, base, DTYPE),
+        **({"experts": "preferred"} if args.preferred_experts else {}),
     }
 
 
@@ -176,6 +194,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--sizes", nargs="*", choices=MODELS, default=["7B", "32B"] if CUDA else ["tiny"])
     parser.add_argument("--bases", nargs="*", choices=FORMATS, default=["nvfp4", "bf16"])
+    parser.add_argument(
+        "--preferred-experts", action="store_true", help="by the kernel that vLLM prefers, not Marlin's"
+    )
     parser.add_argument("--adapter-only", action="store_true", help="nothing without the adapter")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--decoding-kernel", default="auto", choices=harness.DECODING_KERNELS, help="of NVFP4 bases")
@@ -184,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
         measure(args, args.sizes[0], args.bases[0])
         return
     done = [line["shape"] for line in harness.kept(args.output) if line["name"] == "rollout/generate"]
-    options = ["--adapter-only"] if args.adapter_only else []
+    options = ["--adapter-only"] * args.adapter_only + ["--preferred-experts"] * args.preferred_experts
     for name in ("rank", "repeats", "kv_cache_dtype", "decoding_kernel"):
         options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     failed = []

@@ -161,17 +161,19 @@ def note_experts(model: nn.Module) -> None:
     """Store ``expert_sums`` of experts whose packed weights vLLM has rearranged, as their attribute
     ``loaded_sums``."""
     for layer in model.modules():
-        if isinstance(layer, RoutedExperts) and not layer.get_parameter("w13_weight").is_floating_point():
-            layer.loaded_sums = expert_sums(layer)
+        if isinstance(layer, RoutedExperts):
+            weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
+            if weight is None or not weight.is_floating_point():
+                layer.loaded_sums = expert_sums(layer)
 
 
 def expert_sums(layer: nn.Module) -> Tensor:
-    """Return the sum of each expert's bits in each parameter of a layer, [parameters, E] int64. Bits that change, or
+    """Return the sums of each expert's bits in each parameter of a layer, [parameters * E] int64. Bits that change, or
     are exchanged between experts, change a sum."""
     bits = (parameter.detach().flatten(1) for parameter in layer.parameters(recurse=False) if parameter.ndim > 1)
     factors = (parameter.detach().unsqueeze(1) for parameter in layer.parameters(recurse=False) if parameter.ndim == 1)
     words = [part.view(torch.int32 if part.element_size() == 4 else torch.uint8) for part in (*bits, *factors)]
-    return torch.stack([part.sum(1, dtype=torch.int64) for part in words])
+    return torch.cat([part.sum(1, dtype=torch.int64) for part in words])
 
 
 def packed_codes(layer: Any) -> Any:
