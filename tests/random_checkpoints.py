@@ -51,11 +51,13 @@ def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: in
     torch.manual_seed(0)
     output = OutputFolder(path, {"size": size, "format": fmt})
     shard: dict[str, Tensor] = {}
+    held = 0
     for name, tensor in _tensors(model, fmt):
-        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > SHARD_BYTES:
+        if shard and held + tensor.nbytes > SHARD_BYTES:
             output.add(f"model-{len(output.done):05}.safetensors", shard)
-            shard = {}
+            shard, held = {}, 0
         shard[name] = tensor.cpu()
+        held += tensor.nbytes
     output.add(f"model-{len(output.done):05}.safetensors", shard)
     output.finish(source, about)
     shutil.rmtree(source)
