@@ -140,9 +140,10 @@ def fused_groups(linears: Sequence[str], present: Collection[str] | None = None)
     """Group linears as ``fused_with`` does, by the name of the first linear of each group; raise ValueError if only a
     part of a group is in ``linears``."""
     groups: dict[str, list[str]] = {}
+    known = set(linears)
     for name in linears:
         group = fused_with(name, present)
-        if missing := set(group) - set(linears):
+        if missing := set(group) - known:
             raise ValueError(f"engines fuse {group}; ignore all of them or none, not only {sorted(missing)}")
         if name == group[0]:
             groups[name] = group
