@@ -256,11 +256,17 @@ def engine_pass(
     """Return the peak bytes of vLLM's largest forward pass: the larger of an MLP with LoRA's fp32 buffers (and, if it
     ``dequantises``, a copy of its fused gate and up projections), and the logits, in two fp32 copies while it samples.
     """
-    rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
-    mlp = batched_tokens * (itemsize * (max(3 * shape.inner, rows) + 3 * shape.hidden) + 3 * 4 * slot_rank)
+    mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
     mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
     logits = shape.vocabulary * 4 * max(2 * num_seqs, SCORED_TOGETHER)
     return max(mlp, itemsize * batched_tokens * shape.hidden + logits)
+
+
+def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -> int:
+    """Return the bytes that vLLM's kernels for experts allocate once for their results: for each of the k rows of a
+    token, the larger of gate and up together and of the output, and the larger of their product and of the output."""
+    sizes, hidden = shape.experts, shape.hidden
+    return itemsize * batched_tokens * sizes.chosen * (max(2 * sizes.inner, hidden) + max(sizes.inner, hidden))
 
 
 def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: bool = False, length: int = 0) -> int:

@@ -120,10 +120,11 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     rank, num_seqs = parts.slot_rank(run.rank), engine.max_num_seqs
     awake = ("start", "rollout")
     weights = awake if engine.sleep_level else tuple(MOMENTS)
+    batched_tokens = engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     largest = parts.engine_pass(
         shape,
         itemsize,
-        batched_tokens=engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        batched_tokens=batched_tokens,
         num_seqs=num_seqs,
         slot_rank=rank,
         # only an NVFP4 base has linears that fit the native kernels
@@ -144,6 +145,7 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
         "KV cache": _at(engine.kv_cache_bytes, *awake),
         "engine's state, CUDA graphs": _at(state, *MOMENTS),
         "engine's routes": _at(run.router_replay * parts.recorded_routes(shape, cached), *MOMENTS),
+        "experts' workspace": _at(parts.expert_workspace(shape, itemsize, batched_tokens=batched_tokens), *MOMENTS),
         "engine's passes": {"start": largest, "rollout": max(largest, checked)},
     }
 

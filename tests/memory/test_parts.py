@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -238,3 +239,13 @@ def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, row
     assert sizes[True] == tokens
     logits = 2 * 4 * shape.vocabulary * (rows - min(64, sequences))
     assert sizes[False] == tokens + logits + sets * parts.GRAPHS_PER_LAYER * shape.num_layers
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("size", ["tiny-A", "30B-A3B", "7B"])
+def test_experts_workspace_has_the_two_tensors_that_vllms_kernel_asks_for(size):
+    marlin = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.marlin_moe").MarlinExperts
+    shape = config_shape(model_config(size, num_layers=1), NVFP4, torch.bfloat16)
+    number, chosen, inner = shape.experts
+    first, second, _ = marlin.workspace_shapes(None, 100, inner, shape.hidden, chosen, number, number, None, None)
+    assert parts.expert_workspace(shape, 2, batched_tokens=100) == 2 * (math.prod(first) + math.prod(second))
