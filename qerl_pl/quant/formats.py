@@ -77,7 +77,8 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
     Args:
         weight: [N, K] floating, finite, K a multiple of the format's block.
-        global_scale: [] tensor scale that is shared with other tensors; None computes this tensor's own.
+        global_scale: [] tensor scale that is shared with other tensors, or [N] one of each row; None computes this
+            tensor's own.
         name: name of the tensor in error messages.
     """
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
@@ -88,15 +89,16 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
         raise ValueError(f"{name} holds NaN or infinity; expected finite weights")
     if global_scale is None:
         global_scale = fmt.tensor_scale(amax)
-    block_scale = fmt.round_scale(block_amax, global_scale)
+    block_scale = fmt.round_scale(block_amax, global_scale.unsqueeze(1) if global_scale.ndim else global_scale)
     return PackedWeight(round_codes(weight, fmt, block_scale, global_scale), block_scale, global_scale)
 
 
 def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Round a weight [N, K] to the codes whose values are nearest under given scales; return packed codes [N, K/2]."""
+    """Round a weight [N, K] to the codes whose values are nearest under given scales, of which the tensor scale is [],
+    or [N] by row; return packed codes [N, K/2]."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in row_chunks(weight):
-        scale = fmt.effective_scale(block_scale[rows], global_scale).unsqueeze(-1)  # [n, K/block, 1]
+        scale = fmt.effective_scale(block_scale[rows], of_rows(global_scale, rows)).unsqueeze(-1)  # [n, K/block, 1]
         codes[rows] = pack(fmt.encode(weight[rows].float().unflatten(1, (-1, fmt.block)), scale).flatten(1))
     return codes
 
@@ -130,6 +132,11 @@ def dequantize_reference(weight: PackedWeight, fmt: Format) -> Tensor:
     """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition for tests of faster functions."""
     value = torch.tensor(fmt.values, device=weight.codes.device)[unpack(weight.codes).long()]
     return value * fmt.effective_scale(weight.block_scale, weight.global_scale).repeat_interleave(fmt.block, dim=1)
+
+
+def of_rows(global_scale: Tensor, rows: slice) -> Tensor:
+    """Return the tensor scales of some rows of a matrix, given one of each row, [N], or one of all, []."""
+    return global_scale[rows] if global_scale.ndim else global_scale
 
 
 def row_chunks(matrix: Tensor) -> Iterator[slice]:

@@ -11,7 +11,7 @@ previous blocks compute, with their adapter if one is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,15 +28,17 @@ from qerl_pl.model.tokenizer import load_tokenizer
 from qerl_pl.quant.blockwise import BlockStream
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.declared import quantization_config
+from qerl_pl.quant.experts import OF_EXPERT
 from qerl_pl.quant.families import check_family
 from qerl_pl.quant.layouts import WRITERS, Writer, packed_weight
 from qerl_pl.quant.loading import check_complete, meta_model
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.residual import StartFolder, adapter_tensors, fresh_factors, residual_factors, with_adapter
-from qerl_pl.quant.rounding import LayerReport, pack_group, report_layer
+from qerl_pl.quant.rounding import LayerReport, pack_group, pack_groups, report_layer
 from qerl_pl.quant.selection import OutputFile, fused_groups, output_files, split_linears
 
 LARGEST_WEIGHT = 1e6  # the sum of squares of a layer of larger weights could overflow fp32
+TOGETHER = 2**27  # weights that are packed at once, whose temporary copies take about 2 GB
 VERSION = 2  # version of the written tensors' layout and arithmetic, stored with them
 
 
@@ -145,10 +147,14 @@ def pack_file(
             moments = stream.second_moments(file.block, written, [group[0] for group in in_file], dtype=exact)
             adapted = {} if rank is None else adapted_linears(file.block, stream, FAMILIES[skeleton.config.model_type])
     layers = []
-    for group in in_file:
-        weights = {name: written.pop(f"{name}.weight").to(device) for name in group}
-        moment = moments.get(group[0])
-        for name, packed in pack_group(weights, fmt, method, moment).items():
+    for batch in batches(in_file, tensors, together=method == "rtn"):
+        read = [{name: written.pop(f"{name}.weight").to(device) for name in group} for group in batch]
+        weights = {name: weight for group in read for name, weight in group.items()}
+        first = moments.get(batch[0][0])
+        done = pack_groups(read, fmt) if len(batch) > 1 else pack_group(weights, fmt, method, first)
+        moment_of = {name: moments.get(group[0]) for group in batch for name in group}
+        for name, packed in done.items():
+            moment = moment_of[name]
             layers.append(asdict(report_layer(name, weights[name], packed, fmt, moment)))
             if rank is not None and name in adapted:
                 assert moment is not None
@@ -159,7 +165,27 @@ def pack_file(
     for name, shape in adapted.items():
         if rank is not None and f"{name}.weight" in written:
             adapter |= adapter_tensors(name, *fresh_factors(shape, rank, generator=_generator(name)))
+    order = {name: place for place, name in enumerate(name for group in in_file for name in group)}
+    layers.sort(key=lambda layer: order[layer["name"]])
     return {name: tensor.cpu() for name, tensor in written.items()}, layers, adapter
+
+
+def batches(
+    groups: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], *, together: bool
+) -> Iterator[list[Sequence[str]]]:
+    """Divide groups of linears, whose weights are in ``tensors``, into those that are packed in one call: with
+    ``together``, experts' linears with equally many columns, of about ``TOGETHER`` weights; all others alone."""
+    waiting: dict[int, list[Sequence[str]]] = {}
+    for group in groups:
+        if not (together and OF_EXPERT.fullmatch(group[0])):
+            yield [group]
+            continue
+        columns = tensors[f"{group[0]}.weight"].shape[1]
+        batch = waiting.setdefault(columns, [])
+        batch.append(group)
+        if columns * sum(len(tensors[f"{name}.weight"]) for group in batch for name in group) >= TOGETHER:
+            yield waiting.pop(columns)
+    yield from waiting.values()
 
 
 def adapted_linears(block: str, stream: BlockStream, family: Family) -> dict[str, tuple[int, int]]:

@@ -27,6 +27,20 @@ def pack_group(
     }
 
 
+def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
+    """Pack groups of weights with equally many columns, such as those of all experts, by rtn as ``pack_group`` does with
+    each, bit for bit, but in one call, which on a GPU takes far fewer launches."""
+    weights = {name: weight for group in groups for name, weight in group.items()}
+    scales = [group_scale(list(group.values()), fmt) for group in groups]
+    scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}
+    sizes = [len(weight) for weight in weights.values()]
+    rows = torch.tensor(sizes, device=scales[0].device)
+    by_row = torch.stack([scale_of[name] for name in weights]).repeat_interleave(rows, output_size=sum(sizes))
+    whole = quantize(torch.cat([*weights.values()]), fmt, by_row)
+    parts = zip(weights, whole.codes.split(sizes), whole.block_scale.split(sizes), strict=True)
+    return {name: PackedWeight(codes, block_scale, scale_of[name]) for name, codes, block_scale in parts}
+
+
 def group_scale(weights: Sequence[Tensor], fmt: Format) -> Tensor:
     """Compute the common tensor scale, [], of several weights from their largest magnitude."""
     return fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights]).amax())

@@ -18,6 +18,7 @@ from functools import cache
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -92,7 +93,7 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
 
 def prefer_other_experts() -> None:
     """Let vLLM compute NVFP4 experts by the kernel that it prefers without adapters; with any, it takes Marlin's."""
-    methods = import_module(
+    methods: Any = import_module(
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
         ".compressed_tensors_moe_w4a4_nvfp4"
     )

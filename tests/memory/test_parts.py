@@ -246,6 +246,8 @@ def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, row
 def test_experts_workspace_has_the_two_tensors_that_vllms_kernel_asks_for(size):
     marlin = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.marlin_moe").MarlinExperts
     shape = config_shape(model_config(size, num_layers=1), NVFP4, torch.bfloat16)
-    number, chosen, inner = shape.experts
-    first, second, _ = marlin.workspace_shapes(None, 100, inner, shape.hidden, chosen, number, number, None, None)
+    sizes, hidden = shape.experts, shape.hidden
+    first, second, _ = marlin.workspace_shapes(
+        None, 100, sizes.inner, hidden, sizes.chosen, sizes.num, sizes.num, None, None
+    )
     assert parts.expert_workspace(shape, 2, batched_tokens=100) == 2 * (math.prod(first) + math.prod(second))

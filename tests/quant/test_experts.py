@@ -101,12 +101,13 @@ def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tok
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
-def test_values_and_gradients_on_a_gpu_are_those_of_loops(dtype, tolerance):
-    made = random_mixture().cuda()
-    x = torch.randn(1, 33, 64, generator=torch.Generator().manual_seed(1)).to("cuda", dtype).requires_grad_()
+@pytest.mark.parametrize(("number", "chosen", "tokens"), [(5, 2, 33), (8, 1, 1), (128, 8, 77)])
+def test_values_and_gradients_on_a_gpu_are_those_of_loops(dtype, tolerance, number, chosen, tokens):
+    made = random_mixture(number, chosen).cuda()
+    x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(1)).to("cuda", dtype).requires_grad_()
     same = x.detach()[0].double().requires_grad_()
-    expected = mixture(same, made.gate.weight, expert_weights(made), 2, normalised=True)
-    weights = torch.randn(33, 64, generator=torch.Generator().manual_seed(2)).cuda()
+    expected = mixture(same, made.gate.weight, expert_weights(made), chosen, normalised=True)
+    weights = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(2)).cuda()
     (made(x)[0] * weights).sum().backward()
     (expected * weights).sum().backward()
     assert x.grad is not None
@@ -252,6 +253,21 @@ def test_a_mixture_is_quantised_with_calibration_better_than_without_and_goes_on
     found, expected = tensors_of(tmp_path / "part"), tensors_of(tmp_path / "whole")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("together", [1, 3 * 64 * 128])
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+def test_experts_are_packed_alike_and_reported_in_order_whatever_number_is_packed_at_once(
+    folder, tmp_path, monkeypatch, method, together
+):
+    whole = quantize_checkpoint(folder / "dense", tmp_path / "whole", method=method)
+    monkeypatch.setattr(quantize, "TOGETHER", together)
+    assert quantize_checkpoint(folder / "dense", tmp_path / "parts", method=method) == whole
+    found, expected = tensors_of(tmp_path / "parts"), tensors_of(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    assert all(
+        torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in expected.items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["dense", "nvfp4"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.model.quantization import Method
+from qerl_pl.quant import formats
 from qerl_pl.quant.formats import Format, PackedWeight, dequantize_reference, pack, quantize, round_codes
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
@@ -18,6 +19,7 @@ from qerl_pl.quant.rounding import (
     group_scale,
     output_error,
     pack_group,
+    pack_groups,
     pack_weight,
     report_layer,
     search_scales,
@@ -128,3 +130,22 @@ def test_an_all_zero_weight_is_reported_without_error():
     zero = torch.zeros(2, 32)
     report = report_layer("zero", zero, quantize(zero, NVFP4), NVFP4, torch.zeros(32, 32))
     assert (report.weight_error, report.max_error, report.outlier_ratio, report.output_error) == (0, 0, 0, 0)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_that_are_packed_together_have_the_bits_of_each_packed_alone(fmt, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    groups = [
+        {f"{number}.{part}": torch.randn(rows, 128, generator=generator).to(dtype) / 2**number for part, rows in parts}
+        for number, parts in enumerate(map(enumerate, [(5, 3), (5, 3), (2,), (1,), (7, 7)]))
+    ]
+    groups[2]["2.0"].zero_()
+    expected = {name: packed for group in groups for name, packed in pack_group(group, fmt, "rtn", None).items()}
+    monkeypatch.setattr(formats, "_CHUNK", 3 * 128)
+    found = pack_groups(groups, fmt)
+    assert list(found) == list(expected)
+    for name, packed in expected.items():
+        assert torch.equal(found[name].codes, packed.codes), name
+        assert torch.equal(found[name].block_scale, packed.block_scale), name
+        assert torch.equal(found[name].global_scale, packed.global_scale), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -144,7 +144,7 @@ def check_rows(
             same[name] = torch.stack(equal).all()
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts) and hasattr(layer, "loaded_sums"):
-            same[name] = (expert_sums(layer) == layer.loaded_sums).all()
+            same[name] = expert_sums(layer).eq(cast(Tensor, layer.loaded_sums)).all()
     for name, weight in (routers or {}).items():
         same[name] = (model.get_parameter(name) == weight.to(model.get_parameter(name))).all()
     if same and not all(results := torch.stack([*same.values()]).tolist()):
