@@ -4,8 +4,6 @@ Usage: python train.py fit -c configs/tasks/TASK.yaml -c configs/models/MODEL.ya
        [--run_dir DIR] [--ckpt_path last] [--KEY VALUE ...]
 """
 
-from __future__ import annotations
-
 import sys
 
 from qerl_pl import __main__ as program

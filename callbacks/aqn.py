@@ -1,7 +1,5 @@
 """Adaptive Quantization Noise (AQN): scheduled Gaussian noise on the norm weights that rollouts are sampled with."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, Trainer

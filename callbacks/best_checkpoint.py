@@ -1,7 +1,5 @@
 """Keep the checkpoint with the best validation score."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

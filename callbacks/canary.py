@@ -1,7 +1,5 @@
 """Check that the rollout engine holds and uses the trainer's policy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Write the sampled completions to JSON Lines files, and some of them to the loggers, so that people can read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

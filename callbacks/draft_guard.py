@@ -1,7 +1,5 @@
 """Log what speculation gains, and leave out drafts where they do not pay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -21,11 +19,6 @@ class DraftGuard(Callback):
 
     The counts are in the checkpoint, so a resumed run decides the same (``qerl_pl/hopper/draft_guard.py`` has the
     rule). Evaluations and checks are not counted. Without ``model.engine.speculation: "on"`` it does nothing.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.draft_guard.DraftGuard
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """Log the policy's entropy: mean and quantiles."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer

@@ -1,7 +1,5 @@
 """Print the table of results at the end of an evaluation: avg@n and pass@k with confidence intervals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,6 @@ class EvaluationReport(Callback):
 
     A completion is right if the first of the run's rewards gives it 1. A completion that could not be scored counts as
     wrong, because leaving it out would make a hard problem look easy; the table has the share of such completions.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.evaluation.EvaluationReport
     """
 
     @override

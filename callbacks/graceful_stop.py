@@ -1,7 +1,5 @@
 """Handle Ctrl-C, SIGTERM and the end of trainer.max_time: finish the step, write a checkpoint, and exit."""
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 from typing import Any
@@ -24,11 +22,6 @@ class GracefulStop(Callback):
     so that a scheduler does not take the run for a finished one. When trainer.max_time is over, the run also ends after
     the current iteration with a checkpoint, but with exit status 0. A SIGTERM before the first iteration ends the run
     at once, because there is nothing to save.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.graceful_stop.GracefulStop
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """Refuse optimizer steps that would damage the policy."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Write the checkpoint that ``--ckpt_path last`` resumes from."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

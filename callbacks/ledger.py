@@ -1,8 +1,6 @@
 """Split the difference between the trainer's and the sampler's log-probabilities of sampled tokens into parts by
 cause."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

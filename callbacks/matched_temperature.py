@@ -1,7 +1,5 @@
 """Control the sampling temperature so that the entropy of the rollouts follows a given curve."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

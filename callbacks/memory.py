@@ -1,7 +1,5 @@
 """Log the GPU memory that the plan predicted and that the run used."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -24,11 +22,6 @@ class MemoryReport(Callback):
     began. It is read when a rollout is complete, with the engine awake, and after the updates. torch does not give
     memory back to the driver after a forward or backward pass, so both readings include the peaks of earlier passes.
     With several ranks, the rank that uses most is logged. Without a GPU there is no plan, and nothing is logged.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.memory.MemoryReport
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """Lock a run's folder, and free the rollout engine and end the other processes of a run that fails."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -29,11 +27,6 @@ class RunLock(Callback):
 
     Raises:
         ValueError: when training is set up, if another process holds the lock; the message names process and machine.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.process.RunLock
     """
 
     def __init__(self) -> None:
@@ -79,11 +72,6 @@ class CloseEngine(Callback):
 
     Lightning calls ``teardown`` only for runs that end without an error. If closing the engine fails too, a warning
     says so, and the user still sees the error that ended the run.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.process.CloseEngine
     """
 
     @override
@@ -98,11 +86,6 @@ class StopTogether(Callback):
     """Ends the other processes of this machine when rank 0 fails; otherwise they would wait for it until a time-out.
 
     When another rank fails, Lightning ends its child processes, and torchrun and SLURM end all processes of a job.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.process.StopTogether
     """
 
     @override

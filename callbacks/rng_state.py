@@ -1,7 +1,5 @@
 """Save and restore the global random states when a run is resumed."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -20,11 +18,6 @@ class RNGState(Callback):
     the random numbers of its first steps. The program itself seeds its own generators and does not depend on these
     states; rewards and other code may. Each rank has its own states; a rank for which the checkpoint holds none,
     because the run had fewer ranks, keeps the states that it started with.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.rng_state.RNGState
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """Stop the run when rollouts are not independent draws from the current policy."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Say in words at the end of training in how many groups completions earned different rewards, and what each reward
 gave."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +65,6 @@ class SignalReport(Callback):
     A group has a signal if one of its completions has an advantage other than 0 in the loss. Both lines count the
     rollouts since this process started, and only the groups that rank 0 sampled. The command line adds this callback to
     every run.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.signal_report.SignalReport
     """
 
     def __init__(self) -> None:

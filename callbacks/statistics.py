@@ -1,7 +1,5 @@
 """Log rewards and lengths of the rollouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -25,11 +23,6 @@ class RolloutStatistics(Callback):
 
     The statistics cover the rows of all ranks, including groups that dynamic sampling dropped. A statistic that a
     rollout does not define, such as the mean of a reward that scored no row, is not logged for that rollout.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.statistics.RolloutStatistics
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """Log where the time and the memory of a step go."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -26,11 +24,6 @@ class Throughput(Callback):
 
     Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks. The memory of a
     GPU is what torch has allocated there in this process, minus what a sleeping engine has given back.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.throughput.Throughput
     """
 
     def __init__(self) -> None:

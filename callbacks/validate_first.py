@@ -1,7 +1,5 @@
 """Validate before the first step and after the last one, so that curves show the policy before and after training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,11 +14,6 @@ class ValidateFirst(Callback):
     trainer.val_check_interval.
 
     A SIGTERM before the first validation, or while the rollout engine starts for it, ends the run without a validation.
-
-    Example:
-        trainer:
-          callbacks+:
-            - class_path: callbacks.validate_first.ValidateFirst
     """
 
     @override

@@ -1,7 +1,5 @@
 """Entry point of all commands: ``qerl COMMAND``, or ``python -m qerl_pl COMMAND`` without installation."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

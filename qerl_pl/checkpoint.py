@@ -6,8 +6,6 @@ make torch load uninitialised memory. Therefore the SHA-256 of the whole zip is 
 ignore bytes after the zip's end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

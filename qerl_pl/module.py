@@ -8,8 +8,6 @@ weights correct the difference between the probabilities in trainer and sampler.
 completions.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain

@@ -1,7 +1,5 @@
 """Policy updates: train the policy on the experience of one rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,8 +1,6 @@
 """Cache, shared by all runs on this machine, of model folders that are derived from a base checkpoint, such as its
 quantised copy. The name of a folder contains a digest of the base and the settings that the folder was made from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Digest of a base checkpoint, computed once from every byte of its weights and stored in the base's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Find the folder of a base checkpoint, and check its files, model family, format and tokenizer."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

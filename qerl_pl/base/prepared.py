@@ -1,8 +1,6 @@
 """Prepare the checkpoint folder that a run loads: the base that its settings name, downloaded, quantised or converted
 if necessary."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Check a parsed configuration for mistakes at which Lightning or jsonargparse would fail with a traceback."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import typing

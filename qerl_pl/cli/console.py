@@ -1,7 +1,5 @@
 """Filter out messages of libraries that do not help a user of this program."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

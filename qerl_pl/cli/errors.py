@@ -1,8 +1,6 @@
 """Shorten jsonargparse's error messages, which have no structure but their text, to the value, what was expected and
 the most similar known name."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

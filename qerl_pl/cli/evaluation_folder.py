@@ -1,7 +1,5 @@
 """Choose the folder of an evaluation, so that it does not overwrite the results of a different one."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Mapping

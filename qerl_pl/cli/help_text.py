@@ -1,8 +1,6 @@
 """Format ``--help`` of commands whose options jsonargparse builds from type hints: a short usage, types in words, no
 options that would be refused."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

@@ -1,8 +1,6 @@
 """The parser of the training commands: it accepts an objective's name in place of its settings (``objective: dapo``),
 prints short errors and a readable ``--help``, and writes configurations in which no value is left out."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Find the date that the chat template of a run writes into its prompts: that of the run's first start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from pickle import UnpicklingError
 

@@ -1,7 +1,5 @@
 """Smoke runs (``fit --smoke``): run every part of a configuration once at a small size, before a long run starts."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The training and evaluation commands: a LightningCLI that writes all files of a run to one folder, and copies a value
 that several settings must share from the one that the user gives to the others."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,8 +1,6 @@
 """Find the configuration files that a command line names (``-c gsm8k -c qwen2.5-7b -c mine.yaml``), and refuse what
 YAML itself accepts: duplicate keys, empty sections, cyclic aliases. No package but PyYAML is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import pairwise

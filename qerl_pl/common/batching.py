@@ -1,7 +1,5 @@
 """Divide rows, each a prompt and its completion, into micro-batches by their numbers of tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

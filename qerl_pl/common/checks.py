@@ -1,8 +1,6 @@
 """Checks of settings for nan and infinity; the rule which rollouts get the time-consuming checks; the exception with
 which a check ends a run."""
 
-from __future__ import annotations
-
 import math
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)

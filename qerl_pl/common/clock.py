@@ -1,7 +1,5 @@
 """The clock of chat templates: one date for the whole run, written the same in every locale and time zone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Read and atomically replace files, and put their sizes and the errors of the operating system into words."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

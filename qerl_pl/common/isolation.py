@@ -1,7 +1,5 @@
 """Protect the trainer's global random state and torch settings from a rollout engine in the same process."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator

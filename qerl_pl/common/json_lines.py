@@ -1,8 +1,6 @@
 """Read JSON Lines files strictly: one object per line, no duplicate keys, and numbers that keep the digits of the file.
 Convert a value that a data set stores to text."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

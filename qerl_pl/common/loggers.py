@@ -1,7 +1,5 @@
 """Log completions to the Lightning loggers that take texts; ``self.log`` takes only numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

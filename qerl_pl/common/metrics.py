@@ -4,8 +4,6 @@ A metric communicates only if the run has several ranks. By default, torchmetric
 that exists. In a run on one GPU, vLLM creates a process group that has only NCCL, which fails for metrics on the CPU.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

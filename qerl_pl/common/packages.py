@@ -1,7 +1,5 @@
 """Versions of packages with which this release was tested, and packages that only some configurations need."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,8 +1,6 @@
 """Functions about the process: how the user calls this program, its arguments and environment variables, the exception
 with which a signal ends it, and the parser of commands' options."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

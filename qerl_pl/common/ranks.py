@@ -3,8 +3,6 @@
 Every rank must make the same calls in the same order, even if it has no completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Output folder of a run: its default name, its normalised path, its files, and whether a process trains in it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from argparse import ArgumentTypeError

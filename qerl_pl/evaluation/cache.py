@@ -1,8 +1,6 @@
 """A cache of an evaluation's finished batches, so that an interrupted evaluation can be resumed, and the cache's
 key."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Evaluate a policy: sample and score held-out prompts, cache finished batches, average over all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

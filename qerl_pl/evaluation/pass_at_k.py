@@ -1,7 +1,5 @@
 """Compute pass@k and avg@n (accuracy) from n completions of each of P problems, and bootstrap intervals of means."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

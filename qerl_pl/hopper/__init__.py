@@ -1,8 +1,6 @@
 """Native kernels for NVFP4 on Hopper GPUs, and changes of vLLM that only make it faster. The folder may be left out:
 ``qerl_pl.native`` is the only module that imports it."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

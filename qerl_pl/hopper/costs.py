@@ -6,8 +6,6 @@ tests.bench.bench_constants``, or is a threshold between two alternatives, set w
 equally fast. ``docs/kernels.md`` says how to fit them to another GPU of compute capability 9.0.
 """
 
-from __future__ import annotations
-
 SMS, CLOCK_HZ = 132, 1.755e9
 
 # The constants of the batch GEMM (nvfp4_batch) come from a sweep over the linear layers of Qwen2.5-7B to 32B with 64,

@@ -8,8 +8,6 @@ always the same, and use tensors at fixed addresses. This module captures them i
 blocks and one after them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -2,8 +2,6 @@
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 # Triton's type hints do not have its launch options and scalars.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ with the same counts decides the same.
 Counts are a list with a row [drafts, verifications, tokens that these gave] for each of ``CLASSES``, or empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from qerl_pl.hopper.costs import VERIFICATION

@@ -1,8 +1,6 @@
 """Compile CUDA C++ kernels for Hopper with NVRTC, cache the binaries on disk and launch them; no CUDA toolkit is
 needed."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence

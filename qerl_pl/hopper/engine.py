@@ -1,7 +1,5 @@
 """Functions that the vLLM engine calls through ``qerl_pl.native``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -10,8 +10,6 @@ draft model).
 
 # pyright: reportCallIssue=false
 # Triton's type hints do not have its launch options.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

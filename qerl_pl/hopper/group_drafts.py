@@ -8,8 +8,6 @@ calls give equal drafts.
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # Triton's type hints do not have its launch options, scalars and loops.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ multiplies x by the weights; at its end it waits for h, and adds h B^T to its fp
 rounds them. Letters: T tokens, K inputs, R rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate

@@ -4,8 +4,6 @@ Native kernels compute up to 2048 tokens. In passes with more, the weight is deq
 multiplied by cuBLAS. Native kernels and cuBLAS add partial sums in a fixed order, so equal inputs give equal bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import count

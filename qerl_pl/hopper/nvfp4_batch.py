@@ -10,8 +10,6 @@ wave is as many thread blocks as the GPU runs at the same time. Letters: T token
 ``nvfp4_decode.fragments`` defines the weight layout; `docs/kernels.md` has the overview.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ Weights have the layout of humming-kernels 0.1.17 but for the order of the bits 
 `docs/kernels.md` has the overview. Letters: T tokens, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 from typing import NamedTuple

@@ -6,8 +6,6 @@ them from the checkpoint: before it converts a linear, it gets a copy of the tra
 its parameters are set to the trainer's memory if both hold the same bits, and the copy is freed (``adopt``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """Run-time patches of vLLM that only make it faster, and that are applied only to tested versions of vLLM;
 ``rollout/vllm/patches.py`` has those without which results would be wrong, and says how a patch is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module

@@ -1,8 +1,6 @@
 """Parts of vLLM's sampler on CUDA that ``patches`` replaces: log-probabilities of sampled tokens, and copies of the
 tables with the sequences' state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

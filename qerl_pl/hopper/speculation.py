@@ -4,8 +4,6 @@ vLLM is started with its own n-gram speculation, so that its scheduler plans for
 The drafts are replaced by those of ``group_drafts``, and the verification by that of ``equal_drafts``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

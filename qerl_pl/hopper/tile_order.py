@@ -7,8 +7,6 @@ of 64 to another are a view of some columns of these tensors, so the trainer's l
 of the matrix into which the engine fuses them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, product
 

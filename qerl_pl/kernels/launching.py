@@ -6,8 +6,6 @@ the compiled variant up by what Triton's choice depends on: dtypes, and whether 
 
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # Triton's type hints do not have its launch options and scalars.
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any

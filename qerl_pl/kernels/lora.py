@@ -12,8 +12,6 @@ compiling a new one takes longer than a rollout. Letters: T tokens, K inputs, N 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 # Triton's type hints do not have its launch options, scalars and static_range.
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple

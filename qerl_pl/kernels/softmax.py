@@ -3,8 +3,6 @@ each in one pass over the logits; ``qerl_pl.policy.logprobs`` defines them in pl
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 # Triton's type hints do not have its launch options and scalars.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

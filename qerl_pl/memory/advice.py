@@ -1,7 +1,5 @@
 """Advice on which settings to change so that a run fits on a GPU."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence

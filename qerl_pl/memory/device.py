@@ -3,8 +3,6 @@
 torch's own statistics do not include the memory that vLLM maps for its weights and cache.
 """
 
-from __future__ import annotations
-
 import torch
 
 from qerl_pl.memory.parts import CONTEXT

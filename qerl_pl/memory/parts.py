@@ -5,8 +5,6 @@ outputs and K inputs of a linear. The formulas for activations count the tensors
 ``policy/lora_product.py``, ``policy/packing.py``, ``policy/logprobs.py`` and the decoder blocks of transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from math import ceil
 

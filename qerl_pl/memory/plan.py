@@ -1,7 +1,5 @@
 """Predict a run's GPU memory in bytes at each moment at which it may peak (``MOMENTS``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Repeat training passes that ran out of GPU memory with more gradient checkpointing, or smaller micro-batches."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

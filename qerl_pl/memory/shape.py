@@ -1,8 +1,6 @@
 """Dimensions of a model and bytes of its weights, found without loading weights: in a checkpoint's headers, in
 config.json, or only by the model's name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial

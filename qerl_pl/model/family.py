@@ -1,8 +1,6 @@
 """Table of the supported model families, by the ``model_type`` of transformers. Other modules read the fields of a
 ``Family`` and never test its name."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple

@@ -4,8 +4,6 @@ Of a checkpoint that also has a vision part (``WITH_VISION``), only the text mod
 on text, the whole model computes exactly what its text model does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

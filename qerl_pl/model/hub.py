@@ -1,7 +1,5 @@
 """Download models from the Hugging Face hub by name: config.json first, and weights only when a run needs them."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

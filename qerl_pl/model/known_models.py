@@ -1,7 +1,5 @@
 """Dimensions of well-known models, so that the memory of a run can be planned before its model is downloaded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Kinds and sizes of a model's layers, which in some families (Gemma 4, Qwen3.5) differ from layer to layer."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings with which a run quantises a 16-bit base when it uses this base for the first time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -1,8 +1,6 @@
 """End completions at stop strings, such as ``</answer>``, as if the token that completes the string were an
 end-of-sequence token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast

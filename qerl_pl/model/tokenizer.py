@@ -1,7 +1,5 @@
 """Load the tokenizer of a base, and check that it fits the model and that its chat template works."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ multiplies it by the weight in fp32 and rounds the product. The product of two b
 weight that is stored in fp32 gives the same bits as the bf16 weight does in transformers' norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 

@@ -1,7 +1,5 @@
 """Add Gaussian noise to norm weights, as a pure function of the weights without noise, sigma and a seed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

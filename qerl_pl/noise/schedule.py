@@ -1,7 +1,5 @@
 """The noise schedule: sigma as a function of the rollout index."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Compute advantages of completions relative to their group: the G completions of one of P prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -5,8 +5,6 @@ that of the policy before its first update on the batch, because the ratio in th
 the updates.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -14,8 +14,6 @@ an averaging rule:
 B rows, S tokens; logprobs are in nats. Padding may hold any value, nan and inf included: it is masked before exp.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple

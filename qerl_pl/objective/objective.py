@@ -1,7 +1,5 @@
 """The objective of a run as YAML says it, the published objectives, and what follows from settings that are given."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

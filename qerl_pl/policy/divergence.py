@@ -12,8 +12,6 @@ The derivative does not depend on the loss, so forward multiplies it by the head
 only scales the result, [T, H].
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

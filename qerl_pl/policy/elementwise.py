@@ -6,8 +6,6 @@ embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inpu
 read the same input become one node of the autograd graph (``apply_linears``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec

@@ -7,8 +7,6 @@ ever exceeds 1 / a is at most a, without any assumption about p, about the lengt
 trainer's distribution q is from p. The logarithm of the product, in nats, is called evidence here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Compare numbers of a rollout with those of earlier rollouts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

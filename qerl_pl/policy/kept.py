@@ -9,8 +9,6 @@ weights are dequantised by kernels that are not registered with the dispatcher. 
 attention therefore calls the methods of ``Kept``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

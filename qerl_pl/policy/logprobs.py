@@ -16,8 +16,6 @@ On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` compute everything on 
 ``statistics_reference`` and ``logit_gradient_reference`` in this module define what they compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """LoRA adapters on frozen linears, using PEFT, with fp32 master weights and matrix products in the compute dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property

@@ -11,8 +11,6 @@ Autograd keeps x, x A^T, A and s B in the compute dtype; W is dequantised again 
 launch overhead bounds the time, so there is one autograd node and as few operations as possible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ logits say which token must have been taken, up to the difference between the tw
 2511.20621, which audits providers of models in this way).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ unequal lengths and takes a tenth of a second for every new set of lengths. Flas
 ships, has no backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

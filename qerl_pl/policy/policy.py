@@ -1,7 +1,5 @@
 """The policy that is trained: a Hugging Face causal language model with a frozen base and a LoRA adapter."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

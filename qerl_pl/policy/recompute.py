@@ -11,8 +11,6 @@ With "n blocks" the first blocks are recomputed and not the last ones: by the ti
 freed the activations of the later blocks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from math import ceil

@@ -1,7 +1,5 @@
 """Run a causal language model over packed rows: hidden states at chosen tokens, and the head that reads them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel

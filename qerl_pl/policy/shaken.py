@@ -6,8 +6,6 @@ difference can be measured with one implementation, by adding random relative er
 intermediate results (Monte Carlo arithmetic, Parker 1997).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -9,8 +9,6 @@ backward returns the exact gradient of each part.
 Letters: B rows, S columns, T packed tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple

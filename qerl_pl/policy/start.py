@@ -1,7 +1,5 @@
 """Read an adapter that PEFT wrote, from which a run starts: its settings, its tensors and a digest of both."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

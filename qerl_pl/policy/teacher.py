@@ -1,7 +1,5 @@
 """The teacher: a frozen model whose next-token distribution the policy is trained to approach."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Run calibration sequences through a model one decoder block at a time, with only this block on the device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

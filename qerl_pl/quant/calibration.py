@@ -1,7 +1,5 @@
 """Read calibration data: sequences of tokens similar to the prompts and completions of the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The copy has the layout that ``quantize_checkpoint`` writes, which both the trai
 checkpoint, in NVFP4 or 16 bits, has a vision part, the copy has only the text model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

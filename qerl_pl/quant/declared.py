@@ -1,7 +1,5 @@
 """Read the formats and the layout of a checkpoint's weights from its quantisation config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -6,8 +6,6 @@ several families and reads some keys for all of them. So a key that only one of 
 are values that only one of them supports.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ formats a scale per tensor.
 Letters: N outputs, K inputs. All arithmetic is fp32, for every dtype of the weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache

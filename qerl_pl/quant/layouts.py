@@ -5,8 +5,6 @@ NVFP4 and MXFP4 are written in the layout of compressed-tensors, which unmodifie
 NF4 in the layout of bitsandbytes, which unmodified transformers can load.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Frozen linear layer that stores its weight packed and dequantises it in forward and again in backward."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable

@@ -4,8 +4,6 @@ Linears that the checkpoint stores packed become ``FrozenLinear``. Which ones th
 so the ``ignore`` list of the quantisation config need not be read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from itertools import groupby

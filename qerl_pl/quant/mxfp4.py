@@ -5,8 +5,6 @@
 Codes and scales equal those of compressed-tensors 0.17 (``MXFP4A16``) bit for bit in fp32 arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -6,8 +6,6 @@ NF4 takes 4.5 bits per weight, as NVFP4 does. Codes and scales equal those of bi
 quantised) bit for bit. Row lengths must be multiples of 64, so that no block spans two rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

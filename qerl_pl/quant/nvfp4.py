@@ -12,8 +12,6 @@ is a normal number, ``fp32(scale * (1 / divisor))`` is the correctly rounded quo
 and a 24-bit significand is never within 2^-49 of an fp32 rounding boundary, and the fp64 error is 2^-52.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache, partial
 

@@ -1,8 +1,6 @@
 """Write a checkpoint folder file by file. It gets its final name only when it is complete, and an interrupted write can
 be continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

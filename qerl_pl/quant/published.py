@@ -6,8 +6,6 @@ which engines fuse into one matrix. The format of a linear is derived from its t
 excluded modules in config.json and hf_quant_config.json.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field

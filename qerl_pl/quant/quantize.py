@@ -8,8 +8,6 @@ calibration data, each block's weights are rounded, and their errors measured, f
 previous blocks compute, with their adapter if one is written.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict

@@ -2,8 +2,6 @@
 with which the quantised model is nearer to the dense one (LoftQ, arXiv 2310.08659; QERA, arXiv 2410.06040), written
 as a PEFT folder inside of the checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

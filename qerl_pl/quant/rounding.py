@@ -1,8 +1,6 @@
 """Methods of rounding a weight to a 4-bit format: to nearest, or with searched block scales and GPTQ's second-order
 corrections (arXiv 2210.17323); and the errors that they leave."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

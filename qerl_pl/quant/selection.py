@@ -1,8 +1,6 @@
 """Decide, for the quantiser, which linears are packed, which of them share a tensor scale, and which tensors each
 output file has."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read the logged scalars of a run from its TensorBoard event files, and summarise them."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Only the verifier's worker processes may import this module, because algebra can hang or use unbounded memory.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import NamedTuple

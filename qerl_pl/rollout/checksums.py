@@ -1,8 +1,6 @@
 """Checksums of tensors, computed on the tensors' device: for an adapter of 80 million values this takes milliseconds on
 a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

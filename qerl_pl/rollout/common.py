@@ -1,7 +1,5 @@
 """Helpers of the rollout engines (vLLM and transformers)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache

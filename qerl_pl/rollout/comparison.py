@@ -6,8 +6,6 @@ The trainer therefore measures, on the same tokens and with its own model alone,
 rounding errors are drawn anew (``policy.shaken``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Decode completions to the text that rewards and logs see, and check that they end as the engine reports."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Dynamic sampling (DAPO): replace groups of completions whose advantages are all 0 by groups of further prompts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

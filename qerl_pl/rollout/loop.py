@@ -1,7 +1,5 @@
 """Rollout loop: give the engine the current adapter, sample, score, and compute advantages within groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,8 +1,6 @@
 """Check of the loopback network interface (127.0.0.1), over which the processes of one machine connect to each
 other."""
 
-from __future__ import annotations
-
 import socket
 
 WAIT = 5.0  # seconds until the check fails; a working loopback interface answers in microseconds

@@ -1,7 +1,5 @@
 """Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the engine."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ drowns in rounding errors; if it is too strong, the model becomes chaotic, and r
 change. The strengths in between depend on the model, and the trainer finds them with its own model alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

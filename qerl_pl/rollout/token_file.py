@@ -1,7 +1,5 @@
 """Read and write per-token values of sampled completions: one safetensors file next to each file of completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compare the settings of a resumed run with the settings of its previous start."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Settings of the YAML section ``model``, except engine and rewards. They and the run's length are checked before any
 model is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal

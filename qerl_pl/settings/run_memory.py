@@ -1,7 +1,5 @@
 """Collect the settings that decide a run's GPU memory, both for a run that starts and for the command ``plan``."""
 
-from __future__ import annotations
-
 import torch
 
 from qerl_pl.memory.settings import RunMemory, TeacherMemory, state_bytes

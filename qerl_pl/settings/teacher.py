@@ -1,7 +1,5 @@
 """Settings of the teacher, the section ``model.teacher`` of YAML."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Refuse settings of Lightning's trainer that do not work here, before the trainer is built."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

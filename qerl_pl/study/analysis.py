@@ -1,7 +1,5 @@
 """Analyse the runs of a study: a table of arms, paired comparisons, and the files to which they are written."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

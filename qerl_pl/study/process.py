@@ -4,8 +4,6 @@
 and arguments. The exit status is that of the first command that failed, else 0.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 """Compute the readouts of a run from its event files. A readout is a number that summarises a run, such as its last
 accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Execute the runs of a study, several at the same time and each in its own process; an interrupted run continues from
 its checkpoint."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

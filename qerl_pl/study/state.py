@@ -1,8 +1,6 @@
 """Read and write the state of a study's run on disk: which commands succeeded, and the lock that a runner holds while
 it works on the run."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ mean exactly if the mean of that subset of x is at most m. So the p-value of any
 not rejected, follow from the means of all subsets (typical values; Hartigan, JASA 1969).
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ a carry that is counted twice, or with a borrow that is forgotten; its result is
 have the same sign, so that two of them cannot cancel to a correct answer, which reinforcement learning would reward.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

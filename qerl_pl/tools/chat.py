@@ -1,7 +1,5 @@
 """Chat in the terminal with the trained policy of a run and with its base model."""
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence

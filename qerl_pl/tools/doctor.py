@@ -1,7 +1,5 @@
 """Check what this machine can run, and with -c whether a configuration can run on it; list installed versions."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect

@@ -1,8 +1,6 @@
 """Check a training configuration without training: build its objects, read the data, score known answers, plan
 memory."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Export the trained policy of a run: the LoRA adapter as a PEFT folder, or base and adapter merged into one model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Write a small configuration, a reward and problems of your own into a folder, to start from."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Export a trained policy as one model in bf16 or NVFP4, and measure how far its predictions are from the policy's."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Write the model card (README.md) of an exported adapter, with the front matter that model hubs read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

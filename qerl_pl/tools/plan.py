@@ -1,7 +1,5 @@
 """Predict the GPU memory of a run, part by part, before it is started."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write a 4-bit copy of a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Report on runs from their TensorBoard event files: a table of results, a picture of curves, and an HTML page."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Score a file of completions with a reward."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Train every arm of a study with every seed, and compare the results; ``options.STUDY`` describes the command."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

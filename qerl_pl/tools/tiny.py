@@ -6,8 +6,6 @@ reinforcement learning improves it within minutes. A policy whose fine-tuning wa
 because it hardly ever earns a reward. The policy depends only on the seed; global random states are left as they are.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Compute metrics of the updates on a batch over the rows of all ranks; a metric that was not measured is left out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Build the optimizer and the learning-rate schedule, and average gradients over ranks and clip them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

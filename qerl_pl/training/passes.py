@@ -1,7 +1,5 @@
 """Forward and backward passes over micro-batches of one rollout's experience."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar

@@ -1,8 +1,6 @@
 """Compute the terms of the loss that depend on all micro-batches and ranks, such as the divisor and entropy thresholds,
 before the first backward pass of a rollout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

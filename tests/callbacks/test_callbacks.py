@@ -43,7 +43,9 @@ def test_they_are_found():
     assert len(CALLBACKS) >= 20
 
 
-@pytest.mark.parametrize("cls", CALLBACKS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [cls for cls in CALLBACKS if inspect.signature(cls).parameters], ids=lambda cls: cls.__name__
+)
 def test_the_example_is_yaml_that_makes_this_callback(cls):
     text = (inspect.getdoc(cls) or "").split("Example:\n")[-1]
     [entry] = yaml.safe_load(textwrap.dedent(text))["trainer"]["callbacks+"]

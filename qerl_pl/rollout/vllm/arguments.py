@@ -1,7 +1,5 @@
 """Arguments of ``vllm.LLM`` for a policy on this machine."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch

@@ -1,7 +1,5 @@
 """Additions to vLLM's CPU platform: NVFP4 weights with 16-bit activations, and adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

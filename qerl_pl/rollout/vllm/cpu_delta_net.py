@@ -1,8 +1,6 @@
 """Gated delta nets of vLLM on a CPU in fp32, by transformers' functions in torch: vLLM's CPU kernels support only
 bf16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

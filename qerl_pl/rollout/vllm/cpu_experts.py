@@ -1,8 +1,6 @@
 """Mixtures of experts on vLLM's CPU platform, by the trainer's functions, with bf16, fp32 or dequantised NVFP4
 weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counts of drafted and accepted tokens in speculative decoding."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

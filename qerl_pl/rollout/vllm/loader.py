@@ -1,8 +1,6 @@
 """Model loader for vLLM that takes from the trainer what both can share, and reads the rest from the checkpoint. If
 vLLM has no kernels for the base's 4-bit format, it gets the trainer's packed linears dequantised."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ the normalised input, whatever the weight's dtype, so a bf16 weight stored in fp
 without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ and the upstream discussion. A patch raises an error that names the attribute if
 ``python -m qerl_pl doctor`` prints ``PATCHES``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module

@@ -3,8 +3,6 @@
 vLLM calls ``register`` in each of its processes if this package is installed; the engine calls it as well.
 """
 
-from __future__ import annotations
-
 from qerl_pl import native
 from qerl_pl.rollout.vllm import patches
 

@@ -1,7 +1,5 @@
 """Replace an attribute of another package at run time, after checking that it has the expected signature."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ classes and appends log-probabilities token by token. With many sequences, the C
 step as the GPU.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Prepare the start of vLLM: environment variables, process groups, the choice of kernels, checks and log lines."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

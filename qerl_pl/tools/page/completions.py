@@ -1,7 +1,5 @@
 """Convert the completion files of runs to JSON for the HTML page of the runs."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Compare a policy with its teacher by position and by token, for the page of runs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Say in words what the checks of a run found."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
