@@ -4,8 +4,6 @@ The entry point parses the command line by these options before it imports the t
 about wrong options or paths are printed at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from argparse import ArgumentTypeError
@@ -253,9 +251,7 @@ def report_options() -> CommandParser:
     parser.add_argument("runs", nargs="+", type=existing_folder, help="run folders; each becomes a column")
     parser.add_argument("--picture", type=picture_file, help="draw the curves into this PNG, PDF or SVG file")
     parser.add_argument("--json", type=output_file, help="write the table to this file, one JSON line per run")
-    parser.add_argument(
-        "--html", type=output_file, help="write an HTML page with curves, checks, settings, completions"
-    )
+    parser.add_argument("--html", type=output_file, help="write an HTML page with checks, settings, completions")
     parser.add_argument(
         "--completions",
         type=at_least(0),

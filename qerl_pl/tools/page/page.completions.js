@@ -132,7 +132,6 @@ $("search").oninput = () => { clearTimeout(waiting); waiting = setTimeout(() => 
 for (const id of ["run", "sort", "step"]) $(id).oninput = () => filter();
 $("stage").oninput = () => { $("step").value = -1; showFilters(); filter(); };
 $("list").onscroll = () => requestAnimationFrame(drawList);
-$("tags").oninput = showCurves;
 addEventListener("keydown", (event) => {
   const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement.tagName);
   if (event.key === "Escape") document.activeElement.blur();
@@ -146,7 +145,6 @@ addEventListener("keydown", (event) => {
     drawDetail();
   }
 });
-showCurves();
 addEventListener("DOMContentLoaded", () => setTimeout(() => {
   for (const node of document.querySelectorAll("script.completions")) { addBlock(JSON.parse(node.textContent)); node.remove(); }
   showFilters();

@@ -1,7 +1,5 @@
 """Render the page of runs as one self-contained HTML file."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html
@@ -63,8 +61,8 @@ def _as_json(value: object) -> str:
 
 def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return what the page shows of a run, except completions, as JSON-serialisable values: its name, whether it is
-    running, curves (steps and values by tag), summary, verdicts of checks, settings, and the settings that each resume
-    changed."""
+    running, the curves of reward, times and memory (steps and values by tag), summary, verdicts of checks, settings,
+    and the settings that each resume changed."""
     config = _settings(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
@@ -72,7 +70,11 @@ def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
         "name": folder.name,
         "running": is_running(folder),
         "seconds": max(times) - min(times),  # pauses between starts included
-        "curves": {tag: [curve.steps, [_short(value) for value in curve.values]] for tag, curve in curves.items()},
+        "curves": {
+            tag: [curve.steps, [_short(value) for value in curve.values]]
+            for tag, curve in curves.items()
+            if tag.startswith(("train/reward", "time/", "memory/"))
+        },
         "summary": {name: _short(value) for name, value in summarize(curves).items()},
         "verdicts": verdicts(curves),
         "teacher": teacher_tables(folder),
