@@ -33,11 +33,8 @@ class Row(NamedTuple):
 
     def value(self, column: str) -> object:
         """Return the value in a column, or in a field of a column, e.g. ``reward_model.ground_truth``. The column may
-        hold its fields as JSON text. If the column is null, its fields are null.
-
-        Raises:
-            NoColumnError: the row has no such column or field.
-        """
+        hold its fields as JSON text. If the column is null, its fields are null. NoColumnError: the row has no such
+        column or field."""
         if column in self.columns:
             return self.columns[column]
         value: object = self.columns

@@ -129,11 +129,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, which may hold only tensors and Python's built-in types.
-
-        Raises:
-            ValueError: the file is damaged, and there is no undamaged ``previous.ckpt``; names every damaged file.
-        """
+        """Load a checkpoint, which may hold only tensors and Python's built-in types. ValueError: the file is damaged,
+        and there is no undamaged ``previous.ckpt``; names every damaged file."""
         path = Path(path)
         try:
             return self._load(path, map_location)
@@ -289,12 +286,8 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
 
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the adapter's tensors that are stored in a checkpoint.
-
-    Raises:
-        ValueError: a tensor is not fp32, or a linear layer lacks one of the LoRA matrices A [r, K] and B [N, r], where
-            r is the rank in the run's settings.
-    """
+    """Return the adapter's tensors that are stored in a checkpoint. ValueError: a tensor is not fp32, or a linear layer
+    lacks one of the LoRA matrices A [r, K] and B [N, r], where r is the rank in the run's settings."""
     adapter, rank = checkpoint.get("state_dict"), identity_of(checkpoint).get("lora.rank")
     if not isinstance(adapter, dict) or not adapter:
         raise ValueError("the checkpoint holds no adapter: it was not written by a run of this program")
@@ -315,11 +308,8 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> None:
     """Refuse to resume from a checkpoint that lacks part of the training state, or that has done more than
-    ``max_steps`` optimizer steps.
-
-    Raises:
-        ValueError: says which part is missing or of a wrong type, or how many steps the checkpoint has done.
-    """
+    ``max_steps`` optimizer steps. ValueError: says which part is missing or of a wrong type, or how many steps the
+    checkpoint has done."""
     parts = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int}
     for name, kind in parts.items():
         part = checkpoint.get(name)

@@ -133,11 +133,7 @@ class QeRLModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check the settings, and that the rewards can read the answers in the data; plan GPU memory; create the
-        rollout loop.
-
-        Raises:
-            ValueError: settings of the trainer contradict each other or settings of this module.
-        """
+        rollout loop. ValueError: settings of the trainer contradict each other or settings of this module."""
         if self.trainer.precision != "32-true":
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "

@@ -34,11 +34,8 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return the path of the file that writing to ``path`` would replace, after following symbolic links.
-
-    Raises:
-        OSError: that path exists and is not a regular file but, for example, a folder, a device or a named pipe.
-    """
+    """Return the path of the file that writing to ``path`` would replace, after following symbolic links. OSError: that
+    path exists and is not a regular file but, for example, a folder, a device or a named pipe."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -77,11 +77,8 @@ def is_null(value: object) -> bool:
 
 
 def stored_text(value: object, where: str) -> str:
-    """Return as text a text or number of a data set; a number keeps the digits that the file has.
-
-    Raises:
-        ValueError: the value is missing, not finite, no text and no number, or not valid Unicode.
-    """
+    """Return as text a text or number of a data set; a number keeps the digits that the file has. ValueError: the value
+    is missing, not finite, no text and no number, or not valid Unicode."""
     if is_null(value):
         raise ValueError(f"{where} is {'null' if value is None else 'NaN'}; expected text or a number")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):

@@ -25,11 +25,8 @@ def run_named_after(files: Sequence[Path]) -> str:
 
 
 def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
-    """Read a run's config.yaml, which must have model.base and the given sections.
-
-    Raises:
-        ValueError: it is no YAML of plain values, or lacks model.base or a section.
-    """
+    """Read a run's config.yaml, which must have model.base and the given sections. ValueError: it is no YAML of plain
+    values, or lacks model.base or a section."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -44,11 +41,8 @@ def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
 
 def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
-
-    Raises:
-        ArgumentTypeError: the path is empty, has unprintable characters, or names an unknown environment variable or
-            user.
-    """
+    ArgumentTypeError: the path is empty, has unprintable characters, or names an unknown environment variable or
+    user."""
     if not text.strip():
         raise ArgumentTypeError("run_dir is empty; expected a folder, e.g. runs/first")
     if not text.isprintable():
@@ -78,10 +72,7 @@ def check_places(run: Path) -> None:
 
 def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
     """Return the paths of a run's config.yaml and of a checkpoint: ``last``, ``best``, or the path of a file.
-
-    Raises:
-        ValueError: one of them does not exist.
-    """
+    ValueError: one of them does not exist."""
     config = run / "config.yaml"
     if not config.is_file():
         raise ValueError(f"{run} is no run folder: it has no config.yaml")

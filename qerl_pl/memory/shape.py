@@ -174,10 +174,7 @@ def planned_shape(
 ) -> ModelShape:
     """Find the dimensions of ``model.base`` with ``base_format`` and ``quantize`` in its folder, in the table of known
     models, or in config.json on the hub, in this order. A folder that does not exist may have a known model's name.
-
-    Raises:
-        ValueError: the base was found in none of these places, or a run cannot use it.
-    """
+    ValueError: the base was found in none of these places, or a run cannot use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
     fmt = WRITERS[name].fmt if name else None

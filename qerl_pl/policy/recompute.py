@@ -60,11 +60,8 @@ def ladder(num_layers: int) -> tuple[Recompute, ...]:
 
 def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
     """Return the level that ``model.gradient_checkpointing`` and ``model.offload_checkpoints`` mean for a model of
-    ``num_layers`` blocks; None for "auto", with which the memory plan chooses it.
-
-    Raises:
-        ValueError: the setting is unknown, names more blocks than the model has, or contradicts offload_checkpoints.
-    """
+    ``num_layers`` blocks; None for "auto", with which the memory plan chooses it. ValueError: the setting is unknown,
+    names more blocks than the model has, or contradicts offload_checkpoints."""
     wanted = {True: "blocks", False: "none"}.get(setting, setting) if isinstance(setting, bool) else setting
     if offload_checkpoints:
         if wanted not in ("auto", "blocks", "offload"):

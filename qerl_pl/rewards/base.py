@@ -177,12 +177,8 @@ def score_rewards(
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
     """Score a batch with every reward. The completions [B] must have their text. While a reward runs, the global random
-    streams are seeded from ``seed`` and the reward's name.
-
-    Raises:
-        RewardError: a reward failed, took too long, or did not return one score per row, or a weighted sum is not
-            finite.
-    """
+    streams are seeded from ``seed`` and the reward's name. RewardError: a reward failed, took too long, or did not
+    return one score per row, or a weighted sum is not finite."""
     _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(

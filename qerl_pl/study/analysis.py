@@ -77,11 +77,8 @@ class Judged(NamedTuple):
 
 
 def gather(study: Study) -> list[Group]:
-    """Read the finished runs of a study, grouped by arm and point of the grid.
-
-    Raises:
-        ValueError: no run is finished, or a run's event files cannot be read.
-    """
+    """Read the finished runs of a study, grouped by arm and point of the grid. ValueError: no run is finished, or a
+    run's event files cannot be read."""
     groups: dict[tuple[str, str], Group] = {}
     for run in study.runs():
         if state.is_finished(study, run):

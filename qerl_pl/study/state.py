@@ -57,11 +57,7 @@ def write_files(study: Study, run: Run) -> None:
 
 def check_unchanged(study: Study, *runs: Run) -> None:
     """Refuse a study whose file now gives a run other settings than those with which the run began. The given runs are
-    checked, or all if none is given.
-
-    Raises:
-        ValueError: names the configuration file that differs.
-    """
+    checked, or all if none is given. ValueError: names the configuration file that differs."""
     for run in runs or study.runs():
         if seconds_done(run) or (run.folder / "checkpoints").exists():
             for path, text in files_of(study, run).items():

@@ -122,11 +122,8 @@ def card_bytes(gib: float | None) -> int:
 
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
-    """Reduce a parsed configuration to the settings that decide how much memory the run takes on each GPU.
-
-    Raises:
-        ValueError: a count is out of range, or the engine cannot be built.
-    """
+    """Reduce a parsed configuration to the settings that decide how much memory the run takes on each GPU. ValueError:
+    a count is out of range, or the engine cannot be built."""
     check_counts(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
