@@ -173,7 +173,7 @@ def hidden_states(policy: Policy, sample: Sample, *, batch_tokens: int) -> Tenso
     rows = max(1, batch_tokens // sample.tokens.shape[1])
     device = policy.causal_lm.device
     parts = zip(sample.tokens.split(rows), sample.mask.split(rows), strict=True)
-    return torch.cat([policy._predicting(tokens.to(device), mask.to(device))[1] for tokens, mask in parts])
+    return torch.cat([policy._predicting(tokens.to(device), mask.to(device), None)[1] for tokens, mask in parts])
 
 
 def rows_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Sample:

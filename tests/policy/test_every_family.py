@@ -133,7 +133,7 @@ def test_a_shared_prompt_is_what_it_is_in_each_row_alone(policy):
     some = 8 + some % 56  # no control tokens
     layout = share_prompts(some, prompts, lengths)
     assert layout is not None
-    packed = Packed(layout.tokens, layout.positions, layout.starts, layout.longest, layout.shared)
+    packed = Packed(layout.tokens, layout.positions, layout.rows, layout.starts, layout.longest, layout.shared)
     together = packed_hidden_states(policy.causal_lm.model, packed)
     weights = torch.randn(together.shape[1], generator=torch.Generator().manual_seed(3))
     found = torch.cat([together[places(layout, row, prompts, lengths)] for row in range(len(some))]) @ weights
