@@ -26,8 +26,8 @@ def pack_group(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
-    """Pack groups of weights with equally many columns, such as those of all experts, by rtn as ``pack_group`` does with
-    each, bit for bit, but in one call, which on a GPU takes far fewer launches."""
+    """Pack groups of weights with equally many columns, such as those of all experts, by rtn as ``pack_group`` does
+    with each, bit for bit, but in one call, which on a GPU takes far fewer launches."""
     weights = {name: weight for group in groups for name, weight in group.items()}
     scales = [group_scale(list(group.values()), fmt) for group in groups]
     scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}
