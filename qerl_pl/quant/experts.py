@@ -8,7 +8,7 @@ tokens of all experts in one grouped product. Letters: T tokens, S = k T rows, H
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +63,9 @@ class Replay(NamedTuple):
     others: Tensor
     """[...] uint8, into which the pass writes how many of these experts the router would not have chosen."""
 
-    def of_layer(self, number: int) -> Replay:
+    def of_layer(self, number: int) -> Self:
         """Return the part [T, k] of one mixture from that of all, [T, L, k], sharing its memory."""
-        return Replay(self.ids[:, number], self.others[:, number])
+        return type(self)(self.ids[:, number], self.others[:, number])
 
 
 def replaying(routes: Tensor | None) -> Replay | None:
