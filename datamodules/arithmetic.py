@@ -1,5 +1,7 @@
 """Generate multi-step arithmetic, the problems of the quickstart."""
 
+from __future__ import annotations
+
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem
 from qerl_pl.tasks.arithmetic import distinct_expressions, question, value

@@ -1,6 +1,8 @@
 """Read rows of Arrow tables (Parquet files and data sets of the hub); a 16- or 32-bit float keeps the digits with which
 it is printed."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Benchmarks to validate and test on: MATH-500, AIME 2024 and 2025, AMC 2023."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from datamodules.rows import BadRows, OnBadRows, Row, read_problems

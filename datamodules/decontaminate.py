@@ -1,5 +1,7 @@
 """Remove training problems that share a question, or a run of consecutive words, with a problem of an evaluation."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

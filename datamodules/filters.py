@@ -1,6 +1,8 @@
 """Restrict the rows of a table to given values, or ranges of numbers, in some columns; a row with null there is left
 out."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

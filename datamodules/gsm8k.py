@@ -1,5 +1,7 @@
 """Read GSM8K, grade-school word problems with a numeric answer (arXiv 2110.14168)."""
 
+from __future__ import annotations
+
 from datamodules.rows import BadRows, OnBadRows, Row, read_problems
 from qerl_pl.common.types import Problem
 

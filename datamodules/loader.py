@@ -5,6 +5,8 @@ torchdata's StatefulDataLoader would need a batch sampler with the same code. It
 lists of tokens do not need, and draws from the global random state at every start.
 """
 
+from __future__ import annotations
+
 import hashlib
 from array import array
 from collections import Counter

@@ -5,6 +5,8 @@ The argument ``path`` is the name of a data set on the hub, or a .jsonl or .parq
 ``bad_rows`` is as in ``datamodules.table.Table``.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
 from datamodules.filters import Value

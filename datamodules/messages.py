@@ -1,6 +1,8 @@
 """Build chat messages for a problem, from a question and a template or from the data set's own list of messages, and
 find problems whose text a tokenizer reads as special tokens."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """The data module: turns problems of a source into tokenised chat prompts, the same for training and evaluation."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain

@@ -1,5 +1,7 @@
 """Read rows of a data set, with their location for messages, and refuse or drop those that cannot be used."""
 
+from __future__ import annotations
+
 import glob
 import hashlib
 import os

@@ -1,5 +1,7 @@
 """The protocol of a source of problems, and a source that combines the problems of two sources."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any, Protocol
 

@@ -1,5 +1,7 @@
 """Read any table with a column of questions or chats: JSON Lines, Parquet, or a data set of the hub."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from datamodules.filters import Filters, Value

@@ -5,6 +5,8 @@ linears the quantiser and the loader treat like all others. A loaded model has `
 tokens of all experts in one grouped product. Letters: T tokens, S = k T rows, H hidden size, I inner size.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial

@@ -4,6 +4,8 @@ Only the verifier's worker processes may import this module, because a model's a
 unbounded memory.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import re

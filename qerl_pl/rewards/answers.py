@@ -1,6 +1,8 @@
 """Find the marked answer in a completion's text, e.g. between ``<answer>`` tags, in time linear in the text's
 length."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Literal

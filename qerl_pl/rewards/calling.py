@@ -5,6 +5,8 @@ A reward whose parameters are ``prompts`` and ``completions``, in any order, or 
 ``completions`` are texts or lists of messages, and every column of the data set is passed as an argument of its name.
 """
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 import re

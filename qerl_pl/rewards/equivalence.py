@@ -3,6 +3,8 @@
 Only the verifier's worker processes may import this module, because algebra can hang or use unbounded memory.
 """
 
+from __future__ import annotations
+
 import re
 from itertools import pairwise
 from typing import NamedTuple

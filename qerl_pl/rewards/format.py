@@ -1,5 +1,7 @@
 """Rewards for the format of a completion, which do not look at the answer."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 

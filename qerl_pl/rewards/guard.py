@@ -1,5 +1,7 @@
 """Call a reward with a time limit, name it in its errors, and restore the process's global settings afterwards."""
 
+from __future__ import annotations
+
 import numbers
 import os
 import random

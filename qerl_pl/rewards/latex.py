@@ -1,5 +1,7 @@
 """Normalise an answer written in LaTeX, Unicode or words to one form, by string rewriting without parsing."""
 
+from __future__ import annotations
+
 import re
 
 from qerl_pl.rewards.answers import last_boxed

@@ -1,5 +1,7 @@
 """Rewards that compare a completion's answer with the known answer."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args

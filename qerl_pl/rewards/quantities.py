@@ -1,5 +1,7 @@
 """Compare answers with units, such as ``6\\text{ cm}`` and ``60 mm``, by the table of ``units``."""
 
+from __future__ import annotations
+
 import re
 from fractions import Fraction
 from typing import NamedTuple

@@ -9,6 +9,8 @@ and in the closing mark a slash or a word for the end. Letters may be of either 
 brackets.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from functools import lru_cache

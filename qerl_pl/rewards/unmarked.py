@@ -1,6 +1,8 @@
 """Find the answer in a completion without a marker such as ``<answer>``, and the end of the model's turn, in time
 linear in the text's length."""
 
+from __future__ import annotations
+
 import re
 from itertools import islice
 

@@ -3,6 +3,8 @@
 It imports no module that imports torch, so it starts in half a second and does not use a GPU.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import resource

@@ -1,5 +1,7 @@
 """Rollout engine that calls transformers' ``generate`` on the trained policy; checks compare vLLM's with it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
