@@ -38,6 +38,8 @@ EXAMPLES = {
     "reward": "qerl_pl.rewards.math.MathAnswer (in short: gsm8k, math, dapo)",
 }
 """Classes and functions that error messages show as examples, by the setting that expects one."""
+PROTOCOLS = {"PromptSource": "datamodules.sources", "RolloutEngine": "qerl_pl.rollout.base"}
+"""Modules of the protocols that classes named in a configuration have to implement."""
 OTHER_NAMES = {
     "learning_rate": "model.optimizer.init_args.lr",
     "lr": "model.optimizer.init_args.lr",
@@ -148,6 +150,9 @@ def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
             f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory and "
             "among the installed packages"
         )
+    if lacking := re.search(r"Import path ([\w.]+) does not implement protocol (\w+)", cause):
+        methods = "; ".join(_methods_to_mend(lacking[1], lacking[2]))
+        return f"{place} is {lacking[1]}; expected a class with these methods, annotated like this: {methods}"
     if other := re.search(r"Unexpected import object (.*)\. Got value: (.*)", cause):
         return f"{place} is {other[2]}, which is {other[1][:100]}; expected the path of a function or a class"
     if needed := re.search(r"the following arguments are required: (.+)", cause):
@@ -197,6 +202,16 @@ def _parameters(path: str) -> list[str]:
     except (ImportError, AttributeError, TypeError, ValueError):
         return []
     return [parameter for parameter in parameters if parameter not in ("self", "args", "kwargs", "params")]
+
+
+def _methods_to_mend(path: str, protocol: str) -> list[str]:
+    """List the methods of a protocol that a class, given by its import path, lacks or has with another signature."""
+    module, _, name = path.rpartition(".")
+    found, due = getattr(importlib.import_module(module), name), importlib.import_module(PROTOCOLS[protocol])
+    methods = {name: value for name, value in vars(getattr(due, protocol)).items() if inspect.isfunction(value)}
+    wanted = {name: f"{name}{inspect.signature(value)}" for name, value in methods.items() if name[0] != "_"}
+    has = {name: f"{name}{inspect.signature(getattr(found, name))}" for name in wanted if hasattr(found, name)}
+    return [text.replace("'", "") for name, text in wanted.items() if has.get(name) != text]
 
 
 def _members(path: str) -> list[str]:

@@ -51,6 +51,18 @@ def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
     assert not stopped.value.code, capsys.readouterr().err
 
 
+def test_a_class_that_lacks_methods_of_a_protocol_is_told_which(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "class Mine:\n    def train(self): ...\n    def validation(self) -> 'list[Problem]': ...\n"
+    (tmp_path / "half_a_source.py").write_text(text)
+    cause = "Import path half_a_source.Mine does not implement protocol PromptSource"
+    said = in_short(f'Parser key "data.source":\n  - {cause}', keys=KEYS, arguments=[])
+    methods = "train(self) -> list[Problem]"
+    assert said == (
+        f"data.source is half_a_source.Mine; expected a class with these methods, annotated like this: {methods}"
+    )
+
+
 def test_the_line_to_blame_has_the_whole_name(tmp_path):
     right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.yaml"
     right.write_text("- callbacks.aqn.AdaptiveQuantizationNoise\n")
