@@ -73,7 +73,7 @@ def batch_of(advantages: list[list[float]]) -> Experience:
 def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
     """Return the rows of the groups rank, rank + num_ranks, ..."""
     rows = torch.arange(len(batch.tokens)).view(-1, GROUP)[rank::num_ranks].flatten()
-    return Experience(**{name: tensor[rows] for name, tensor in vars(batch).items()})
+    return Experience(**{name: tensor[rows] for name, tensor in vars(batch).items() if tensor is not None})
 
 
 def two_updates(base: str, objective: Objective, experience: Experience, mini_batches: int) -> dict[str, Tensor]:

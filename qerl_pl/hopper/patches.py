@@ -144,7 +144,7 @@ def cache_of_unchanged_blocks(
 
     Args:
         manager: the ``KVCacheManager`` of one engine, whose methods ``allocate_slots`` and ``cache_blocks`` are
-        replaced.
+            replaced.
     """
     replace(manager, "allocate_slots", allocate_slots, takes=("request", "num_new_tokens"))
     replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))
