@@ -30,7 +30,7 @@ from qerl_pl.objective.teacher import TeacherTerm
 class LossInputs(NamedTuple):
     """Inputs of the loss of one micro-batch of B rows and S tokens.
 
-    ``training.terms.BatchTerms`` shows how the masks are related; all of them are parts of ``mask``.
+    ``training.terms.BatchTerms`` shows how the masks are related; every other mask is a subset of ``mask``.
     """
 
     logprobs: Tensor

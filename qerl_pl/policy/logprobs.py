@@ -62,7 +62,7 @@ def token_logprobs(
         logit_cap: the model's soft cap c: logits l become c tanh(l / c) before they are divided by the temperature.
         slope_in_forward: if ``hidden`` requires a gradient, compute the gradient of the log-probabilities in forward
             and not in backward; None means True on a GPU and False elsewhere.
-        chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half as many bytes in addition;
+        chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half of ``chunk_bytes`` in addition;
             other devices need about twice as many and a small part of the head in fp32.
 
     Returns:

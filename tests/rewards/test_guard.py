@@ -1,4 +1,5 @@
-"""A reward's mistakes end with an error that names the reward; what the reward changes in the process is undone."""
+"""A reward's mistakes end with an error that names the reward; what it changes in the Python process, such as
+random states, is undone."""
 
 from __future__ import annotations
 
