@@ -155,7 +155,7 @@ def trainer_logprobs(
     with preserved_rng():  # dropout, if there is any, draws random numbers
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
             rows = rows.to(tokens.device)
-            replay = replaying(None if routes is None else routes[rows])
+            replay = replaying(routes, rows)
             logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0, replay=replay).logprobs
     return logprobs
 
@@ -179,8 +179,8 @@ def sampled_margins(
     with preserved_rng():
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
             rows = rows.to(tokens.device)
-            replay, how = replaying(None if routes is None else routes[rows]), {"temperature": temperature}
-            found.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], **how, replay=replay))
+            how = {"temperature": temperature, "replay": replaying(routes, rows)}
+            found.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], **how))
     return torch.cat(found)
 
 

@@ -21,7 +21,7 @@ from qerl_pl.model.known_models import known_config, known_format
 from qerl_pl.model.layers import head_dims, layer_configs, num_recurrent_layers
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.quant.declared import declared_layout
-from qerl_pl.quant.experts import OF_EXPERT
+from qerl_pl.quant.experts import OF_EXPERT, Routing
 from qerl_pl.quant.experts import mixtures as mixtures_of
 from qerl_pl.quant.families import check_family, longest_with_short_factors
 from qerl_pl.quant.formats import Format
@@ -67,7 +67,7 @@ class ExpertSizes(NamedTuple):
     @property
     def route_bytes(self) -> int:
         """Bytes of the numbers of the experts that compute a token, in training."""
-        return self.layers * self.chosen * (1 if self.num <= 256 else 2)
+        return self.layers * self.chosen * Routing(self.layers, self.num, self.chosen).dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,13 @@ class Replay(NamedTuple):
         return type(self)(self.ids[:, number], self.others[:, number])
 
 
-def replaying(routes: Tensor | None) -> Replay | None:
-    """Return what makes a pass use routes [..., k], with ``others`` that are ``UNSEEN``; None if there are none."""
-    return None if routes is None else Replay(routes, torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8))
+def replaying(routes: Tensor | None, where: Any = ...) -> Replay | None:
+    """Return what makes a pass use the part ``where`` (an index) of routes [..., k], with ``others`` that are
+    ``UNSEEN``; None if there are no routes."""
+    if routes is None:
+        return None
+    ids = routes[where]
+    return Replay(ids, torch.full_like(ids[..., 0], UNSEEN, dtype=torch.uint8))
 
 
 def choose(probabilities: Tensor, chosen: int) -> Tensor:

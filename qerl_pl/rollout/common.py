@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
@@ -92,6 +93,12 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
         return []
     differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
     return [name for name, differs in zip(wanted, differ.tolist(), strict=True) if differs]
+
+
+def padded_routes(routes: Sequence[Tensor]) -> Tensor | None:
+    """Pad the routes of rows, [tokens - 1, L, k] each (``Completion.routes``), with 0 to [B, S, L, k]; None if there
+    are none."""
+    return F.pad(pad_sequence([*routes], batch_first=True), (0, 0, 0, 0, 0, 1)) if routes else None
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:

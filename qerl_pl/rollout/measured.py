@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
@@ -15,7 +13,7 @@ from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
 from qerl_pl.quant.experts import replaying
-from qerl_pl.rollout.common import padded
+from qerl_pl.rollout.common import padded, padded_routes
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -81,7 +79,7 @@ def measure_some(
         for rows in micro_batches(starts + lengths, micro_batch_tokens):
             width = int((starts + lengths)[rows].max())
             mask = sampled[rows, :width]
-            given = F.pad(pad_sequence([experts[row] for row in rows], True), (0, 0, 0, 0, 0, 1)) if experts else None
+            given = padded_routes([experts[row].to(device) for row in rows] if experts else [])
             row, column = mask.nonzero(as_tuple=True)
             for values in (logprobs_of, shaken_of)[: 1 + other_rounding]:
                 with nullcontext() if values is logprobs_of else shaken(policy.causal_lm, policy.dtype, seed=seed):
@@ -89,7 +87,7 @@ def measure_some(
                         tokens[rows, :width].to(device),
                         mask.to(device),
                         temperature=temperature,
-                        replay=replaying(given if given is None else given.to(device)),
+                        replay=replaying(given),
                     )
                 values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
     finally:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from qerl_pl.common.types import Completion, Experience, Prompt
 from qerl_pl.objective.advantages import AdvantageFunction, Baseline, group_advantages, has_signal
 from qerl_pl.rewards.base import RewardTable
+from qerl_pl.rollout.common import padded_routes
 
 
 @dataclass(frozen=True)
@@ -192,5 +192,5 @@ def collate(
         sampler_logprobs=torch.zeros(tokens.shape).masked_scatter(sampled, logprobs),
         scored=scored,
         advantages=advantages,
-        routes=pad_sequence([F.pad(row, (0, 0, 0, 0, 0, 1)) for row in routes], batch_first=True) if routes else None,
+        routes=padded_routes(routes),
     )

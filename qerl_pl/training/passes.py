@@ -42,18 +42,19 @@ class Part:
     def __init__(self, experience: Experience, rows: Tensor) -> None:
         self.rows = rows
         self.width = int(experience.lengths[rows].max())
+        self._where = rows, slice(self.width)
         self.tokens = self.read(experience.tokens)
         self.sampled = self.read(experience.sampled)
-        self.replay = replaying(None if experience.routes is None else self.read(experience.routes))
+        self.replay = replaying(experience.routes, self._where)
         """The sampler's experts; None if the routers choose."""
 
     def read(self, whole: Tensor) -> Tensor:
         """Take the rows of this micro-batch from a tensor of the whole batch: [B, S, ...] to [R, width, ...]."""
-        return whole[self.rows, : self.width]
+        return whole[self._where]
 
     def write(self, whole: Tensor, values: Tensor) -> None:
         """Store values [R, width, ...] of this micro-batch in a tensor [B, S, ...] of the whole batch."""
-        whole[self.rows, : self.width] = values
+        whole[self._where] = values
 
 
 class TeacherScores(NamedTuple):
