@@ -25,7 +25,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.tools.tiny import END_ID, make_tokenizer
 from tests.bench.harness import DEVICE, FORMATS
-from tests.random_models import MODELS, model_config, random_weight
+from tests.random_models import MODELS, model_config, random_weight, stays_dense
 
 SHARD_BYTES = 4 * 2**30
 
@@ -46,7 +46,8 @@ def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: in
     make_tokenizer().save_pretrained(source)
     about = config.to_dict()
     if fmt == "nvfp4":
-        dense = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and stays_dense(name)]
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        dense = [name for name in linears if stays_dense(model, name)]
         about["quantization_config"] = WRITERS["nvfp4"].config(dense, torch.bfloat16)
     torch.manual_seed(0)
     output = OutputFolder(path, {"size": size, "format": fmt})
@@ -72,18 +73,13 @@ def written_apart(folder: Path, size: str, fmt: str) -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
-def stays_dense(linear: str) -> bool:
-    """Return whether a linear is the head or a router, by its full name."""
-    return linear == "lm_head" or linear.endswith("mlp.gate")
-
-
 def _tensors(model: PreTrainedModel, fmt: str) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         for leaf, meta in module.named_parameters(recurse=False):
             full = f"{name}.{leaf}"
             if name == "lm_head" and model.config.tie_word_embeddings:
                 continue
-            if isinstance(module, nn.Linear) and leaf == "weight" and not stays_dense(name):
+            if isinstance(module, nn.Linear) and leaf == "weight" and not stays_dense(model, name):
                 weight = random_weight(module.out_features, module.in_features, DEVICE)
                 if fmt == "nvfp4":
                     tensors = WRITERS["nvfp4"].tensors(weight, torch.bfloat16)

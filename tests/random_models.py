@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.quant.experts import StackedLinear, stack_experts
 from qerl_pl.quant.formats import Format, PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
@@ -119,11 +120,16 @@ def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
     return PackedWeight(codes, scale, torch.tensor(4e-5, dtype=torch.float64, device=device))
 
 
-def pack_linears(model: nn.Module, dtype: torch.dtype, device: str) -> None:
+def stays_dense(model: PreTrainedModel, linear: str) -> bool:
+    """Return whether a linear of a model, given by its full name, is dense in 4-bit bases: the head or a router."""
+    return linear == "lm_head" or FAMILIES[model.config.model_type].stays_dense(linear)
+
+
+def pack_linears(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
     """Replace the dense linear layers, except for head and routers, by random NVFP4 ones with biases of 0 in
     ``dtype``."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head" and not name.endswith("mlp.gate"):
+        if isinstance(module, nn.Linear) and not stays_dense(model, name):
             bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
             weight = random_weight(module.out_features, module.in_features, device)
             model.set_submodule(name, frozen_linear(weight, bias))

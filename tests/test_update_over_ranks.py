@@ -25,6 +25,7 @@ from qerl_pl.tools.tiny import make_tiny
 from qerl_pl.training.passes import UpdateSettings
 from qerl_pl.update import improve
 from tests.two_ranks import on_two_ranks
+from tests.updates import rows_of
 
 loaded = cache(load_policy)  # each update begins with other parameters
 loaded_teacher = cache(Teacher)
@@ -73,7 +74,7 @@ def batch_of(advantages: list[list[float]]) -> Experience:
 def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
     """Return the rows of the groups rank, rank + num_ranks, ..."""
     rows = torch.arange(len(batch.tokens)).view(-1, GROUP)[rank::num_ranks].flatten()
-    return Experience(**{name: tensor[rows] for name, tensor in vars(batch).items() if tensor is not None})
+    return rows_of(batch, rows)
 
 
 def two_updates(base: str, objective: Objective, experience: Experience, mini_batches: int) -> dict[str, Tensor]:

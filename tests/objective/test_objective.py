@@ -25,7 +25,7 @@ from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.training.optimization import average_and_clip
 from qerl_pl.training.passes import UpdateSettings
 from qerl_pl.update import improve
-from tests.updates import away_from_its_base, steps_of, updated
+from tests.updates import away_from_its_base, rows_of, steps_of, updated
 
 ROWS, WIDTH, PROMPT = 4, 9, 3
 
@@ -247,10 +247,7 @@ def test_a_rejected_row_weighs_nothing_and_leaves_the_divisor_if_so_said(policy)
 def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
     _, found = steps_of(policy, experience, Objective(), num_mini_batches=2)
-    halves = [
-        type(experience)(**{n: t[rows] for n, t in vars(experience).items() if t is not None})
-        for rows in ([0, 1], [2, 3])
-    ]
+    halves = [rows_of(experience, rows) for rows in ([0, 1], [2, 3])]
     for gradient, half in zip(found, halves, strict=True):
         torch.testing.assert_close(gradient, updated(policy, half, Objective())[1], rtol=1e-4, atol=1e-7)
 

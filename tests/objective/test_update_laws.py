@@ -17,7 +17,7 @@ from qerl_pl.objective.teacher import TeacherTerm
 from qerl_pl.policy.policy import Policy, TeacherStates
 from qerl_pl.policy.teacher import Teacher
 from qerl_pl.update import UpdateReport
-from tests.updates import away_from_its_base, updated
+from tests.updates import away_from_its_base, rows_of, updated
 
 GROUP, PROMPTS = 2, (1, 3, 4)
 LENGTHS = (1, 5, 2, 1, 6, 6)  # of completions
@@ -82,8 +82,7 @@ def test_an_update_does_not_depend_on_the_order_of_groups_or_on_the_passes(polic
     whole = updated(policy, experience, objective, teacher)
     assert whole[1].norm() > 0
     order = torch.tensor([4, 5, 1, 0, 3, 2])
-    shuffled = Experience(**{name: values[order] for name, values in vars(experience).items() if values is not None})
-    assert_same(whole, updated(policy, shuffled, objective, teacher))
+    assert_same(whole, updated(policy, rows_of(experience, order), objective, teacher))
     assert_same(whole, updated(policy, experience, objective, teacher, micro_batch_tokens=10))
 
 

@@ -15,10 +15,8 @@ from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.experts import UNSEEN, Replay, choose, mixtures, replaying
-from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.scored import collate
-from tests.families import tiny_config
-from tests.rollout.conftest import random_adapter, save_dense
+from tests.rollout.conftest import random_adapter, save_mixture
 from tests.updates import updated
 
 LENGTHS = ((9, 6), (9, 4), (3, 5), (3, 6))
@@ -29,8 +27,7 @@ LENGTHS = ((9, 6), (9, 4), (3, 5), (3, 6))
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an NVFP4 model of four blocks, three of which have mixtures of eight experts."""
     folder = tmp_path_factory.mktemp("replay")
-    save_dense(folder / "dense", tiny_config("qwen3_moe", num_hidden_layers=4))
-    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    save_mixture(folder, num_hidden_layers=4)
     return folder / "nvfp4"
 
 

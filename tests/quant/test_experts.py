@@ -39,11 +39,10 @@ from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
-from tests.families import tiny_config
 from tests.packed import frozen_linear
 from tests.quant.test_quantize import interrupted_at
 from tests.reference.experts import mixture
-from tests.rollout.conftest import save_dense
+from tests.rollout.conftest import save_mixture
 
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -193,8 +192,7 @@ def test_stacks_are_dequantised_as_each_expert_is_alone(fmt):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a checkpoint with a mixture of experts, as ``dense`` and ``nvfp4``."""
     folder = tmp_path_factory.mktemp("experts")
-    save_dense(folder / "dense", tiny_config("qwen3_moe"))
-    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+    save_mixture(folder)
     return folder
 
 

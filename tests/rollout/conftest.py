@@ -33,6 +33,7 @@ from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import RolloutEngine, Sampling, expected_fingerprint
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
+from tests.families import tiny_config
 
 VOCAB_SIZE = 64  # one that vLLM does not pad, so that embeddings are shared
 NUM_LAYERS = 2
@@ -255,6 +256,25 @@ def sampling_error(probabilities: Tensor, num_samples: int) -> float:
     """Compute an upper bound of the mean ``total_variation`` between a distribution and so many independent samples of
     it."""
     return (probabilities.sqrt().sum() / 2 / math.sqrt(num_samples)).item()
+
+
+def save_mixture(folder: Path, **settings: Any) -> None:
+    """Write a random Qwen3-MoE to the folder ``dense`` in ``folder``, and its NVFP4 copy to ``nvfp4``."""
+    save_dense(folder / "dense", tiny_config("qwen3_moe", **settings))
+    quantize_checkpoint(folder / "dense", folder / "nvfp4")
+
+
+def assert_change_is_noticed(engine: VLLMEngine, ending: str, change: Callable[[Tensor], object], message: str) -> None:
+    """Change the parameter of vLLM's model whose name has this ending, check that the engine's next fingerprint is
+    refused with the message, and restore the parameter."""
+    parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
+    [weight] = [parameter for name, parameter in parameters.items() if name.endswith(ending)]
+    kept = weight.data.clone()
+    change(weight.data)
+    assert not torch.equal(weight.data.view(torch.uint8), kept.view(torch.uint8))
+    with pytest.raises(RuntimeError, match=f"does not compute with the trainer's base.*{message}"):
+        engine.fingerprint()
+    weight.data.copy_(kept)
 
 
 def assert_sampled_by_its_policy(engine: VLLMEngine, prompts: list[list[int]], sampling: Sampling) -> None:
