@@ -65,8 +65,8 @@ def improve(
     Every rank calls this with its own rows. Ranks may have different numbers of rows and micro-batches, because they
     communicate only before the updates, in ``step``, and for the metrics.
 
-    Passes of policy and reference use the experts that the sampler chose, if the experience has them. CheckFailed,
-    before the first optimizer step: the policy's routers choose others.
+    Passes of policy and reference use the experts that the sampler chose, if the experience has them; CheckFailed is
+    raised before the first optimizer step if the policy's routers choose too many others.
 
     Args:
         policy: the policy, in training mode.

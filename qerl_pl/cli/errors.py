@@ -206,12 +206,13 @@ def _parameters(path: str) -> list[str]:
 
 def _methods_to_mend(path: str, protocol: str) -> list[str]:
     """List the methods of a protocol that a class, given by its import path, lacks or has with another signature."""
-    module, _, name = path.rpartition(".")
-    found, due = getattr(importlib.import_module(module), name), importlib.import_module(PROTOCOLS[protocol])
-    methods = {name: value for name, value in vars(getattr(due, protocol)).items() if inspect.isfunction(value)}
-    wanted = {name: f"{name}{inspect.signature(value)}" for name, value in methods.items() if name[0] != "_"}
-    has = {name: f"{name}{inspect.signature(getattr(found, name))}" for name in wanted if hasattr(found, name)}
-    return [text.replace("'", "") for name, text in wanted.items() if has.get(name) != text]
+    module, _, class_name = path.rpartition(".")
+    given = getattr(importlib.import_module(module), class_name)
+    members = vars(getattr(importlib.import_module(PROTOCOLS[protocol]), protocol))
+    methods = [name for name, value in members.items() if inspect.isfunction(value) and not name.startswith("_")]
+    expected = {name: f"{name}{inspect.signature(members[name])}" for name in methods}
+    present = {name: f"{name}{inspect.signature(getattr(given, name))}" for name in methods if hasattr(given, name)}
+    return [text.replace("'", "") for name, text in expected.items() if present.get(name) != text]
 
 
 def _members(path: str) -> list[str]:

@@ -63,7 +63,7 @@ def token_logprobs(
         slope_in_forward: if ``hidden`` requires a gradient, compute the gradient of the log-probabilities in forward
             and not in backward; None means True on a GPU and False elsewhere.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half of ``chunk_bytes`` in addition;
-            other devices need about twice as many and a small part of the head in fp32.
+            other devices need about twice ``chunk_bytes`` and an fp32 copy of a small part of ``weight``.
 
     Returns:
         Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).

@@ -17,8 +17,9 @@ it would be near 1 - k / E."""
 
 
 def checked_routing(batch: Batch) -> dict[str, Tensor]:
-    """Return metrics [] of the routes that are replayed, over the tokens and layers of all ranks; empty without any.
-    CheckFailed: they are not those that the trainer's routers choose, up to rounding errors and noise."""
+    """Return metrics [] of the sampler's experts that a batch replays, over the tokens and layers of all ranks; empty
+    if it replays none. CheckFailed if in a layer more than a share ``MOST_OTHERS`` of them are not the experts that the
+    trainer's router chooses."""
     if batch.replay is None:
         return {}
     routes, found = batch.replay

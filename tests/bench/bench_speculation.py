@@ -4,8 +4,8 @@ A step that verifies k drafts for each of n sequences reads the weights once for
 and values of n sequences. ``speculation/step`` is the time of a decoding step of M sequences with one token each, at a
 given number of tokens of context. The difference between two contexts is the time of reading keys and values. The cost
 of verification is the rest of a step with M = n (1 + k) sequences, plus the reading for n sequences.
-``speculation/cost`` has this cost as a multiple of the step of n sequences, and the multiple that was predicted from
-the times of the linear layers.
+``speculation/cost`` has this cost as a multiple of the step of n sequences, and the multiple in the table
+``VERIFICATION`` of `qerl_pl/hopper/costs.py`.
 
 ``speculation/logprobs`` is how much rounding changes the log-probabilities of 8 sequences if more sequences decode in
 the same steps, as rows of drafts would. Prompts, seeds and the pass over the prompts are the same; each sequence is
@@ -104,7 +104,7 @@ def costs(seconds: dict[tuple[int, int], float], shape: dict[str, object], outpu
     # least squares: the seconds per sequence of reading keys and values at the first context
     reading = sum(count * s for count, s in pairs) / sum(count**2 for count, _ in pairs) * CONTEXT / (LONGER - CONTEXT)
     for count, by_drafts in VERIFICATION.items():
-        for drafts, computed in by_drafts.items():
+        for drafts, expected in by_drafts.items():
             rows = count * (1 + drafts)
             if (rows, CONTEXT) in seconds:
                 verify = seconds[rows, CONTEXT] - reading * (rows - count)
@@ -116,8 +116,8 @@ def costs(seconds: dict[tuple[int, int], float], shape: dict[str, object], outpu
                     "bfloat16",
                     output=output,
                     cost=cost,
-                    computed=computed,
-                    off=cost / computed - 1,
+                    expected=expected,
+                    off=cost / expected - 1,
                     verify_s=verify,
                     step_s=seconds[count, CONTEXT],
                     reading_s_per_sequence=reading,

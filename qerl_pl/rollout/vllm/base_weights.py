@@ -168,8 +168,9 @@ def note_experts(model: nn.Module) -> None:
 
 
 def expert_sums(layer: nn.Module) -> Tensor:
-    """Return the sums of each expert's bits in each parameter of a layer, [parameters * E] int64. Bits that change, or
-    are exchanged between experts, change a sum."""
+    """Return, for each parameter of a layer and each expert, the sum of the words that the parameter's bits are,
+    [parameters * E] int64. One changed word changes a sum, and so do unequal weights exchanged between two experts; an
+    exchange within one expert does not."""
     bits = (parameter.detach().flatten(1) for parameter in layer.parameters(recurse=False) if parameter.ndim > 1)
     factors = (parameter.detach().unsqueeze(1) for parameter in layer.parameters(recurse=False) if parameter.ndim == 1)
     words = [part.view(torch.int32 if part.element_size() == 4 else torch.uint8) for part in (*bits, *factors)]
