@@ -34,7 +34,7 @@ from qerl_pl.policy.policy import DTYPES
 from qerl_pl.results.curves import Curve, read_curves
 from tests.bench.harness import DTYPE, ROOT, base_callbacks, emit, parser_with
 from tests.bench.noted import jumps
-from tests.correctness.faults import ENGINES, aqn, heard_in, sources
+from tests.correctness.faults import ENGINES, GPU_MEMORY, aqn, heard_in, sources
 
 EVERY = {  # arguments that set how many rollouts lie between checks
     "callbacks.canary.SyncCanary": ("sample_every", "score_every"),
@@ -61,6 +61,7 @@ def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder:
         "trainer": {"callbacks": callbacks, "max_steps": args.rollouts, "limit_val_batches": args.val_batches},
         "model": {
             "base": str(model.resolve()),
+            "gpu_memory": args.gpu_memory,
             "quantize": None if fmt == "bf16" else fmt,
             "dtype": args.dtype,
             "engine": {"class_path": ENGINES[args.engine], "init_args": engine},
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--noise", action="store_true", help="adaptive quantization noise, with the paper's sigmas")
     add("--engine", choices=ENGINES, default="vllm")
     add("--dtype", choices=DTYPES, default=str(DTYPE).removeprefix("torch."))
-    add("--shared", action="store_true", help="others use the GPU: leave out readings of its memory")
+    add("--gpu-memory", type=float, metavar="GIB", help=GPU_MEMORY + "; leaves out readings of memory")
     add("--curves", type=Path, help="file to append all values of all rollouts to")
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
             curves = read_curves(folder / "run")
         shape = {"prompts": args.prompts, "completions": args.completions, "max_tokens": args.tokens}
         about = {"format": fmt, "seed": seed, "noise": args.noise, "engine": args.engine, "alarm": alarm}
-        read = readings(curves, DTYPES[args.dtype], shared=args.shared)
+        read = readings(curves, DTYPES[args.dtype], shared=args.gpu_memory is not None)
         name = f"real_checks/{model.name.removesuffix('.gguf')}"
         emit(name, {**shape, "every": args.every}, args.dtype, **about, run_s=seconds, **read)
         if args.curves:

@@ -44,6 +44,7 @@ import yaml
 from lightning.pytorch import Callback
 
 import train
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
 from tests.bench.harness import DEVICE, DTYPE, emit
 from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
@@ -55,9 +56,10 @@ LATER = re.compile(
 )  # right in their first rollout, wrong after it
 NOISY = ("noise missing", "other noise")  # faults that need noise, which stage 0 does not have
 ROLLOUTS = 12  # of a run with a fault, from its beginning
-COUNTED = ("stopped", "warned", "silent")
+COUNTED = ("stopped", "warned", "silent")  # not "failed": a run without enough memory says nothing about a check
 COMPLETIONS = 8  # per prompt in runs of a pretrained model
 ENGINES = {"transformers": "qerl_pl.rollout.hf.TransformersEngine", "vllm": "qerl_pl.rollout.vllm.VLLMEngine"}
+GPU_MEMORY = "memory that a run may use on a GPU that others use, too"
 OF_A_GAP = re.compile("the sampler's log-probabilities")
 WARNINGS = re.compile(f"{OF_A_GAP.pattern}|more than chance explains|no group had a signal")
 
@@ -144,8 +146,9 @@ def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str
     """Run a command of the program, with a fault or without; returns whether it stopped or warned, in which rollout,
     and with which message.
 
-    A run that stops counts as stopped, even if it warned before. With a fault, only the warning about a gap counts,
-    because a healthy policy that learns causes the other warnings, too.
+    A run that a check stops counts as stopped, even if it warned before. A run that ends by another error, such as too
+    little memory, counts as failed. With a fault, only the warning about a gap counts, because a healthy policy that
+    learns causes the other warnings, too.
     """
     words = WARNINGS if fault is None else OF_A_GAP
     if fault is not None:
@@ -163,8 +166,10 @@ def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str
         warnings.showwarning = hear
         try:
             train.main(command)
-        except (RuntimeError, ValueError) as error:
+        except CheckFailed as error:
             heard = [*heard, (Watch.rollout, f"stopped: {error}")]
+        except (RuntimeError, ValueError) as error:
+            return {"outcome": "failed", "rollout": Watch.rollout, "said": f"{type(error).__name__}: {error}"[:400]}
     stops = [(rollout, said) for rollout, said in heard if said.startswith("stopped: ")]  # a warning may come before
     if not heard:
         return {"outcome": "silent", "rollout": None, "said": ""}
@@ -213,13 +218,13 @@ class OfRealModel:
         """Resume the healthy run with a fault; returns what the function ``outcome`` does.
 
         Raises:
-            RuntimeError: a check stopped the healthy run.
+            RuntimeError: the healthy run did not end.
         """
         if noise not in self.healthy:
             stop = ["--trainer.callbacks+=tests.correctness.faults.StopAt"]
             result = heard_in([*self._command(f"healthy-{noise}", noise), *stop], None)
-            if result["outcome"] == "stopped":
-                raise RuntimeError(f"the healthy run of {self.options.model} did not pass its checks: {result}")
+            if result["outcome"] in ("stopped", "failed"):
+                raise RuntimeError(f"the healthy run of {self.options.model} did not end: {result}")
             self.healthy[noise] = self.folder / f"healthy-{noise}" / "checkpoints" / "last.ckpt"
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             command = [*self._command(f"{Path(name).name}/run", noise), "--ckpt_path", str(self.healthy[noise])]
@@ -248,6 +253,7 @@ class OfRealModel:
             "trainer": {"callbacks": callbacks, "max_steps": self.rollouts + 1, "limit_val_batches": 0},
             "model": {
                 "base": str(options.model.resolve()),
+                "gpu_memory": options.gpu_memory,
                 "dtype": str(DTYPE).removeprefix("torch."),
                 "engine": {"class_path": ENGINES[options.engine], "init_args": sizes},
                 "sampling": {"num_completions": COMPLETIONS, "max_tokens": options.tokens, "temperature": 1.0},
@@ -284,6 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=16, help="prompts per rollout of a pretrained model")
     parser.add_argument("--tokens", type=int, default=256, help="longest completion of a pretrained model")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of a pretrained model")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help=GPU_MEMORY)
     args = parser.parse_args(argv)
     sys.argv = sys.argv[:1]
     faults = OF_ANY_ENGINE | (OF_THE_MODEL if args.engine == "transformers" else {})

@@ -39,6 +39,17 @@ def test_a_stop_counts_whatever_was_said_before_and_a_learned_change_only_withou
     assert result["said"] == (stop or (heard[0] if outcome == "warned" else ""))
 
 
+def test_a_run_without_enough_memory_was_not_stopped_by_a_check(monkeypatch):
+    def run(command: list[str]) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(faults.train, "main", run)
+    result = faults.heard_in(["fit"], "a fault")
+    assert result["outcome"] == "failed"
+    assert result["outcome"] not in faults.COUNTED
+    assert result["said"] == "RuntimeError: CUDA out of memory"
+
+
 def test_the_reward_of_pretrained_runs_differs_in_a_group_and_cannot_be_learned_by_length():
     rows = [faults.Completion((1,), (0.0,), text=str(place), finished=True) for place in range(1000)]
     rewards = faults.of_chance([], rows)
