@@ -73,6 +73,7 @@ class RolloutFault(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.rollout_index == self.at:
+            pl_module.start_engine()  # a fault may change what the engine has only when it runs
             pl_module.loop.engine = (OF_ANY_ENGINE | OF_THE_MODEL)[self.fault](pl_module.loop.engine, pl_module.policy)
 
 

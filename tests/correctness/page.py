@@ -19,6 +19,7 @@ from tests.correctness.gaps import CAUSES, STAGES
 TEXT = Path(__file__).parent / "correctness.md"
 PAGE = ROOT / "docs" / "correctness.md"
 ENGINES = ("transformers", "vllm")
+COLUMNS = (*ENGINES, "pretrained")
 CHECKS = {  # what an error says -> which check it comes from
     "differ from the trainer's": "gap",
     "have a probability in the trainer": "gap",
@@ -31,13 +32,14 @@ CHECKS = {  # what an error says -> which check it comes from
     "does not hold the current policy": "canary, checksums",
     "does not compute with the current policy": "canary, samples",
     "is nan or infinite": "engine's output",
+    "the token that ends it included": "engine's output",
 }
 
 
 def document() -> str:
     """Make docs/correctness.md."""
     gaps, canary, faults, real = (_read(name) for name in ("correctness", "canary", "faults", "real_checks"))
-    parts = about_gaps(gaps) | about_faults(faults) | about_jumps(real)
+    parts = about_gaps(gaps) | about_faults(faults, _read("real_faults")) | about_jumps(real)
     return TEXT.read_text().format(**parts, canary=canary_tables(canary))
 
 
@@ -85,19 +87,25 @@ def canary_tables(results: Sequence[Line]) -> str:
     return "\n".join(parts)
 
 
-def about_faults(lines: Sequence[Line]) -> dict[str, Any]:
-    """Summarise which faults stopped a run or warned, whether healthy runs did, and how long the checks take."""
+def about_faults(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
+    """Summarise which faults stopped a run or warned, whether healthy runs did, and how long the checks take. ``real``
+    are the faults in runs of a pretrained model."""
     faults = [line for line in lines if not line["name"].startswith("healthy")]
     healthy = [line for line in lines if line["name"].startswith("healthy")]
     by_engine = {(line["name"], line["shape"]["engine"]): line for line in faults}
+    columns = by_engine | {(line["name"], "pretrained"): line for line in real}
     rows = [
-        [name, *(_outcome(by_engine[name, engine]) if (name, engine) in by_engine else "-" for engine in ENGINES)]
-        for name in dict.fromkeys(line["name"] for line in faults)
+        [name, *(_outcome(columns[name, engine]) if (name, engine) in columns else "-" for engine in COLUMNS)]
+        for name in dict.fromkeys(line["name"] for line in [*faults, *real])
     ]
     seen = (_seen(engine, [line for line in faults if line["shape"]["engine"] == engine]) for engine in ENGINES)
+    within_two = sum(line["outcome"] == "stopped" and line["rollout"] <= line["appears"] + 1 for line in real)
     return {
         "seen": " and ".join(seen),
-        "faults": table(["fault", *ENGINES], rows),
+        "pretrained": f"{within_two} of {len(real)}",
+        "pretrained_device": real[0]["device"],
+        "pretrained_commit": " and ".join(dict.fromkeys(line["commit"] for line in real)),
+        "faults": table(["fault", *COLUMNS], rows),
         "rollouts_without": sum(line["rollouts"] for line in healthy),
         "vllm": sum(line["rollouts"] for line in healthy if line["shape"]["engine"] == "vllm"),
         "alarms": sum(line["outcome"] != "silent" for line in healthy) or "none",
