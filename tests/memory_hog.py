@@ -19,10 +19,10 @@ def main() -> None:
     print("started", flush=True)
     while True:
         taken = torch.empty(draw.randrange(most // 8, most), dtype=torch.uint8, device="cuda")
-        time.sleep(0.005 * draw.random())
+        time.sleep(0.05 * draw.random())
         del taken
         torch.cuda.empty_cache()
-        time.sleep(0.005 * draw.random())
+        time.sleep(0.05 * draw.random())
 
 
 if __name__ == "__main__":
