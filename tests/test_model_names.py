@@ -85,8 +85,10 @@ def test_an_export_names_the_quantised_base_that_the_adapter_belongs_to(make_che
 def test_method_and_calibration_are_settings_and_part_of_the_key(make_checkpoint, tmp_path):
     base, text = str(make_checkpoint("qwen3")), tmp_path / "text.txt"
     text.write_text("a few words of calibration text " * 50)
-    settings = {"format": "nvfp4", "method": "gptq", "calibration": str(text), "samples": 4, "length": 16}
+    settings = {"format": "nvfp4", "calibration": str(text), "samples": 4, "length": 16}
     first = prepared_base(base, None, quantization_of(settings))
+    assert prepared_base(base, None, quantization_of({**settings, "method": "gptq"})) == first, "the default"
+    assert prepared_base(base, None, quantization_of({**settings, "method": "rtn"})) != first
     text.write_text("other words of calibration text " * 50)
     assert prepared_base(base, None, quantization_of(settings)) != first, "the text counts, not its path"
     assert prepared_base(base, None, NVFP4_RTN) != first

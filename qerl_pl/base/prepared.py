@@ -13,7 +13,7 @@ from qerl_pl.base.cache import made_once
 from qerl_pl.base.folder import BaseFormat, base_folder
 from qerl_pl.model.files import CONFIG
 from qerl_pl.model.hub import hub_config, hub_folder, is_hub_name
-from qerl_pl.model.quantization import Quantization
+from qerl_pl.model.quantization import Quantization, method_of
 from qerl_pl.model.tokenizer import load_tokenizer
 from qerl_pl.quant import convert, quantize
 from qerl_pl.quant.calibration import read_calibration
@@ -86,8 +86,9 @@ def _converted(folder: Path, name: str, reasons: list[str]) -> Path:
 
 
 def _quantized(folder: Path, name: str, quantization: Quantization) -> Path:
-    settings = {**asdict(quantization), "version": quantize.VERSION}
     source = quantization.calibration
+    method = method_of(quantization.method, source)
+    settings = {**asdict(quantization), "method": method, "version": quantize.VERSION}
     if source is None:
         settings |= {"samples": None, "length": None}
     elif Path(source).is_file():
@@ -102,7 +103,7 @@ def _quantized(folder: Path, name: str, quantization: Quantization) -> Path:
             folder,
             output,
             format=quantization.format,
-            method=quantization.method,
+            method=method,
             ignore=quantization.ignore,
             calibration=calibration,
             device="cuda" if torch.cuda.is_available() else "cpu",

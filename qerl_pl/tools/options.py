@@ -138,8 +138,7 @@ def quantize_options() -> CommandParser:
     parser.add_argument(
         "--method",
         choices=get_args(Method),
-        default="rtn",
-        help="rtn: round to nearest; gptq: second order",
+        help="rtn: round to nearest; gptq: second order (default: gptq with --calibration, else rtn)",
     )
     parser.add_argument(
         "--ignore",

@@ -8,7 +8,7 @@ import torch
 
 from qerl_pl.base.folder import base_folder
 from qerl_pl.model.files import CONFIG, NOT_USED, has_vision, read_json
-from qerl_pl.model.quantization import check_calibrated
+from qerl_pl.model.quantization import check_calibrated, method_of
 from qerl_pl.quant.calibration import read_calibration
 from qerl_pl.quant.output import REPORT
 from qerl_pl.quant.quantize import quantize_checkpoint
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
         model,
         arguments.output,
         format=arguments.format,
-        method=arguments.method,
+        method=method_of(arguments.method, arguments.calibration),
         ignore=arguments.ignore,
         calibration=calibration,
         residual=arguments.residual,

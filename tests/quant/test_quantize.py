@@ -348,7 +348,8 @@ def test_the_command_calibrates(make_checkpoint, tmp_path, capsys):
     path, text = make_checkpoint(), tmp_path / "text.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz0123456789" * 20)
     command = ["--model", str(path), "--device", "cpu", "--calibration", str(text), "--length", "32"]
-    assert main([*command, "--output", str(tmp_path / "out"), "--method", "gptq", "--samples", "8"]) == 0
+    assert main([*command, "--output", str(tmp_path / "out"), "--samples", "8"]) == 0
+    assert json.loads((tmp_path / "out" / "quantization_report.json").read_text())["method"] == "gptq"
     assert "relative output error on calibration data at most 0." in capsys.readouterr().out
     assert main([*command, "--output", str(tmp_path / "more"), "--method", "gptq", "--samples", "99"]) == 2
     assert "lower --samples or --length" in capsys.readouterr().err
