@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem
 from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
 
 
+@dataclass(frozen=True)
 class Arithmetic:
     """A source of problems such as "7+5-3+8=?". Training and validation share no problem, also if their seeds differ.
 
@@ -16,10 +19,9 @@ class Arithmetic:
         num_validation: number of distinct validation problems, at most 3 226.
     """
 
-    def __init__(self, seed: int = 0, num_train: int = 8192, num_validation: int = 512) -> None:
-        self.seed = seed
-        self.num_train = num_train
-        self.num_validation = num_validation
+    seed: int = 0
+    num_train: int = 8192
+    num_validation: int = 512
 
     def train(self) -> list[Problem]:
         return self._problems("train", self.num_train)

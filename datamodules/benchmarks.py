@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from datamodules.rows import BadRows, OnBadRows, Row, read_problems
@@ -15,6 +16,7 @@ _HUB = {  # data set on the hub, its split, and its column of questions
 }
 
 
+@dataclass(frozen=True)
 class Benchmark:
     """A source whose validation problems are those of a benchmark, and which has no training problems.
 
@@ -25,16 +27,12 @@ class Benchmark:
         bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.
     """
 
-    def __init__(
-        self,
-        name: Literal["math500", "aime24", "aime25", "amc23"],
-        path: str | None = None,
-        bad_rows: OnBadRows = "refuse",
-    ) -> None:
-        BadRows(bad_rows)  # refuses other words
-        self.name = name
-        self.path = path
-        self.bad_rows: OnBadRows = bad_rows
+    name: Literal["math500", "aime24", "aime25", "amc23"]
+    path: str | None = None
+    bad_rows: OnBadRows = "refuse"
+
+    def __post_init__(self) -> None:
+        BadRows(self.bad_rows)  # refuses other words
 
     def train(self) -> list[Problem]:
         """Raise ValueError: a benchmark has no training problems."""

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
@@ -27,6 +28,7 @@ class Overlap(NamedTuple):
     """The first run of words in the training question that the evaluation question has, too."""
 
 
+@dataclass(frozen=True)
 class Decontaminated:
     """A source of problems without those training problems that share a run of consecutive words with an evaluation
     problem.
@@ -40,21 +42,16 @@ class Decontaminated:
         report_path: JSON Lines file to which removed problems are written, each with the reason; None writes no file.
     """
 
-    def __init__(
-        self,
-        source: PromptSource,
-        against: list[PromptSource],
-        num_words: int = SHARED_WORDS,
-        report_path: str | None = None,
-    ) -> None:
-        if num_words < 1:
-            raise ValueError(f"num_words is {num_words}; expected at least 1")
-        if not against:
+    source: PromptSource
+    against: list[PromptSource]
+    num_words: int = SHARED_WORDS
+    report_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_words < 1:
+            raise ValueError(f"num_words is {self.num_words}; expected at least 1")
+        if not self.against:
             raise ValueError("against is empty; name at least one evaluation set")
-        self.source = source
-        self.against = against
-        self.num_words = num_words
-        self.report_path = report_path
 
     def train(self) -> list[Problem]:
         problems = self.source.train()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from datamodules.rows import BadRows, OnBadRows, Row, read_problems
 from qerl_pl.common.types import Problem
 
 
+@dataclass(frozen=True)
 class GSM8K:
     """The source GSM8K, with 7473 training problems; its 1319 test problems are the validation problems.
 
@@ -18,13 +21,12 @@ class GSM8K:
         ValueError: while reading, if a solution has no final answer; the message names file and line.
     """
 
-    def __init__(
-        self, train_path: str = "openai/gsm8k", validation_path: str = "openai/gsm8k", bad_rows: OnBadRows = "refuse"
-    ) -> None:
-        BadRows(bad_rows)  # refuses other words
-        self.train_path = train_path
-        self.validation_path = validation_path
-        self.bad_rows: OnBadRows = bad_rows
+    train_path: str = "openai/gsm8k"
+    validation_path: str = "openai/gsm8k"
+    bad_rows: OnBadRows = "refuse"
+
+    def __post_init__(self) -> None:
+        BadRows(self.bad_rows)  # refuses other words
 
     def train(self) -> list[Problem]:
         return read_problems(self.train_path, _problem, bad_rows=self.bad_rows, subset="main", split="train")

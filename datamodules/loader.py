@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 
 import torch
@@ -34,6 +35,7 @@ def drawn_order(num: int, seed: int) -> list[int]:
     return torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@dataclass(eq=False)
 class TrainLoader:
     """Yields batches for ever, one epoch per iteration, in an order that depends only on seed and epoch.
 
@@ -48,30 +50,24 @@ class TrainLoader:
     among the ranks.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        batch_size: int,
-        *,
-        seed: int,
-        rank: int = 0,
-        num_ranks: int = 1,
-        hint: str = "",
-    ) -> None:
-        if batch_size > len(prompts):
-            raise ValueError(f"data.batch_size is {batch_size} but there are only {len(prompts)} training prompts")
-        if batch_size % num_ranks:
+    prompts: Sequence[Prompt]
+    batch_size: int
+    _: KW_ONLY
+    seed: int
+    rank: int = 0
+    num_ranks: int = 1
+    hint: str = ""
+    epoch: int = field(default=0, init=False)
+    next_batch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        size, num = self.batch_size, len(self.prompts)
+        if size > num:
+            raise ValueError(f"data.batch_size is {size} but there are only {num} training prompts")
+        if size % self.num_ranks:
             raise ValueError(
-                f"data.batch_size {batch_size} counts the prompts of all ranks and is no multiple of {num_ranks}"
+                f"data.batch_size {size} counts the prompts of all ranks and is no multiple of {self.num_ranks}"
             )
-        self.prompts = prompts
-        self.batch_size = batch_size
-        self.seed = seed
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.hint = hint
-        self.epoch = 0
-        self.next_batch = 0
 
     def __len__(self) -> int:
         return len(self.prompts) // self.batch_size
@@ -84,9 +80,8 @@ class TrainLoader:
         order = drawn_order(len(self.prompts), derive_seed(self.seed, "data", self.epoch))
         while self.next_batch < len(self):
             start = self.next_batch * self.batch_size
-            self.next_batch += (
-                1  # before the yield: a checkpoint that is written during a step counts its batch as served
-            )
+            # before the yield, because a checkpoint that is written during a step counts the step's batch as served
+            self.next_batch += 1
             batch = list(numbered(self.prompts[row] for row in order[start : start + self.batch_size]))
             yield batch[self.rank :: self.num_ranks]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from qerl_pl.common.types import Problem
@@ -20,6 +21,7 @@ class PromptSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Pair:
     """A source that takes training problems from one source and validation problems from another, e.g. a benchmark.
 
@@ -28,9 +30,8 @@ class Pair:
         benchmark: source of the validation problems; its training problems are not used.
     """
 
-    def __init__(self, training: PromptSource, benchmark: PromptSource) -> None:
-        self.training = training
-        self.benchmark = benchmark
+    training: PromptSource
+    benchmark: PromptSource
 
     def train(self) -> list[Problem]:
         return self.training.train()

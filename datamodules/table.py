@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from datamodules.filters import Filters, Value
@@ -11,6 +12,7 @@ from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
 
 
+@dataclass(frozen=True)
 class Table:
     """A source that reads problems from a table; rewards see all columns of a problem's row as ``prompt.row``.
 
@@ -47,45 +49,33 @@ class Table:
             (the message names file and line).
     """
 
-    def __init__(
-        self,
-        train_path: str | list[str],
-        validation_path: str | list[str] | None = None,
-        validation_share: float | None = None,
-        question: str | list[str] | None = None,
-        answer: str | None = "answer",
-        marker: Literal["boxed", "hash"] | None = None,
-        subset: str | None = None,
-        train_split: str = "train",
-        validation_split: str = "test",
-        system: str | None = None,
-        only: dict[str, list[Value]] | None = None,
-        between: dict[str, tuple[float, float]] | None = None,
-        bad_rows: OnBadRows = "refuse",
-    ) -> None:
-        if marker is not None and answer is None:
-            raise ValueError(f"marker is {marker!r} and answer is null; name the column that the answer is marked in")
-        if (validation_path is None) == (validation_share is None):
+    train_path: str | list[str]
+    validation_path: str | list[str] | None = None
+    validation_share: float | None = None
+    question: str | list[str] | None = None
+    answer: str | None = "answer"
+    marker: Literal["boxed", "hash"] | None = None
+    subset: str | None = None
+    train_split: str = "train"
+    validation_split: str = "test"
+    system: str | None = None
+    only: dict[str, list[Value]] | None = None
+    between: dict[str, tuple[float, float]] | None = None
+    bad_rows: OnBadRows = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.marker is not None and self.answer is None:
+            raise ValueError(
+                f"marker is {self.marker!r} and answer is null; name the column that the answer is marked in"
+            )
+        if (self.validation_path is None) == (self.validation_share is None):
             raise ValueError("give exactly one of validation_path and validation_share")
-        if validation_share is not None and not 0 < validation_share < 1:
-            raise ValueError(f"validation_share is {validation_share}; expected more than 0 and less than 1")
-        if question is not None and not question:
-            raise ValueError(f"question is {question!r}; expected a column, a list of columns, or null")
-        BadRows(bad_rows)  # refuses other words
-        Filters(only, between)  # refuses impossible filters before anything is read
-        self.train_path = train_path
-        self.validation_path = validation_path
-        self.validation_share = validation_share
-        self.question = question
-        self.answer = answer
-        self.marker: Literal["boxed", "hash"] | None = marker
-        self.subset = subset
-        self.train_split = train_split
-        self.validation_split = validation_split
-        self.system = system
-        self.only = only or {}
-        self.between = between or {}
-        self.bad_rows: OnBadRows = bad_rows
+        if self.validation_share is not None and not 0 < self.validation_share < 1:
+            raise ValueError(f"validation_share is {self.validation_share}; expected more than 0 and less than 1")
+        if self.question is not None and not self.question:
+            raise ValueError(f"question is {self.question!r}; expected a column, a list of columns, or null")
+        BadRows(self.bad_rows)  # refuses other words
+        Filters(self.only, self.between)  # refuses impossible filters before anything is read
 
     def train(self) -> list[Problem]:
         """Return the training problems that pass the filters ``only`` and ``between``, in the order of the table."""

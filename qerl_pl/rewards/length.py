@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from qerl_pl.common.types import Completion, Prompt
 
 
+@dataclass(frozen=True)
 class SoftOverlong:
     """Punishes completions that come close to the length limit (DAPO, arXiv 2503.14476, eq. 13).
 
@@ -21,12 +23,13 @@ class SoftOverlong:
         ValueError: ``buffer`` is not between 1 and ``max_tokens``.
     """
 
-    def __init__(self, buffer: int, max_tokens: int | None = None) -> None:
-        if buffer < 1 or (max_tokens is not None and buffer > max_tokens):
-            most = "model.sampling.max_tokens" if max_tokens is None else f"max_tokens ({max_tokens})"
-            raise ValueError(f"buffer is {buffer}; expected 1 to {most}")
-        self.buffer = buffer
-        self.max_tokens = max_tokens
+    buffer: int
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.buffer < 1 or (self.max_tokens is not None and self.buffer > self.max_tokens):
+            most = "model.sampling.max_tokens" if self.max_tokens is None else f"max_tokens ({self.max_tokens})"
+            raise ValueError(f"buffer is {self.buffer}; expected 1 to {most}")
 
     def limited_to(self, max_tokens: int) -> SoftOverlong:
         if self.max_tokens not in (None, max_tokens):
@@ -34,7 +37,7 @@ class SoftOverlong:
                 f"SoftOverlong.max_tokens is {self.max_tokens} and model.sampling.max_tokens is {max_tokens}: "
                 "completions end at the latter; leave max_tokens of the reward out"
             )
-        return SoftOverlong(self.buffer, max_tokens)
+        return replace(self, max_tokens=max_tokens)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
         if self.max_tokens is None:

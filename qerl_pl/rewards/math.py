@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from qerl_pl.common.types import Completion, Prompt
@@ -20,6 +21,7 @@ _CENTS = re.compile(r"\bcents?\b", re.IGNORECASE)
 _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # has unknowns
 
 
+@dataclass(frozen=True)
 class NumericAnswer:
     """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
 
@@ -42,14 +44,13 @@ class NumericAnswer:
         ValueError: ``marker`` or ``fallback`` is not one of the above.
     """
 
-    def __init__(
-        self, marker: Marker = "answer", fallback: Literal["none", "last_number"] = "none", after_thoughts: bool = True
-    ) -> None:
-        _check("marker", marker, get_args(Marker))
-        _check("fallback", fallback, ("none", "last_number"))
-        self.marker: Marker = marker
-        self.fallback = fallback
-        self.after_thoughts = after_thoughts
+    marker: Marker = "answer"
+    fallback: Literal["none", "last_number"] = "none"
+    after_thoughts: bool = True
+
+    def __post_init__(self) -> None:
+        _check("marker", self.marker, get_args(Marker))
+        _check("fallback", self.fallback, ("none", "last_number"))
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
         texts, answers = list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts]
@@ -87,6 +88,7 @@ class NumericAnswer:
         return Verdict(float(right), f"{found} {'equals' if right else 'is not'} {gold}")
 
 
+@dataclass(eq=False)
 class MathAnswer:
     """Scores 1 if the answer is mathematically equal to the known answer, else 0. For data such as MATH and AIME.
 
@@ -119,20 +121,16 @@ class MathAnswer:
         ValueError: an argument is not one of the above.
     """
 
-    def __init__(
-        self,
-        marker: Marker = "any",
-        fallback: Literal["none", "last_math"] = "none",
-        after_thoughts: bool = True,
-        num_workers: int | None = None,
-        time_limit: float = 1.0,
-    ) -> None:
-        _check("marker", marker, get_args(Marker))
-        _check("fallback", fallback, ("none", "last_math"))
-        self.marker: Marker = marker
-        self.fallback = fallback
-        self.after_thoughts = after_thoughts
-        self.verifier = Verifier(num_workers, time_limit)
+    marker: Marker = "any"
+    fallback: Literal["none", "last_math"] = "none"
+    after_thoughts: bool = True
+    num_workers: int | None = None
+    time_limit: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("marker", self.marker, get_args(Marker))
+        _check("fallback", self.fallback, ("none", "last_math"))
+        self.verifier = Verifier(self.num_workers, self.time_limit)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
         texts, answers = list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts]
