@@ -63,23 +63,15 @@ class CompletionLogger(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        self._finish(trainer, pl_module, "validate")
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        self._finish(trainer, pl_module, "test")
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        self._finish(trainer, pl_module, "predict")
-
-    def _finish(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
-        rows = pl_module.evaluated
+        command, rows = str(trainer.state.fn and trainer.state.fn.value), pl_module.evaluated
+        stage = "validate" if command == "fit" else command
         path = _path(trainer, f"{stage}-{pl_module.rollout_index:06d}.jsonl")
         step = max(0, pl_module.rollout_index - 1)  # the step under which the scalars of this evaluation are logged
         self._write(trainer, path, rows, f"completions/{stage}", step)
-        if trainer.is_global_zero and (stage != "validate" or trainer.state.fn != "fit"):
+        if trainer.is_global_zero and command != "fit":
             print(f"{len(rows)} completions written to {path}")
+
+    on_test_end = on_predict_end = on_validation_end  # pyright: ignore[reportAssignmentType]
 
     def _write(self, trainer: Trainer, path: Path, rows: list[dict[str, Any]], tag: str, step: int) -> None:
         if not trainer.is_global_zero:

@@ -25,20 +25,12 @@ class EvaluationReport(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        if trainer.state.fn == "validate":
-            self._report(trainer, pl_module, "validate")
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        self._report(trainer, pl_module, "test")
-
-    def _report(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
-        if not trainer.is_global_zero:
+        if trainer.state.fn in (None, "fit") or not trainer.is_global_zero:
             return
         n, name = pl_module.settings.evaluation.num_completions, pl_module.rewards[0].name
         checkpoint = trainer.ckpt_path and str(trainer.ckpt_path)
         summary = {"checkpoint": checkpoint, **summarize(pl_module.evaluated, n=n, name=name)}
-        path = Path(trainer.default_root_dir) / "evaluation" / f"{stage}.json"
+        path = Path(trainer.default_root_dir) / "evaluation" / f"{trainer.state.fn.value}.json"
         write_whole(path, json.dumps(summary, indent=1) + "\n")
         title = f"{Path(checkpoint).name if checkpoint else 'the base'}, {summary['num_problems']} problems x {n}"
         title += f", right: {name} = 1"
@@ -49,6 +41,8 @@ class EvaluationReport(Callback):
             table.add_row(key, f"{summary[key]:.4g}", "")
         Console().print(table)
         print(f"written to {path}")
+
+    on_test_end = on_validation_end  # pyright: ignore[reportAssignmentType]
 
 
 def summarize(rows: list[dict[str, Any]], *, n: int, name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Split the difference between the trainer's and the sampler's log-probabilities of sampled tokens into parts by
 cause."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -151,13 +152,19 @@ def trainer_logprobs(
     other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] bool must not be True in column 0; ``routes``
     [B, S, L, k] are experts to use, None: the routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
-    lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
-    with preserved_rng():  # dropout, if there is any, draws random numbers
-        for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
-            rows = rows.to(tokens.device)
-            replay = replaying(routes, rows)
-            logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0, replay=replay).logprobs
+    for rows in _passes(sampled, micro_batch_tokens):
+        replay = replaying(routes, rows)
+        logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0, replay=replay).logprobs
     return logprobs
+
+
+def _passes(sampled: Tensor, micro_batch_tokens: int) -> Iterator[Tensor]:
+    """Yield the indices of the rows of each pass over rows that end with the last sampled token. Global random states
+    are restored afterwards, because dropout draws random numbers."""
+    lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
+    with preserved_rng():
+        for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
+            yield rows.to(sampled.device)
 
 
 @torch.no_grad()
@@ -174,14 +181,11 @@ def sampled_margins(
     """Compute the margins (``qerl_pl.policy.margins``) of the N sampled tokens, [N] fp32 in nats. Arguments are as in
     ``trainer_logprobs``, with the seeds [B] int64 that the engine sampled the rows with, and the sampling
     temperature."""
-    found = []
-    lengths = (sampled * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax(dim=1)
-    with preserved_rng():
-        for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
-            rows = rows.to(tokens.device)
-            how = {"temperature": temperature, "replay": replaying(routes, rows)}
-            found.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], **how))
-    return torch.cat(found)
+    margins = []
+    for rows in _passes(sampled, micro_batch_tokens):
+        how = {"temperature": temperature, "replay": replaying(routes, rows)}
+        margins.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], **how))
+    return torch.cat(margins)
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:

@@ -43,9 +43,7 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     data, model = config.get("data") or {}, config.get("model") or {}
     settings = {f"data.{name}": value for name, value in data.items() if name not in SAME_PROBLEMS}
     settings |= {f"model.{name}": model.get(name) for name in ("base", "base_format", "quantize", "val_sampling")}
-    if not model.get(
-        "val_sampling"
-    ):  # then evaluations are greedy, and of training's sampling settings only max_tokens counts
+    if not model.get("val_sampling"):  # evaluations are greedy, with the max_tokens of training
         settings["model.sampling.max_tokens"] = (model.get("sampling") or {}).get("max_tokens")
     checkpoint = config.get("ckpt_path")  # relative to the run's folder, so that it does not depend on the current one
     settings["ckpt_path"] = checkpoint and os.path.relpath(checkpoint, config.get("run_dir") or ".")

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
-from qerl_pl.policy.kept import active
+from qerl_pl.policy.kept import kept_whole
 from qerl_pl.policy.lora import apply_linears
 
 GROUP_TOKENS = 4096
@@ -98,8 +98,7 @@ def _forward(
     mixed, z = apply_linears(hidden_states, [module.in_proj_qkv, module.in_proj_z])
     b, a = module.in_proj_b(hidden_states), module.in_proj_a(hidden_states)
     scan = partial(_scan_groups, module, mixed.squeeze(0), b.squeeze(0), a.squeeze(0), groups.of(cu_seq_lens_q))
-    kept = active()
-    outputs = scan() if kept is None else kept.whole(scan)  # [T, value heads, D]
+    outputs = kept_whole(scan)  # [T, value heads, D]
     gated = module.norm(outputs.flatten(0, 1), z.reshape(-1, module.head_v_dim))
     return module.out_proj(gated.view(*hidden_states.shape[:-1], -1))
 

@@ -88,9 +88,8 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     largest = log_q.topk(min(max(TOPS), log_q.shape[1]), dim=1).values
     for size in TOPS:
         least = largest[:, min(size, largest.shape[1]) - 1].unsqueeze(1)
-        inside = (log_q_target >= least) / total(
-            q.where(log_q >= least, 0)
-        )  # tokens as likely as the k-th are all kept
+        kept = q.where(log_q >= least, 0)  # all tokens that are as likely as the k-th are kept
+        inside = (log_q_target >= least) / total(kept)
         columns.append(log_q_target + (OUTSIDE + (1 - OUTSIDE) * inside).log())
     at_end, mass = torch.isin(targets, ends).unsqueeze(1), total(q[:, ends])
     columns += [log_q_target + at_end * math.log(odds) - ((odds - 1) * mass).log1p() for odds in END_ODDS]

@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl_pl.model.layers import head_dims
-from qerl_pl.policy.kept import active
+from qerl_pl.policy.kept import kept_whole
 from qerl_pl.policy.shared_prompts import SharedPrompts, share_prompts, shared_attention
 from qerl_pl.quant.experts import Mixture, Replay, mixtures
 
@@ -242,5 +242,4 @@ def _attention(
         attend = partial(packed_attention, q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
     else:
         attend = partial(shared_attention, q, k, v, cu_seq_lens_q, max_length_q, shared_prompts, scaling)
-    kept = active()
-    return (attend() if kept is None else kept.whole(attend)).unsqueeze(0), None
+    return kept_whole(attend).unsqueeze(0), None

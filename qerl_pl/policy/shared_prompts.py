@@ -185,9 +185,8 @@ class _SharedAttention(torch.autograd.Function):
         flash: Any = torch.ops.aten._flash_attention_forward
         behind = slice(shared.num_prompt_tokens, None)
         prompt_key, prompt_value = key[: shared.num_keys], value[: shared.num_keys]
-        output, lse, *random = flash(
-            query, key, value, starts, starts, longest, longest, 0.0, True, False, scale=scale
-        )  # [T, heads, D], [heads, T]
+        rows = query, key, value, starts, starts, longest, longest
+        output, lse, *random = flash(*rows, 0.0, True, False, scale=scale)  # [T, heads, D], [heads, T]
         across = shared.queries, shared.keys, shared.longest_query, shared.longest_key
         other, other_lse, *_ = flash(query[behind], prompt_key, prompt_value, *across, 0.0, False, False, scale=scale)
         merged = torch.logaddexp(lse[:, behind], other_lse)

@@ -86,11 +86,9 @@ class TransformersEngine:
             for number, batch in enumerate(batches):
                 indices = [rows[row] for row in batch]
                 some = [list(prompts[index]) for index in indices]
-                seed_of_batch = (
-                    seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
-                )
+                given = seed if isinstance(seed, int) else derive_seed(0, f"seeds {[seed[index] for index in indices]}")
                 # a batch's seed depends on its prompts, because all ranks get the same ``seed``
-                torch.manual_seed(derive_seed(seed_of_batch, f"batch {some}", number))
+                torch.manual_seed(derive_seed(given, f"batch {some}", number))
                 completions = self._sample(policy, some, sampling)
                 for index, completion in zip(indices, completions, strict=True):
                     groups[index].append(completion)
@@ -122,9 +120,9 @@ class TransformersEngine:
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=device)
-        mask[:, at if copies == 1 else slice(1, None)] = (
-            True  # equal rows may share the computation of what precedes the first masked token
-        )
+        # Equal rows may share the computation of what precedes the first masked token. With several copies, all tokens
+        # but the first are therefore masked.
+        mask[:, at if copies == 1 else slice(1, None)] = True
         targets = rows.clone()
         targets[:, at] = torch.tensor(following, device=device)
         with self._in_place(policy, adapter=True):

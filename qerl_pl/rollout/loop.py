@@ -1,7 +1,7 @@
 """Rollout loop: give the engine the current adapter, sample, score, and compute advantages within groups."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -41,6 +41,7 @@ class Rollout:
     """Number of norms whose weights had noise during sampling."""
 
 
+@dataclass(eq=False)
 class RolloutLoop:
     """Loop that samples completions of prompts, scores them and turns them into training data.
 
@@ -58,34 +59,24 @@ class RolloutLoop:
         max_unscored_share: stop the run if a larger share of rows could not be scored by any reward.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        rewards: Sequence[WeightedReward],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        baseline: Baseline | AdvantageFunction = "normalized",
-        filter_truncated: bool = False,
-        dynamic_sampling: DynamicSampling | None = None,
-        max_unscored_share: float = 0.05,
-    ) -> None:
-        self.engine = engine
-        self.rewards = rewards
-        self.tokenizer = tokenizer
-        self.baseline: Baseline | AdvantageFunction = baseline
-        self.filter_truncated = filter_truncated
-        self.dynamic_sampling = dynamic_sampling
-        self.max_unscored_share = max_unscored_share
-        self.progress = Progress()
-        """Progress of the run, which rewards may read; the module sets it before each rollout."""
-        self.end_tokens: Sequence[int] = ()
-        """Tokens that end a completion; the module sets them when the engine starts."""
-        self.routing: Routing | None = None
-        """Sizes of the experts that completions must come with, if training replays them; the module sets them too."""
-        self.observers: list[Callable[[Rollout], None]] = []
-        """Functions that are called with each training rollout before the update, while the engine is awake and holds
-        the adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise
-        unchanged."""
+    engine: RolloutEngine
+    rewards: Sequence[WeightedReward]
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    baseline: Baseline | AdvantageFunction = "normalized"
+    filter_truncated: bool = False
+    dynamic_sampling: DynamicSampling | None = None
+    max_unscored_share: float = 0.05
+    progress: Progress = field(default=Progress(), init=False)
+    """Progress of the run, which rewards may read; the module sets it before each rollout."""
+    end_tokens: Sequence[int] = field(default=(), init=False)
+    """Tokens that end a completion; the module sets them when the engine starts."""
+    routing: Routing | None = field(default=None, init=False)
+    """Sizes of the mixtures of experts, if completions must come with the experts that computed their tokens because
+    training uses the same; the module sets them when the engine starts."""
+    observers: list[Callable[[Rollout], None]] = field(default_factory=list, init=False)
+    """Functions that are called with each training rollout before the update, while the engine is awake and holds the
+    adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise unchanged."""
 
     def sync(self, adapter: Mapping[str, Tensor], noise: NormNoise) -> int:
         """Wake the engine and set its adapter and noise; returns the number of norms with noise."""

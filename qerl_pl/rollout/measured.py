@@ -14,7 +14,7 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
 from qerl_pl.quant.experts import replaying
 from qerl_pl.rollout.common import padded, padded_routes
-from qerl_pl.rollout.hf import TransformersEngine
+from qerl_pl.rollout.comparison import trainers_engine
 from qerl_pl.rollout.scored import ScoredBatch
 
 
@@ -72,10 +72,8 @@ def measure_some(
     sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
     logprobs_of = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
     shaken_of = logprobs_of[..., :1].clone()
-    oracle, device = TransformersEngine(), policy.causal_lm.device
-    oracle.start(policy, max_model_len=max_model_len)
-    try:
-        oracle.set_norm_noise(noise)
+    device = policy.causal_lm.device
+    with trainers_engine(policy, noise, max_model_len=max_model_len) as oracle:
         for rows in micro_batches(starts + lengths, micro_batch_tokens):
             width = int((starts + lengths)[rows].max())
             mask = sampled[rows, :width]
@@ -90,8 +88,6 @@ def measure_some(
                         replay=replaying(given),
                     )
                 values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
-    finally:
-        oracle.close()
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
     rows = torch.arange(len(chosen)).repeat_interleave(lengths[which])
     reported = sampler.new_zeros(len(chosen)).index_add(0, rows, sampler)

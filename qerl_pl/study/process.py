@@ -31,10 +31,7 @@ def main(argv: Sequence[str]) -> int:
         log = state.log_of(folder, name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            for stream in (
-                1,
-                2,
-            ):  # redirects file descriptors, so that output of libraries written in C goes to the log too
+            for stream in (1, 2):  # file descriptors, so that output of libraries written in C goes to the log too
                 os.dup2(file.fileno(), stream)
         if status := program(arguments):
             return status

@@ -130,9 +130,8 @@ class Runner:
                 continue
             if before is None or state.is_finished(self.study, before):
                 lock = state.lock(run)
-                if lock is not None and not is_running(
-                    run.folder
-                ):  # a process whose runner was killed may still be about to end
+                # A process whose runner was killed may still train in the folder until it has ended.
+                if lock is not None and not is_running(run.folder):
                     slot.run, slot.lock, slot.attempts = run, lock, 0
                     state.write_files(self.study, run)
                     return

@@ -91,9 +91,8 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
     """Score every completion of the JSON-lines file ``source``, and write its rows with score and reason to ``target``;
     after an error nothing is written. Returns the number of rows by score, and the number of unscored rows by reason.
     ValueError if a row is malformed; the message names it."""
-    num_rows = sum(
-        1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr))
-    )  # reports a malformed row before any row is scored
+    # reports a malformed row before any row is scored
+    num_rows = sum(1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr)))
     counts: Counter[float | None] = Counter()
     reasons: Counter[str] = Counter()
     with (
@@ -101,7 +100,7 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
         temporary.open("w") as file,
         phase("scoring", total=num_rows, unit="rows") as progress,
     ):
-        rows = read_rows(source, lambda text: None)  # said above
+        rows = read_rows(source, lambda text: None)  # the blank lines were reported above
         while chunk := list(islice(rows, CHUNK)):
             prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
             completions = [Completion((), (), True, str(row["completion"])) for row in chunk]

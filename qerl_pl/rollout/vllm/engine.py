@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -35,10 +35,14 @@ if TYPE_CHECKING:
     from qerl_pl.rollout.vllm.scheduler import RolloutScheduler
 
 SCORED_TOKENS_PER_CALL = 65536
+SIZES = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+OF_VLLM = (*SIZES, "enforce_eager", "enable_prefix_caching", "kv_cache_dtype")
+"""Settings of the engine that are arguments of ``vllm.LLM`` under the same names, unless they are None."""
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class VLLMEngine:
     """Rollout engine that samples with vLLM in the trainer's process.
 
@@ -77,24 +81,23 @@ class VLLMEngine:
         ValueError: a value is out of its range.
     """
 
-    def __init__(
-        self,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        kv_cache_bytes: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        enforce_eager: bool = False,
-        block_size: int | None = None,
-        enable_prefix_caching: bool = True,
-        kv_cache_dtype: str = "auto",
-        sleep_level: Literal[0, 1] = 0,
-        decoding_kernel: Literal["auto", "native", "humming"] = "auto",
-        speculation: Literal["off", "on"] = "off",
-    ) -> None:
-        self.dtype: Literal["auto", "float32", "bfloat16"] = dtype
-        self.sleep_level = sleep_level
-        self.decoding_kernel: Literal["auto", "native", "humming"] = decoding_kernel
-        self.speculation: Literal["off", "on"] = speculation
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_bytes: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    enforce_eager: bool = False
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    sleep_level: Literal[0, 1] = 0
+    decoding_kernel: Literal["auto", "native", "humming"] = "auto"
+    speculation: Literal["off", "on"] = "off"
+
+    def __post_init__(self) -> None:
+        for name in ("kv_cache_bytes", *SIZES):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        self._arguments = {name: value for name in OF_VLLM if (value := getattr(self, name)) is not None}
         self._drafts: Any = None
         """The drafter, if the engine speculates."""
         self.draft_counts = DraftCounts()
@@ -103,21 +106,8 @@ class VLLMEngine:
         """Counts of earlier rollouts in the form of ``hopper/draft_guard.py``, which decide at which numbers of
         sequences the next calls draft tokens. If they are empty, as outside of training, steps of up to 32 sequences
         do."""
-        self.kv_cache_bytes = kv_cache_bytes
-        self._cache_bytes = kv_cache_bytes
+        self._cache_bytes = self.kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
-        arguments = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "enforce_eager": enforce_eager,
-            "block_size": block_size,
-            "enable_prefix_caching": enable_prefix_caching,
-            "kv_cache_dtype": kv_cache_dtype,
-        }
-        for name, value in {"kv_cache_bytes": kv_cache_bytes, **arguments}.items():
-            if type(value) is int and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        self._arguments = {name: value for name, value in arguments.items() if value is not None}
         self.start_s: dict[str, float] = {}
         """Seconds of each phase of the last start: imports, vLLM, adapter slots, adapter kernels."""
         self._llm: LLM | None = None
