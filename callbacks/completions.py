@@ -24,8 +24,8 @@ class CompletionLogger(Callback):
     replaces the files of repeated rollouts and duplicates no lines.
 
     Args:
-        every: rollouts from one whose completions are written to the next; those of validation, test and prediction
-            always are.
+        every: write the completions of one rollout in this many; completions of validation, test and prediction are
+            always written.
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
         tokens_every: for one in this many written rollouts, a second file (``train-000010.safetensors``) holds for each

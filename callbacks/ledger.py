@@ -40,7 +40,7 @@ class MismatchLedger(Callback):
     because engines score at temperature 1. "Reported by the engine" are those that it returned when it sampled. They
     are at the sampling temperature, so "decode" is left out unless that is 1; if it is 1, all differences but the last
     add up to that between trainer and sampler. "routing" is left out unless training uses the sampler's experts
-    (``model.router_replay``). Each is logged as
+    (``model.router_replay``). Each difference is logged as
     ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see ``qerl_pl.objective.correction.Mismatch``) over the
     rows of all ranks. The engine scores the rows before the update, without and with the rollout's noise, and has this
     noise again afterwards.

@@ -18,9 +18,9 @@ class Throughput(Callback):
     """Logs seconds per part of a step, tokens per second, and the peak memory of the GPU (without a GPU, the memory of
     the process).
 
-    ``time/step_s`` is measured from the end of the previous step, without validation. ``time/between_s`` is what the
-    timed parts (rollout, update and others) leave of it: data, logs, copying a checkpoint. The first step counts only
-    its timed parts.
+    ``time/step_s`` is measured from the end of the previous step, without validation. ``time/between_s`` is
+    ``time/step_s`` minus the timed parts (rollout, update and others): the time for loading data, writing logs and
+    copying a checkpoint. For the first step, ``time/step_s`` is the sum of its timed parts.
 
     Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks. The memory of a
     GPU is what torch has allocated there in this process, minus what a sleeping engine has given back.

@@ -102,7 +102,7 @@ def read_rows(
     Args:
         path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
             data set on the hub (or of a local copy of one), or a list of these; ValueError if they cannot be read.
-        split, subset: of a hub data set; not used for a file.
+        split, subset: names of the split and the subset of a data set on the hub; not used for a file.
         bad: function that is called with the error if a row of a JSON Lines file cannot be read; by default it raises
             the error.
     """

@@ -171,8 +171,9 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
 
 def _host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Allocate host memory for copies of tensors, pinned for GPU tensors, so that the copies are asynchronous."""
-    # Allocating pinned memory takes milliseconds, and a 7B's adapter and its optimizer have over a thousand tensors, so
-    # it is allocated in blocks. Each tensor nevertheless has a storage of its own: torch writes whole storages.
+    # Allocating pinned memory takes milliseconds, and the adapter of a 7B model and its optimizer have over a thousand
+    # tensors, so blocks for several tensors are allocated. A copy nevertheless has a storage object for its part of the
+    # block alone, because torch writes a tensor's whole storage to the file.
     copies, blocks = [], {}
     for tensor in tensors:
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

@@ -5,8 +5,9 @@ three. While decoding, latency dominates: ``shrink`` splits K over the whole GPU
 split; ``expand`` adds these in a fixed order (equal inputs give equal bits) and loads B while ``shrink`` is still
 running (programmatic dependent launch). With a high rank cuBLAS is faster, and ``add_lora`` calls it.
 
-Tile sizes follow a fixed rule, because no kernel can be timed while a CUDA graph is captured, and are few, because
-compiling a new one takes longer than a rollout. Letters: T tokens, K inputs, N outputs of which a slice has n, R rank.
+Tile sizes follow a fixed rule, because no kernel can be timed while a CUDA graph is captured. There are few of them,
+because compiling a kernel for another tile size takes longer than a rollout. Letters: T tokens, K inputs, N outputs of
+which a slice has n, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false

@@ -19,8 +19,8 @@ class Change:
     key: str
     """Key of the setting in the YAML file, such as ``model.micro_batch_tokens``."""
     value: Any
-    """New value of the setting. If it is a number, it is the largest of value/2, value/4, ... that makes the run
-    fit."""
+    """New value of the setting. If the setting is a number v, it is the largest of v/2, v/4, ... with which the run
+    fits."""
     peak: int
     """Peak bytes of the run with this change and the changes listed before it."""
 

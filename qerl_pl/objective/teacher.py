@@ -21,7 +21,7 @@ class TeacherTerm:
       is log q - log p, token by token;
     - "reverse": KL(p || q) over the whole vocabulary, of which "sampled" is an unbiased and noisy estimate;
     - "forward": KL(q || p), which asks the policy for everything that the teacher might say;
-    - "jensen_shannon": the mixture of both of GKD (arXiv 2306.13649, equation 1) with ``beta``.
+    - "jensen_shannon": the mixture of these two divergences by GKD (arXiv 2306.13649, equation 1) with ``beta``.
 
     Args:
         coefficient: factor of this term in the loss. For comparison: advantages are about 1, and the divergence is in

@@ -93,8 +93,8 @@ class LoraSettings:
 
 
 def open_settings() -> LoraSettings:
-    """Return settings in which everything is left open (None), so that a command line on which only ``start`` is set
-    takes the rest from that adapter; ``dataclasses.replace`` fills in the values."""
+    """Return settings that are all open (None), so that a command line that sets only ``start`` takes the others from
+    the adapter at ``start``. ``dataclasses.replace`` calls the constructor, which fills in the values."""
     settings = object.__new__(LoraSettings)
     for field in fields(LoraSettings):
         object.__setattr__(settings, field.name, field.default)

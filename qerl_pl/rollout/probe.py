@@ -55,10 +55,10 @@ def find_strength(
     """Find a strength at which probe adapters change log-probabilities far more than rounding errors of ``dtype`` do.
     The last ``TOKENS`` of ``tokens``, text like the run's, are scored; the oracle keeps a probe adapter.
 
-    Strengths are tried from the strongest on, each with ``SEEDS`` adapters; its share is the largest ratio of rounding
-    errors to an adapter's change. Strengths whose change exceeds ``MOST_CHANGE`` are left out. Of those whose share is
-    at most ``USABLE`` and at most twice the smallest, the weakest is returned, with which the model is least chaotic;
-    None if no share is at most ``USABLE``.
+    Strengths are tried from the strongest on, each with ``SEEDS`` adapters. The share of a strength is the largest
+    ratio of rounding errors to the change of log-probabilities by one of its adapters. Strengths with a change above
+    ``MOST_CHANGE`` are left out. Of those whose share is at most ``USABLE`` and at most twice the smallest share, the
+    weakest is returned, with which the model is least chaotic; None if no share is at most ``USABLE``.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]

@@ -19,8 +19,8 @@ def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` by ``make(owner.name)``. The new function must be defined in this project, by
-    which a second call recognises it and changes nothing."""
+    """Replace the function ``owner.name`` by ``make(owner.name)``. A second call changes nothing: it recognises the new
+    function by its module, which must belong to this project."""
     present = getattr(owner, name, None)
     if not str(getattr(present, "__module__", "")).startswith("qerl_pl."):
         replace(owner, name, make(present), takes=takes)
