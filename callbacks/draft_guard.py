@@ -60,6 +60,8 @@ class DraftGuard(Callback):
             return
         drafted, verified, emitted = map(sum, zip(*self._counts, strict=True))
         values = {"drafted": drafted, "accepted": emitted - verified}
-        classes = zip(native.for_vllm().guard.CLASSES, self._counts, strict=True)
-        values |= {f"tokens_{most}": tokens / number for most, (_, number, tokens) in classes if number}
+        for most, (drafts, number, tokens) in zip(native.for_vllm().guard.CLASSES, self._counts, strict=True):
+            if number:
+                values |= {f"drafted_{most}": drafts, f"accepted_{most}": tokens - number}
+                values[f"tokens_{most}"] = tokens / number
         pl_module.log_dict({f"speculation/{name}": float(value) for name, value in values.items()})

@@ -150,6 +150,9 @@ def test_what_is_logged_is_what_was_counted():
     assert logged["speculation/accepted"] == emitted - verified
     means = {f"speculation/tokens_{most}": row[2] / row[1] for most, row in zip(CLASSES, counts, strict=True)}
     assert {name: logged[name] for name in logged if "tokens" in name} == means
+    for most, (drafts, number, tokens) in zip(CLASSES, counts, strict=True):
+        assert logged[f"speculation/drafted_{most}"] == drafts
+        assert logged[f"speculation/accepted_{most}"] == tokens - number
 
 
 @needs_hopper

@@ -108,6 +108,17 @@ def test_a_page_holds_settings_changes_and_completions(run):
     assert [row["w"] for row in blocks[0]["rows"]] == [0.0, None, 2.0]
 
 
+def test_a_page_has_counts_of_drafts_only_if_the_run_drafted(run):
+    def curves() -> dict:
+        of_run = page_of(run)[1]["runs"][0]["curves"]
+        return {tag: curve for tag, curve in of_run.items() if tag.startswith("speculation/")}
+
+    assert curves() == {}
+    with SummaryWriter(str(run)) as writer:
+        writer.add_scalar("speculation/tokens_4", 2.5, 3)
+    assert curves() == {"speculation/tokens_4": [[3], [2.5]]}
+
+
 def test_what_a_model_wrote_is_text_and_nothing_leaves_the_page(run):
     page, _, _ = page_of(run)
     assert "img" not in page.tags

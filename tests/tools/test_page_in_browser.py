@@ -65,6 +65,9 @@ def runs(tmp_path) -> list[Path]:
                     writer.add_scalar(tag, step / 40 * seed, step)
                 for tag, value in (("memory/peak_gib", 10.0), ("memory/predicted_peak_gib", 11.0 + seed)):
                     writer.add_scalar(tag, value, step)
+                for most in (1, 4) if seed == 2 and step % 3 else ():  # the first run did not draft
+                    for name, value in (("tokens", 2.5), ("drafted", 70.0), ("accepted", 15.0)):
+                        writer.add_scalar(f"speculation/{name}_{most}", value + step / 10, step)
         (folder / "config.yaml").write_text(f"seed_everything: {seed}\nmodel: {{base: here}}\n")
     for step in range(NUM_ROLLOUTS):
         write_rollout(folders[step % 2], step, tokens=step % 10 == 0)
@@ -107,6 +110,10 @@ def test_ten_thousand_completions_are_painted_searched_and_sorted_at_once(runs, 
         assert "advantage -0.5" in await tab.value('document.querySelector(".item").textContent')
         assert await tab.value('document.querySelectorAll("#detail .text span").length') == 250
         assert await tab.value('document.querySelectorAll(".item").length') < 60, "those out of sight are not drawn"
+        assert await tab.value('document.querySelectorAll(".chart").length') == 1
+        assert await tab.value('document.querySelectorAll(".chart polyline").length') == 2
+        assert await tab.value('document.querySelectorAll(".chart circle").length') == 2 * 13
+        assert "NaN" not in await tab.value('document.querySelector(".chart").outerHTML')
         assert tab.requests == [page.as_uri()], "a request left the page"
 
     asyncio.run(visit())

@@ -45,6 +45,38 @@ show("verdicts", (run) => [
       run.teacher.positions.map(([where, ...values]) => [where, ...values.map((value) => number(value, 3))])),
     table([`tokens of rollout ${run.teacher.rollouts.at(-1)}`, "number", "log policy / teacher"],
       run.teacher.tokens.map(([piece, ...values]) => [JSON.stringify(piece), ...values.map((value) => number(value, 3))]))] : [])]);
+function drawn(tag, attributes, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+function chart(title, lines) { // lines: [name, [steps, values]]
+  const steps = lines.flatMap(([, [at]]) => at), values = lines.flatMap(([, [, of]]) => of).filter((value) => value !== null);
+  const first = Math.min(...steps), last = Math.max(...steps), top = Math.max(...values), low = Math.min(1, ...values);
+  const x = (step) => 40 + (440 * (step - first)) / (last - first || 1), y = (value) => 150 - (140 * (value - low)) / (top - low || 1);
+  const text = (at, height, words, anchor) => drawn("text", { x: at, y: height, "text-anchor": anchor }, words);
+  return make("figure", { class: "chart" }, make("figcaption", {}, title),
+    drawn("svg", { viewBox: "0 0 640 175", role: "img", "aria-label": title },
+      drawn("path", { class: "axes", d: "M40 10V150H480" }), text(35, 15, number(top, 3), "end"), text(35, 154, number(low, 3), "end"),
+      text(40, 170, `rollout ${first}`, "start"), text(480, 170, String(last), "end"),
+      ...lines.flatMap(([name, [at, of]], row) => {
+        const colour = `hsl(${70 * row + 210} 65% 50%)`, known = at.map((step, index) => [step, of[index]]).filter(([, value]) => value !== null);
+        return [drawn("polyline", { stroke: colour, points: known.map(([step, value]) => `${x(step)},${y(value)}`).join(" ") }),
+          ...known.map(([step, value]) => drawn("circle", { fill: colour, cx: x(step), cy: y(value), r: 2 })),
+          drawn("path", { stroke: colour, d: `M495 ${16 + 20 * row}h14` }), text(515, 20 + 20 * row, name, "start")];
+      })));
+}
+function speculation(curves) {
+  const sum = (tag) => (curves[tag] ? curves[tag][1].reduce((a, b) => a + b, 0) : 0);
+  const classes = [1, 4, 8, 16, 32].filter((most) => curves[`speculation/tokens_${most}`]);
+  return classes.length ? [
+    chart("tokens per sequence in a step with drafts, by sequences in the step", classes.map((most) => [`at most ${most}`, curves[`speculation/tokens_${most}`]])),
+    table(["sequences in the step, at most", "drafted", "accepted", "share"], classes.map((most) => {
+      const drafted = sum(`speculation/drafted_${most}`), accepted = sum(`speculation/accepted_${most}`);
+      return [String(most), number(drafted, 6), number(accepted, 6), `${number((100 * accepted) / drafted, 3)} %`];
+    }))] : [];
+}
 show("cost", (run) => {
   const tags = Object.entries(run.curves);
   const phases = tags.filter(([tag]) => tag.startsWith("time/") && tag !== "time/step_s")
@@ -60,7 +92,8 @@ show("cost", (run) => {
   });
   return [table(["phase", "seconds per step", "share"], phases.map(([name, value]) =>
     [name, number(value, 3), `${number((100 * value) / total, 3)} %`])),
-    ...(memory.length ? [table(["largest memory", "planned", "measured", "more than planned"], memory)] : [])];
+    ...(memory.length ? [table(["largest memory", "planned", "measured", "more than planned"], memory)] : []),
+    ...speculation(run.curves)];
 });
 show("settings", (run) => [
   ...run.changes.flatMap((change) => [make("p", {}, `Changed when the run went on (settings before: ${change.file})`),

@@ -61,8 +61,8 @@ def _as_json(value: object) -> str:
 
 def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return what the page shows of a run, except completions, as JSON-serialisable values: its name, whether it is
-    running, the curves of reward, times and memory (steps and values by tag), summary, verdicts of checks, settings,
-    and the settings that each resume changed."""
+    running, the curves of reward, times, memory and speculation (steps and values by tag), summary, verdicts of
+    checks, settings, and the settings that each resume changed."""
     config = _settings(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
@@ -73,7 +73,7 @@ def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
         "curves": {
             tag: [curve.steps, [_short(value) for value in curve.values]]
             for tag, curve in curves.items()
-            if tag.startswith(("train/reward", "time/", "memory/"))
+            if tag.startswith(("train/reward", "time/", "memory/", "speculation/"))
         },
         "summary": {name: _short(value) for name, value in summarize(curves).items()},
         "verdicts": verdicts(curves),
