@@ -74,7 +74,7 @@ function speculation(curves) {
     chart("tokens per sequence in a step with drafts, by sequences in the step", classes.map((most) => [`at most ${most}`, curves[`speculation/tokens_${most}`]])),
     table(["sequences in the step, at most", "drafted", "accepted", "share"], classes.map((most) => {
       const drafted = sum(`speculation/drafted_${most}`), accepted = sum(`speculation/accepted_${most}`);
-      return [String(most), number(drafted, 6), number(accepted, 6), `${number((100 * accepted) / drafted, 3)} %`];
+      return [String(most), number(drafted, 6), number(accepted, 6), drafted ? `${number((100 * accepted) / drafted, 3)} %` : "-"];
     }))] : [];
 }
 show("cost", (run) => {
