@@ -12,6 +12,7 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.delta_net import GROUP_TOKENS
 from qerl_pl.policy.logprobs import CHUNK_BYTES
+from qerl_pl.policy.lora_experts import MULTIPLE
 from qerl_pl.policy.recompute import Recompute
 
 # Estimates for parts of a run's memory that no formula gives. To check them, compare the predicted and the measured
@@ -39,10 +40,25 @@ def adapted(shape: ModelShape, targets: Collection[str]) -> int:
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
-def adapter_values(shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool) -> int:
-    """Return the number of trained parameters: those of LoRA and the weights of trained norms."""
+def adapted_experts(shape: ModelShape) -> int:
+    """Return the number of LoRA parameters of all experts of one block at rank 1: A that gate and up share, B of both,
+    and A and B of down."""
+    return shape.experts.num * (2 * shape.hidden + 3 * shape.experts.inner)
+
+
+def adapter_values(
+    shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool, expert_rank: int = 0
+) -> int:
+    """Return the number of trained parameters: those of LoRA, with ``expert_rank`` on experts, and the weights of
+    trained norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
-    return shape.num_layers * (rank * adapted(shape, targets) + norms)
+    values = shape.num_layers * (rank * adapted(shape, targets) + norms)
+    return values + shape.experts.layers * expert_rank * adapted_experts(shape)
+
+
+def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
+    """Return the bytes of the LoRA matrices of one block's experts in products, where the rank is padded."""
+    return itemsize * ceil(expert_rank / MULTIPLE) * MULTIPLE * adapted_experts(shape)
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
@@ -76,6 +92,7 @@ def block_kept(
     *,
     rank: int,
     targets: Collection[str],
+    expert_rank: int = 0,
     fused: bool = False,
     dropout: bool = False,
 ) -> int:
@@ -104,7 +121,7 @@ def block_kept(
     width = mixer + (2 if fused else 3) * shape.inner
     width += rank * sum(name in targets for name, _, _ in shape.linears) + fused * norm_inputs
     fp32 = shape.num_heads + (norm_rows if fused else norm_inputs) + 2 * sizes.value_width
-    linears = itemsize * rank * adapted(shape, targets)
+    linears = itemsize * rank * adapted(shape, targets) + expert_factors(shape, itemsize, expert_rank)
     return tokens * (inputs + itemsize * width + 4 * fp32 + chosen_only) + linears
 
 
@@ -114,6 +131,7 @@ def block_kept_selectively(
     itemsize: int,
     *,
     targets: Collection[str],
+    expert_rank: int = 0,
     fused: bool = False,
     dropout: bool = False,
 ) -> int:
@@ -131,8 +149,10 @@ def block_kept_selectively(
     shared = ("v_proj", shape.last_linear, *in_place)
     if not dropout:
         width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
-    width += shape.hidden * (shape.experts.num > 0)  # the output of a mixture
-    return tokens * (itemsize * width + 4 * shape.num_heads + experts_kept(shape, itemsize))
+    # the output of a mixture, and its input if experts have adapters
+    width += shape.hidden * ((shape.experts.num > 0) + (expert_rank > 0))
+    kept = tokens * (itemsize * width + 4 * shape.num_heads + experts_kept(shape, itemsize))
+    return kept + expert_factors(shape, itemsize, expert_rank)
 
 
 def blocks_kept(
@@ -143,26 +163,34 @@ def blocks_kept(
     rank: int,
     targets: Collection[str],
     how: Recompute,
+    expert_rank: int = 0,
     fused: bool = False,
     dropout: bool = False,
 ) -> tuple[int, int]:
     """Return the bytes of the activations that all blocks keep for backward, except what ``checkpoints`` counts, at two
     moments: before backward, and during backward of the last block, after its activations have been recomputed. During
     backward of earlier blocks they are no more, since the completely recomputed blocks are the first ones."""
-    full = block_kept(shape, tokens, itemsize, rank=rank, targets=targets, fused=fused, dropout=dropout)
+    options = {"targets": targets, "expert_rank": expert_rank, "fused": fused, "dropout": dropout}
+    full = block_kept(shape, tokens, itemsize, rank=rank, **options)
     if not how.selective:
         return shape.num_layers * full, shape.num_layers * full
     number = shape.num_layers - how.blocks
     if not number:
         return 0, full
-    less = block_kept_selectively(shape, tokens, itemsize, targets=targets, fused=fused, dropout=dropout)
+    less = block_kept_selectively(shape, tokens, itemsize, **options)
     # A fused norm keeps its input in the compute dtype, so ``full`` already includes the input of the block.
     inputs = 0 if fused else tokens * shape.hidden * itemsize
     return number * less, (number - 1) * less + inputs + full
 
 
 def block_backward(
-    shape: ModelShape, tokens: int, itemsize: int, *, fused: bool = False, longest_row: int = GROUP_TOKENS
+    shape: ModelShape,
+    tokens: int,
+    itemsize: int,
+    *,
+    expert_rank: int = 0,
+    fused: bool = False,
+    longest_row: int = GROUP_TOKENS,
 ) -> int:
     """Return the bytes that backward through one block needs in addition to the activations kept for it.
 
@@ -171,13 +199,14 @@ def block_backward(
     gradients of the two factors, which overwrite the factors if SwiGLU is fused. The product's gradient does not count
     at this moment, because it takes the memory of the product, which is no longer needed. In a recurrent layer there
     is a third moment, backward of the recurrence of one group of rows. In a mixture of experts, each of the k rows of a
-    token has four tensors of the inner size, and two gradients of its input.
+    token has four tensors of the inner size, and two gradients of its input; adapters on experts have two copies of
+    their gradients in fp32.
     """
     scanned = min(tokens, max(GROUP_TOKENS, longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
     linear = itemsize * (tokens * shape.inner + shape.largest_packed)
     row = shape.experts.chosen * (2 * shape.hidden + 4 * shape.experts.inner)
-    linear = max(linear, itemsize * (tokens * row + shape.largest_packed))
+    linear = max(linear, itemsize * (tokens * row + shape.largest_packed)) + expert_factors(shape, 8, expert_rank)
     return itemsize * tokens * shape.hidden + max(linear, 0 if fused else itemsize * tokens * 2 * shape.inner, scan)
 
 

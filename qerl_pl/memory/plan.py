@@ -103,7 +103,7 @@ def _at(size: int, *moments: str) -> dict[str, int]:
 def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
     # The adapter of ``model.lora.start`` is in host memory. Its copy on the GPU exists only while the reference is
     # scored, which is before there are gradients, and is as large as they are, so it adds nothing to the peak.
-    values = parts.adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
+    values = adapter_values(shape, run)
     return {
         "adapter, fp32": _at(4 * values, *MOMENTS),
         "optimizer state": _at(run.state_bytes * values, "rollout", "teacher", *TRAINING),
@@ -112,10 +112,18 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
     }
 
 
+def adapter_values(shape: ModelShape, run: RunMemory) -> int:
+    """Return the number of trained parameters of a run."""
+    experts = run.rank_of_experts(shape)
+    return parts.adapter_values(
+        shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms, expert_rank=experts
+    )
+
+
 def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, dict[str, int]]:
     assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
     itemsize = engine.itemsize(run.itemsize)
-    rank, num_seqs = parts.slot_rank(run.rank), engine.max_num_seqs
+    rank, num_seqs = parts.slot_rank(max(run.rank, run.rank_of_experts(shape))), engine.max_num_seqs
     awake = ("start", "rollout")
     weights = awake if engine.sleep_level else tuple(MOMENTS)
     batched_tokens = engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
@@ -132,6 +140,9 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager, **speculates)
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
     slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
+    if run.rank_of_experts(shape):  # of the largest rank of all; gate and up have a copy of their common A each
+        copies = parts.adapted_experts(shape) + shape.experts.num * shape.hidden
+        slots += itemsize * rank * shape.experts.layers * copies
     base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
     common = shared_base(shape, run)
     token = parts.kv_token_bytes(shape, itemsize, engine.kv_cache_dtype)
@@ -194,9 +205,11 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
     how = run.recompute(shape.num_layers)
     assert how is not None, "choose gradient_checkpointing first"
     fused = run.fused and shape.fusable
+    ranks = {"rank": run.rank, "expert_rank": run.rank_of_experts(shape)}
     head, block = parts.blocks_kept(
-        shape, tokens, run.itemsize, rank=run.rank, targets=run.targets, how=how, fused=fused, dropout=run.dropout
+        shape, tokens, run.itemsize, **ranks, targets=run.targets, how=how, fused=fused, dropout=run.dropout
     )
+    options = {"expert_rank": ranks["expert_rank"], "fused": fused, "longest_row": run.longest_row}
     routes = run.router_replay * parts.routes(shape, run.rows * run.longest_row, tokens)
     return {
         "routes": _at(routes, "teacher", *TRAINING),
@@ -204,6 +217,6 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
         "blocks for backward": {"head": head, "block": block},
         "backward": {
             "head": parts.head_backward(shape, tokens, run.itemsize),
-            "block": parts.block_backward(shape, tokens, run.itemsize, fused=fused, longest_row=run.longest_row),
+            "block": parts.block_backward(shape, tokens, run.itemsize, **options),
         },
     }

@@ -9,6 +9,7 @@ import torch
 
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.model.family import PROJECTIONS
+from qerl_pl.policy.lora_experts import expert_rank
 from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
 DEFAULT_BATCHED_TOKENS = 8192
@@ -81,6 +82,8 @@ class RunMemory:
     """Bytes per value of the policy's compute dtype."""
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
+    expert_rank: int | None = None
+    """Rank of the adapters on experts; None means the default, see ``rank_of_experts``."""
     dropout: bool = False
     """Whether LoRA has dropout, with which each adapted linear keeps a separate copy of its input for backward."""
     train_norms: bool = False
@@ -106,6 +109,10 @@ class RunMemory:
     def recompute(self, num_layers: int) -> Recompute | None:
         """Return the level of gradient checkpointing that the settings give, as ``recompute_of``."""
         return recompute_of(self.gradient_checkpointing, num_layers, self.offload_checkpoints)
+
+    def rank_of_experts(self, shape: ModelShape) -> int:
+        """Return the rank of the adapters on experts of a base; 0 without any."""
+        return expert_rank(self.rank, self.expert_rank, self.targets, shape.experts.chosen)
 
     def with_completions(self, tokens: int) -> RunMemory:
         """Return the settings with completions of up to ``tokens`` tokens in training and evaluation."""

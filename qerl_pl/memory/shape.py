@@ -1,7 +1,7 @@
 """Dimensions of a model and bytes of its weights, found without loading weights: in a checkpoint's headers, in
 config.json, or only by the model's name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -98,7 +98,8 @@ class ModelShape:
     last_linear: str
     """Name of the last linear of a block (e.g. ``down_proj``), whose output backward does not need."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, output size N and input size K of each linear of a block; if blocks differ, the largest of all."""
+    """Name, output size N and input size K of each linear of a block that LoRA may adapt, without experts; if blocks
+    differ, the largest of all."""
     linear_bytes: int
     """Bytes of the trainer's linears except the head."""
     engine_linear_bytes: int
@@ -231,7 +232,7 @@ def _shape(
         fusable=len(family.elementwise) == 3,
         trained_norms=len(family.noise_norms),
         last_linear=family.last_linear,
-        linears=_widest_linears(model.get_submodule("model.layers")),
+        linears=_widest_linears(model.get_submodule("model.layers"), family.projections),
         linear_bytes=linear_bytes,
         engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
@@ -259,11 +260,11 @@ def _recurrent(config: PretrainedConfig) -> Recurrent:
     )
 
 
-def _widest_linears(blocks: nn.Module) -> tuple[tuple[str, int, int], ...]:
+def _widest_linears(blocks: nn.Module, names: Collection[str]) -> tuple[tuple[str, int, int], ...]:
     widest: dict[str, tuple[int, int]] = {}  # over all blocks, whose sizes differ in some families
     for name, module in blocks.named_modules():
-        if isinstance(module, nn.Linear):
-            leaf = name.rpartition(".")[2]
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and leaf in names:
             rows, columns = widest.get(leaf, (0, 0))
             widest[leaf] = max(rows, module.out_features), max(columns, module.in_features)
     return tuple((name, *sizes) for name, sizes in widest.items())

@@ -64,7 +64,7 @@ class Family:
     one_window: bool = False
     """True if vLLM supports this family only with a sliding window in all blocks or in no block."""
     experts: Experts | None = None
-    """Keys of config.json for mixtures of experts, in which no MLP, not even a dense one, gets an adapter; None: the
+    """Keys of config.json for mixtures of experts, in which experts may get adapters and other MLPs get none; None: the
     family has no experts."""
 
     def stays_dense(self, linear: str) -> bool:
@@ -74,10 +74,16 @@ class Family:
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
         """Translate LoRA targets to the linears of this family. Naming all parts of a merged linear, such as q_proj,
         k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some raises ValueError. In a mixture
-        of experts, gate_proj, up_proj and down_proj are left out if all three are named."""
+        of experts, gate_proj, up_proj and down_proj mean the experts, which are no linears, and are left out; naming
+        only some of the three, or nothing else, raises ValueError."""
         targets = list(names)
-        if self.experts is not None and set(MLP) <= set(names):
+        if self.experts is not None and set(MLP) & set(names):
             targets = [name for name in names if name not in MLP]
+            if not targets or not set(MLP) <= set(names):
+                raise ValueError(
+                    f"model.lora.targets is {sorted(names)}; in a mixture of experts, gate_proj, up_proj and down_proj "
+                    "together mean the experts: name all three or none, and at least one linear of attention"
+                )
         targets += [name for name, parts in INSTEAD.items() if name in self.projections and set(parts) <= set(names)]
         for merged, parts in MERGED.items():
             named = [part for part in parts if part in targets]

@@ -1,9 +1,9 @@
 """LoRA adapters on frozen linears, using PEFT, with fp32 master weights and matrix products in the compute dtype."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qerl_pl.common.checks import require_finite
-from qerl_pl.model.family import PROJECTIONS, Family
+from qerl_pl.model.family import MLP, PROJECTIONS, Family
 from qerl_pl.policy.kept import active
+from qerl_pl.policy.lora_experts import expert_rank, with_experts
 from qerl_pl.policy.lora_product import Adapted, lora_product, lora_products
 from qerl_pl.policy.start import StartAdapter, read_start
 from qerl_pl.quant.linear import FrozenLinear
@@ -30,10 +31,13 @@ class LoraSettings:
             differ from the ones of the policy that sampled, and training takes more memory.
         targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or the ones of
             ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear, qkv_proj, which the three names
-            together mean; gate_proj and up_proj together mean gate_up_proj. Of a mixture of experts only attention is
-            adapted: gate_proj, up_proj and down_proj together add nothing there.
+            together mean; gate_proj and up_proj together mean gate_up_proj. In a mixture of experts, gate_proj, up_proj
+            and down_proj together mean all experts; MLPs of blocks without experts stay frozen there.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
+        expert_rank: rank of the adapters on the experts of a mixture, whose alpha is such that the scale of the update
+            is that of other linears; 0: experts get no adapters; null: rank / k, where k experts compute each token, at
+            least 1, or the one of ``start``.
         start: folder of an adapter that PEFT wrote, with which the run starts (after supervised fine-tuning, say); it
             is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
 
@@ -47,10 +51,11 @@ class LoraSettings:
     targets: tuple[str, ...] | None = None
     rslora: bool | None = None
     train_norms: bool = False
+    expert_rank: int | None = None
     start: str | None = None
 
     def __post_init__(self) -> None:
-        usual = {"rank": 32, "alpha": 32, "targets": PROJECTIONS, "rslora": False}
+        usual = {"rank": 32, "alpha": 32, "targets": PROJECTIONS, "rslora": False, "expert_rank": None}
         for name, value in usual.items():
             setting = getattr(self, name)
             has = value if self.start is None else getattr(self.starts_at, name)
@@ -70,6 +75,8 @@ class LoraSettings:
         require_finite("model.lora", alpha=alpha, dropout=self.dropout)
         if rank < 1:
             raise ValueError(f"model.lora.rank is {rank}; expected at least 1")
+        if self.expert_rank is not None and self.expert_rank < 0:
+            raise ValueError(f"model.lora.expert_rank is {self.expert_rank}; expected 0 or more")
         if alpha <= 0:
             raise ValueError(f"model.lora.alpha is {alpha}; expected more than 0")
         if not 0 <= self.dropout < 1:
@@ -84,6 +91,22 @@ class LoraSettings:
         assert self.targets is not None
         assert self.rslora is not None
         return self.rank, self.alpha, self.targets, self.rslora
+
+    def of_base(self, chosen: int) -> Self:
+        """Return the settings with the rank of adapters on experts filled in, for a base with ``chosen`` experts per
+        token (0: without experts). ValueError: the base has no experts to which the setting could apply, or there is
+        dropout."""
+        rank, _, targets, _ = self.filled_in()
+        found = expert_rank(rank, self.expert_rank, targets, chosen)
+        if self.expert_rank and not found:
+            why = "model.lora.targets lacks gate_proj, up_proj or down_proj" if chosen else "model.base has no experts"
+            raise ValueError(f"model.lora.expert_rank is {self.expert_rank} and {why}; set it to null")
+        if found and self.dropout:
+            raise ValueError(
+                f"model.lora.dropout is {self.dropout}, which adapters on experts do not support; set it to 0, or "
+                "model.lora.expert_rank to 0"
+            )
+        return replace(self, expert_rank=found)
 
     @cached_property
     def starts_at(self) -> StartAdapter:
@@ -172,11 +195,12 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
     """Build PEFT's configuration of the adapter, with ``LoraLinear`` as the LoRA layer; ``base`` is the name of the
     base written into it, and ``norms`` are the norms of a block that ``train_norms`` trains."""
     rank, alpha, targets, rslora = settings.filled_in()
+    experts = settings.expert_rank or 0
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int and divides)
         lora_dropout=settings.dropout,
-        target_modules=sorted(targets),
+        target_modules=sorted(name for name in targets if not (experts and name in MLP)),
         use_rslora=rslora,
         modules_to_save=list(norms) if settings.train_norms else None,
         bias="none",
@@ -184,7 +208,7 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
         base_model_name_or_path=base,
     )
     config._register_custom_module({FrozenLinear: LoraLinear, nn.Linear: LoraLinear})
-    return config
+    return with_experts(config, experts, alpha / (rank**0.5 if rslora else rank))
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) -> None:

@@ -21,6 +21,7 @@ from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_element
 from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
+from qerl_pl.policy.lora_experts import adapt_experts
 from qerl_pl.policy.margins import keyed_noise, margins
 from qerl_pl.policy.packing import use_packed_attention, use_replay
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
@@ -109,6 +110,11 @@ class Policy(nn.Module):
         """Factor of B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         config = self.peft_config
         return config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+
+    @property
+    def expert_rank(self) -> int:
+        """Rank of the adapters on experts; 0 without any."""
+        return max((self.peft_config.rank_pattern or {}).values(), default=0)
 
     def set_recompute(self, how: Recompute) -> None:
         """Set the level of gradient checkpointing for the next forward passes."""
@@ -363,19 +369,23 @@ def make_policy(
     assert lora.targets is not None
     targets = family.targets(lora.targets)
     check_targets(model, targets, family)
+    found = mixtures(model)
+    lora = lora.of_base(found[0].chosen if found else 0)
     fresh = replace(lora, targets=targets, start=None)
     on_gpu = model.device.type == "cuda"
     fused = fused_wanted(fused_elementwise)
     if fused_elementwise is True and not on_gpu:
         raise ValueError("model.fused_elementwise is true and there is no GPU, which its kernels need: say auto")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Unsupported layer type")  # FrozenLinear, which peft_config registers
+        # PEFT knows neither FrozenLinear, which ``peft_config`` registers, nor stacked experts.
+        warnings.filterwarnings("ignore", message="Unsupported layer type|target_parameters=|.*_pattern")
         torch.manual_seed(seed)
-        peft_model = get_peft_model(
-            model, peft_config(fresh, base=base, norms=family.noise_norms), autocast_adapter_dtype=True
-        )
-    assert isinstance(peft_model, PeftModel)
-    policy = Policy(peft_model, base=base, dtype=dtype)
+        config = peft_config(fresh, base=base, norms=family.noise_norms)
+        peft_model = get_peft_model(model, config, autocast_adapter_dtype=True)
+        assert isinstance(peft_model, PeftModel)
+        policy = Policy(peft_model, base=base, dtype=dtype)
+        if lora.expert_rank:
+            adapt_experts(model, config, ADAPTER, rank=lora.expert_rank, scale=policy.lora_scaling)
     if lora.train_norms:
         for module in policy.norm_modules().values():
             module.float()

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qerl_pl.model.family import Experts
 from qerl_pl.quant.formats import Format, PackedWeight
+from qerl_pl.quant.grouped import Factors, Routes, grouped_experts, sort_rows, summed
 from qerl_pl.quant.linear import FrozenLinear
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -28,17 +28,6 @@ UNSEEN = 255
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 """Pattern of the full name of an expert's linear; its groups are the experts' module and the linear's name in
 ``PARTS``."""
-
-
-class Routes(NamedTuple):
-    """Order of the S rows, one per token and chosen expert, in which the rows of each expert are consecutive."""
-
-    order: Tensor
-    """[S] int64, index of each sorted row in the flattened ids [T, k]; its token is order // k."""
-    inverse: Tensor
-    """[T, k] int64, place of each choice among the sorted rows."""
-    ends: Tensor
-    """[E] int32, index after the last row of each expert."""
 
 
 class Routing(NamedTuple):
@@ -95,14 +84,6 @@ def weigh(probabilities: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
 def count_others(ids: Tensor, own: Tensor) -> Tensor:
     """Count, for each token, the experts of ids [T, k] that are not in ``own`` [T, k]; returns [T] uint8."""
     return (ids.unsqueeze(2) != own.unsqueeze(1)).all(dim=2).sum(dim=1).to(torch.uint8)
-
-
-def sort_rows(ids: Tensor, num_experts: int) -> Routes:
-    """Sort the rows of ids [T, k] by expert, those of one expert by token."""
-    experts, order = ids.flatten().sort(stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ends = torch.searchsorted(experts, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
-    return Routes(order, inverse.view(ids.shape), ends)
 
 
 class _Unset(nn.Linear):
@@ -190,16 +171,21 @@ class FrozenExperts(nn.Module):
         """Function that calls its argument, which computes the experts, and returns the result; gradient checkpointing
         replaces it."""
 
-    def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    def forward(
+        self, x: Tensor, weights: Tensor, routes: Routes, factors: Callable[[], Factors | None] = lambda: None
+    ) -> Tensor:
         """Compute the experts' outputs times weights [T, k] fp32, summed for each token of x [T, H]: [T, H] in the
-        dtype of x. Products with weights are rounded to this dtype, and added in fp32."""
-        return self.around(lambda: _GroupedExperts.apply(x, weights, self, *routes))
+        dtype of x. Products with weights are rounded to this dtype, and added in fp32. ``factors`` returns the experts'
+        adapters."""
+        parts = self.gate_proj.dense, self.up_proj.dense, self.down_proj.dense
+        return self.around(lambda: grouped_experts(x, weights, routes, parts, factors()))
 
 
 class Mixture(nn.Module):
     """MLP of a block with experts. The router's weight ``gate`` is dense; its products are fp32."""
 
-    experts: SeparateExperts | FrozenExperts
+    experts: nn.Module
+    """``SeparateExperts``, ``FrozenExperts``, or a layer around the latter that adds adapters."""
 
     def __init__(self, config: Any, names: Experts, dtype: torch.dtype) -> None:
         super().__init__()
@@ -264,56 +250,5 @@ def packed_experts(model: nn.Module) -> Iterator[tuple[str, FrozenLinear]]:
     """Yield the packed linears of stacked experts by the names that they have in a checkpoint."""
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
-            parent, _, part = name.rpartition(".")
+            parent, _, part = name.replace(".base_layer", "").rpartition(".")
             yield from ((f"{parent}.{expert}.{part}", linear) for expert, linear in enumerate(module.linears))
-
-
-class _GroupedExperts(torch.autograd.Function):
-    """Autograd node of all experts of a block, which dequantises their weights again in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, experts: Any, order: Tensor, inverse: Tensor, ends: Tensor
-    ) -> Tensor:
-        rows = x[order // weights.shape[1]]  # [S, H]
-        gate, up = (grouped(rows, part.dense(x.dtype).mT, ends) for part in (experts.gate_proj, experts.up_proj))
-        del rows
-        out = grouped(F.silu(gate).mul_(up), experts.down_proj.dense(x.dtype).mT, ends)
-        ctx.experts = experts
-        ctx.save_for_backward(weights, gate, up, order, inverse, ends)
-        return summed(out, Routes(order, inverse, ends), weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), experts = grads, ctx.experts
-        weights, gate, up, *routes = ctx.saved_tensors
-        routes = Routes(*routes)
-        order, inverse, ends = routes
-        d_product = grouped(
-            dy[order // weights.shape[1]], experts.down_proj.dense(dy.dtype), ends
-        )  # [S, I], unweighted
-        activation = F.silu(gate)
-        d_weights = (d_product.float() * (activation * up)).sum(1)[inverse]
-        d_product = (d_product * weights.flatten()[order].unsqueeze(1)).to(dy.dtype)
-        d_gate = torch.ops.aten.silu_backward(d_product * up, gate)
-        d_rows = grouped(d_gate, experts.gate_proj.dense(dy.dtype), ends)
-        d_rows += grouped(d_product * activation, experts.up_proj.dense(dy.dtype), ends)
-        return summed(d_rows, routes, None), d_weights, None, None, None, None
-
-
-def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows [S, K] of each expert by its matrix, [E, K, N], in the rows' dtype: [S, N]."""
-    if not rows.is_cuda or rows.dtype == torch.bfloat16:
-        return F.grouped_mm(rows, matrices, offs=ends)
-    parts = zip(rows.tensor_split(ends[:-1].tolist()), matrices, strict=True)  # waits for the GPU
-    return torch.cat([part @ matrix for part, matrix in parts])
-
-
-def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
-    """Add the k sorted rows [S, N] of each token, times their weights [T, k], in fp32: [T, N] in the rows' dtype."""
-    total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)
-    for number, places in enumerate(routes.inverse.unbind(1)):
-        part = rows[places]
-        total += part if weights is None else (part * weights[:, number, None]).to(rows.dtype)
-    return total.to(rows.dtype)

@@ -136,6 +136,8 @@ class ModuleSettings:
                     f"model.lora.start is an adapter of {start.base}, and model.base is {self.base}; the shapes agree, "
                     "but an adapter has its trained effect only on the base that it was trained on"
                 )
+        names = FAMILIES[config["model_type"]].experts
+        object.__setattr__(self, "lora", self.lora.of_base(config[names.chosen] if names else 0))
         if self.lora.rank > config["hidden_size"]:
             raise ValueError(
                 f"model.lora.rank is {self.lora.rank}; expected at most the model's hidden_size "

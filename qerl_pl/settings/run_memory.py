@@ -43,6 +43,7 @@ def run_memory(
         itemsize=dtype.itemsize,
         rank=rank,
         targets=with_merged(targets),
+        expert_rank=lora.expert_rank,
         dropout=lora.dropout > 0,
         train_norms=lora.train_norms,
         state_bytes=state_bytes(optimizer),

@@ -24,7 +24,7 @@ from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.run_folder import check_places, is_running
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.fitting import fitted, usable
-from qerl_pl.memory.parts import adapter_values
+from qerl_pl.memory.plan import adapter_values
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
@@ -177,7 +177,7 @@ def _disk(config: dict[str, Any]) -> str:
     folder = Path(config["run_dir"]).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
     shape = _shape(model)
-    values = adapter_values(shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms)
+    values = adapter_values(shape, run)
     adapters = 2 if model["lora"].get("start") else 1  # checkpoints also hold the adapter that the run started from
     needed = CHECKPOINTS * values * (4 * adapters + run.state_bytes)
     if free < needed + LOGS:

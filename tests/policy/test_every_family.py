@@ -13,6 +13,7 @@ from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.model.family import FAMILIES, family_of
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.lora_experts import adapted
 from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.shared_prompts import attends_to_everything, share_prompts
@@ -148,10 +149,10 @@ def test_a_shared_prompt_is_what_it_is_in_each_row_alone(policy):
 
 
 def test_every_projection_of_every_block_is_adapted(policy):
-    adapted = {name.split(".")[-3] for name in policy.adapter_state()}
-    assert adapted == set(policy.family.projections)
+    assert set(adapted(policy.adapter_state())) == {*policy.family.projections, *(PARTS if policy.routing else ())}
     names = [name.rpartition(".")[2] for name in policy.packed_linears()]
-    assert len(policy.adapter_state()) == 2 * sum(name in policy.family.projections for name in names)
+    of_experts = 2 * policy.routing.num_layers if policy.routing else 0
+    assert len(policy.adapter_state()) == 2 * (sum(name in policy.family.projections for name in names) + of_experts)
 
 
 def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(policy):
@@ -170,8 +171,7 @@ def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(p
 
 def test_the_memory_of_a_family_is_planned_from_its_files(base, policy):
     shape = checkpoint_shape(base, torch.float32)
-    frozen = PARTS if policy.family.experts else ()
-    assert {name for name, _, _ in shape.linears} == {*policy.family.projections, *policy.family.dense, *frozen}
+    assert {name for name, _, _ in shape.linears} == set(policy.family.projections)
     norms = [name for name, _ in policy.causal_lm.model.layers[0].named_children() if name.endswith("norm")]
     assert shape.block_norms == len(norms)
     held = sum(tensor.nbytes for tensor in load_base(base, dtype=torch.float32, device="cpu").state_dict().values())

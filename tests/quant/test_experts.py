@@ -26,14 +26,13 @@ from qerl_pl.quant.experts import (
     SeparateExperts,
     StackedLinear,
     choose,
-    grouped,
     packed_experts,
-    sort_rows,
     stack_experts,
     weigh,
 )
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.formats import quantize as to_nearest
+from qerl_pl.quant.grouped import grouped, sort_rows
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.mxfp4 import MXFP4

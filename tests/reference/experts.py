@@ -41,3 +41,22 @@ def mixture(
             total = total + shares[expert] / whole * (down @ (F.silu(gate @ token) * (up @ token)))
         out.append(total)
     return torch.stack(out)
+
+
+def adapted(
+    experts: Sequence[tuple[Tensor, Tensor, Tensor]], adapter: Sequence[Tensor], scale: float
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Add LoRA updates in PEFT's form to the weights of all E experts: A [E r, K] has the r rows of an expert one after
+    another, in B [N, r E] its columns are every E-th. ``adapter`` has A and B of gate and up together, and of down."""
+    number, (a, b, down_a, down_b) = len(experts), adapter
+
+    def update(a: Tensor, b: Tensor, expert: int) -> Tensor:
+        rank = len(a) // number
+        ranks = [torch.outer(b[:, one * number + expert], a[expert * rank + one]) for one in range(rank)]
+        return scale * torch.stack(ranks).sum(0)
+
+    found = []
+    for expert, (gate, up, down) in enumerate(experts):
+        both = update(a, b, expert)
+        found.append((gate + both[: len(gate)], up + both[len(gate) :], down.double() + update(down_a, down_b, expert)))
+    return found

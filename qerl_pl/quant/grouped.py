@@ -1,0 +1,157 @@
+"""Experts of a mixture as one node of the autograd graph: products of each expert's rows with the expert's matrices.
+
+    y_t = sum_k w_tk z_tk,   z = h W2^T + (h A2^T) (s B2)^T,   h = silu(g) u,   (g, u) = x W13^T + (x A13^T) (s B13)^T
+
+The terms with A and B are those of LoRA adapters and are optional; gate and up share A13. Letters: T tokens, E experts,
+k experts per token, S = k T rows, H hidden size, I inner size, R rank, s LoRA's scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+Dense = Callable[[torch.dtype], Tensor]
+"""Function that returns the weights [E, N, K] of one part of all experts in a given dtype. It is called for each
+product, so dequantised weights exist only during one product."""
+
+
+class Routes(NamedTuple):
+    """Order of the S rows, one per token and chosen expert, in which the rows of each expert are consecutive."""
+
+    order: Tensor
+    """[S] int64, index of each sorted row in the flattened ids [T, k]; its token is order // k."""
+    inverse: Tensor
+    """[T, k] int64, place of each choice among the sorted rows."""
+    ends: Tensor
+    """[E] int32, index after the last row of each expert."""
+
+
+class Factors(NamedTuple):
+    """LoRA adapters of all experts. They are rounded to the dtype of the products, and their gradients are not."""
+
+    gate_up_a: Tensor
+    """[E, R, H], which gate and up share. R must be a multiple of 8 on a GPU."""
+    gate_up_b: Tensor
+    """[E, 2I, R] times LoRA's scaling, the rows of gate and then those of up."""
+    down_a: Tensor
+    """[E, R, I]."""
+    down_b: Tensor
+    """[E, H, R] times LoRA's scaling."""
+
+
+def sort_rows(ids: Tensor, num_experts: int) -> Routes:
+    """Sort the rows of ids [T, k] by expert, those of one expert by token."""
+    experts, order = ids.flatten().sort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
+    return Routes(order, inverse.view(ids.shape), ends)
+
+
+def grouped_experts(
+    x: Tensor, weights: Tensor, routes: Routes, parts: tuple[Dense, Dense, Dense], factors: Factors | None = None
+) -> Tensor:
+    """Compute the sum over each token's experts of their outputs times ``weights`` [T, k] fp32, for x [T, H]: [T, H] in
+    the dtype of x; differentiable with respect to x, weights and factors.
+
+    ``parts`` are the weights of gate, up and down. Backward dequantises them again, and gets the outputs of gate and
+    up, and with ``factors`` also x and the rounded factors, from forward.
+    """
+    tensors = routes if factors is None else (*routes, *factors)
+    return _GroupedExperts.apply(x, weights, parts, *tensors)  # pyright: ignore[reportCallIssue]
+
+
+class _GroupedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, parts: Any, order: Tensor, inverse: Tensor, ends: Tensor, *factors: Tensor
+    ) -> Tensor:
+        low = Factors._make(factor.to(x.dtype) for factor in factors) if factors else None
+        rows = x[order // weights.shape[1]]  # [S, H]
+        gate, up = gate_and_up(rows, *(part(x.dtype) for part in parts[:2]), ends, low)
+        del rows
+        product = F.silu(gate).mul_(up)
+        out = grouped(product, parts[2](x.dtype).mT, ends)
+        if low is not None:
+            out += grouped(grouped(product, low.down_a.mT, ends), low.down_b.mT, ends)
+        ctx.parts, ctx.master = parts, factors[0].dtype if factors else None
+        ctx.save_for_backward(weights, gate, up, order, inverse, ends, *((x, *low) if low else ()))
+        return summed(out, Routes(order, inverse, ends), weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (gate_part, up_part, down_part) = grads, ctx.parts
+        weights, gate, up, order, inverse, ends, *more = ctx.saved_tensors
+        low = Factors._make(more[1:]) if more else None
+        tokens, share = order // weights.shape[1], weights.flatten()[order].unsqueeze(1)  # [S] and [S, 1]
+        d_out = dy[tokens]  # [S, H], not multiplied by the weights
+        d_product = grouped(d_out, down_part(dy.dtype), ends)
+        activation = F.silu(gate)
+        found: list[Tensor] = []  # gradients of factors
+        if low is not None:
+            product = activation * up
+            d_inner = grouped(d_out, low.down_b, ends)  # [S, R]
+            d_product += grouped(d_inner, low.down_a, ends)
+            found.append(outer((d_inner * share).to(dy.dtype), product, ends, ctx.master))
+            inner = (grouped(product, low.down_a.mT, ends) * share).to(dy.dtype)
+            found.append(outer(d_out, inner, ends, ctx.master))
+            del product
+        del d_out
+        d_weights = (d_product.float() * (activation * up)).sum(1)[inverse]
+        d_product = (d_product * share).to(dy.dtype)
+        d_gate, d_up = torch.ops.aten.silu_backward(d_product * up, gate), d_product * activation
+        d_rows = grouped(d_gate, gate_part(dy.dtype), ends)
+        d_rows += grouped(d_up, up_part(dy.dtype), ends)
+        if low is not None:
+            rows, (b_gate, b_up) = more[0][tokens], low.gate_up_b.chunk(2, dim=1)
+            inner = grouped(rows, low.gate_up_a.mT, ends)
+            d_inner = grouped(d_gate, b_gate, ends) + grouped(d_up, b_up, ends)
+            d_rows += grouped(d_inner, low.gate_up_a, ends)
+            d_b = torch.cat([outer(d_part, inner, ends, ctx.master) for d_part in (d_gate, d_up)], dim=1)
+            found = [outer(d_inner, rows, ends, ctx.master), d_b, *found]
+        return summed(d_rows, Routes(order, inverse, ends), None), d_weights, None, None, None, None, *found
+
+
+def gate_and_up(rows: Tensor, gate: Tensor, up: Tensor, ends: Tensor, low: Factors | None) -> tuple[Tensor, Tensor]:
+    """Compute the outputs of gate and up, [S, I] each, for rows [S, H] and weights [E, I, H]."""
+    outputs = grouped(rows, gate.mT, ends), grouped(rows, up.mT, ends)
+    if low is not None:
+        inner = grouped(rows, low.gate_up_a.mT, ends)
+        for output, b in zip(outputs, low.gate_up_b.chunk(2, dim=1), strict=True):
+            output += grouped(inner, b.mT, ends)
+    return outputs
+
+
+def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows [S, K] of each expert by its matrix, [E, K, N], in the rows' dtype: [S, N]."""
+    if not rows.is_cuda or rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, matrices, offs=ends)
+    parts = zip(rows.tensor_split(ends[:-1].tolist()), matrices, strict=True)  # waits for the GPU
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply, for each expert, its rows of ``left`` [S, N], transposed, by those of ``right`` [S, K]: [E, N, K] of
+    ``dtype``; 0 for an expert without rows."""
+    if not left.is_cuda:
+        return F.grouped_mm(left.mT, right, offs=ends).to(dtype)
+    if left.dtype == torch.bfloat16:
+        return F.grouped_mm(left.mT, right, offs=ends, out_dtype=dtype)
+    places = ends[:-1].tolist()  # waits for the GPU
+    parts = zip(left.tensor_split(places), right.tensor_split(places), strict=True)
+    return torch.stack([a.mT @ b for a, b in parts]).to(dtype)
+
+
+def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
+    """Add the k sorted rows [S, N] of each token, times their weights [T, k], in fp32: [T, N] in the rows' dtype."""
+    total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)
+    for number, places in enumerate(routes.inverse.unbind(1)):
+        part = rows[places]
+        total += part if weights is None else (part * weights[:, number, None]).to(rows.dtype)
+    return total.to(rows.dtype)

@@ -1,0 +1,145 @@
+"""Adapters on the experts of a mixture against a reference with loops and against PEFT, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from qerl_pl.memory.plan import adapter_values
+from qerl_pl.memory.settings import RunMemory
+from qerl_pl.memory.shape import checkpoint_shape
+from qerl_pl.model.family import PROJECTIONS
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.lora_experts import adapt_experts
+from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.quant.formats import Format
+from qerl_pl.quant.grouped import outer
+from qerl_pl.quant.nvfp4 import NVFP4
+from tests.quant.test_experts import expert_weights, random_mixture
+from tests.reference.experts import adapted, mixture
+from tests.rollout.conftest import random_adapter, save_mixture
+
+ATTENTION = PROJECTIONS[:4]
+SCALE = 0.7
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, None])
+@pytest.mark.parametrize(
+    ("number", "chosen", "tokens", "rank"), [(5, 2, 33, 3), (3, 3, 7, 8), (8, 1, 5, 1), (1, 1, 1, 9)]
+)
+def test_values_and_gradients_are_those_of_loops(number, chosen, tokens, rank, fmt: Format | None):
+    made, generator = random_mixture(number, chosen, fmt=fmt), torch.Generator().manual_seed(1)
+    plain = expert_weights(made)
+    adapt_experts(torch.nn.ModuleList([made]), LoraConfig(), "default", rank=rank, scale=SCALE)
+    trained = {name: parameter for name, parameter in made.named_parameters() if parameter.requires_grad}
+    assert [name.removeprefix("experts.").removesuffix(".default.weight") for name in trained] == [
+        *("base_layer.lora_A", "base_layer.lora_B", "lora_A", "lora_B")
+    ]
+    for parameter in trained.values():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 8
+    x = torch.randn(1, tokens, 64, generator=generator).requires_grad_()
+    probe = torch.randn(tokens, 64, generator=generator)
+    same = [tensor.detach().double().requires_grad_() for tensor in (x[0], *trained.values())]
+    expected = mixture(same[0], made.gate.weight, adapted(plain, same[1:], SCALE), chosen, normalised=True)
+    found = made(x)[0]
+    (found * probe).sum().backward()
+    (expected * probe).sum().backward()
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert x.grad is not None
+    for mine, reference in zip((x.grad[0], *(p.grad for p in trained.values())), same, strict=True):
+        assert mine is not None
+        assert reference.grad is not None
+        assert (mine - reference.grad).abs().max() <= 1e-5 * reference.grad.abs().max()
+
+
+def test_the_gradient_of_an_expert_without_rows_is_zero():
+    left, right = torch.randn(6, 8), torch.randn(6, 16)
+    found = outer(left, right, torch.tensor([0, 4, 4, 6], dtype=torch.int32), torch.float32)
+    assert not found[[0, 2]].any()
+    torch.testing.assert_close(found[1], left[:4].T @ right[:4])
+    torch.testing.assert_close(found[3], left[4:].T @ right[4:])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    save_mixture(folder)
+    return folder / "nvfp4"
+
+
+def load(base: Path, **settings: object) -> Policy:
+    lora = LoraSettings(**{"rank": 6, "alpha": 12, **settings})  # pyright: ignore[reportArgumentType]
+    return load_policy(str(base), dtype=torch.float32, lora=lora, seed=0)
+
+
+def expert_shapes(policy: Policy) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for name, tensor in policy.adapter_state().items() if ".experts." in name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank"),
+    [
+        ({}, 3),  # 6 / 2 experts per token
+        ({"rank": 1}, 1),
+        ({"expert_rank": 5}, 5),
+        ({"expert_rank": 0}, 0),
+        ({"targets": ATTENTION}, 0),
+    ],
+)
+def test_the_rank_is_that_of_attention_divided_by_the_experts_per_token(base, settings, rank):
+    policy = load(base, **settings)
+    expected = [(8 * rank, 128), (128, 8 * rank), (8 * rank, 64), (128, 8 * rank)]
+    assert expert_shapes(policy) == (expected if rank else [])
+    shape = checkpoint_shape(base, torch.float32)
+    run = RunMemory(rows=1, prompt_tokens=1, completion_tokens=1, **{"rank": 6, **settings})
+    assert adapter_values(shape, run) == sum(tensor.numel() for tensor in policy.adapter_state().values())
+
+
+@pytest.mark.parametrize("recompute", ["selective", "blocks"])
+def test_recomputation_changes_no_bit_of_the_gradients(base, recompute):
+    tokens = torch.randint(8, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(40).expand(2, 40) > 5
+    found: list[list[Tensor]] = []
+    for how in ("none", recompute):
+        policy = load_policy(
+            str(base), dtype=torch.float32, lora=LoraSettings(rank=6), seed=0, gradient_checkpointing=how
+        )
+        policy.load_adapter_state(random_adapter(policy, seed=1))
+        policy.token_stats(tokens, mask, temperature=1.0).logprobs.sum().backward()
+        found.append([p.grad for p in policy.parameters() if p.requires_grad and p.grad is not None])
+    assert len(found[0]) == len(found[1]) == 2 * 2 * 4 + 4
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(gradient.any() for gradient in found[0])
+
+
+def test_without_the_adapter_the_policy_is_its_base(base):
+    policy, plain = load(base), load(base, targets=ATTENTION)
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    tokens = torch.randint(8, 64, (1, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), policy.as_reference():
+        assert torch.equal(policy.model(input_ids=tokens).logits, plain.model(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": ("q_proj", "gate_proj")}, r"targets is \['gate_proj', 'q_proj'\].*name all three or none"),
+        ({"targets": ("gate_proj", "up_proj", "down_proj")}, "and at least one linear of attention"),
+        ({"targets": ATTENTION, "expert_rank": 4}, "targets lacks gate_proj, up_proj or down_proj; set it to null"),
+        ({"dropout": 0.1}, r"dropout is 0.1, which adapters on experts do not support"),
+        ({"expert_rank": -1}, "expert_rank is -1; expected 0 or more"),
+    ],
+)
+def test_impossible_settings_are_refused_in_one_line(base, settings, message):
+    with pytest.raises(ValueError, match=message) as error:
+        load(base, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_rank_of_experts_is_refused_for_a_base_without_experts():
+    with pytest.raises(ValueError, match=r"expert_rank is 4 and model\.base has no experts; set it to null"):
+        LoraSettings(expert_rank=4).of_base(0)
