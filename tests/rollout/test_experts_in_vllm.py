@@ -6,14 +6,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from callbacks.canary import describe_fault, dtype_held
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.parts import recorded_routes
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.experts import replaying
@@ -37,7 +41,7 @@ from tests.rollout.conftest import (
 from tests.rollout.test_families_in_vllm import gap
 
 pytestmark = pytest.mark.vllm
-LORA = LoraSettings(rank=6, alpha=12)
+LORA = LoraSettings(rank=6, alpha=12, rslora=True)
 BLOCK = "model.layers.0.mlp"
 
 
@@ -164,6 +168,51 @@ def test_the_plan_counts_the_bytes_of_recorded_experts(deep):
     shape = config_shape(deep.policy.config, NVFP4, torch.float32)
     slots = scheduler.kv_cache_config.num_blocks * BLOCK_SIZE
     assert scheduler.recorder._chosen.nbytes == recorded_routes(shape, slots) == 2 * 3 * 2 * (slots + 1)
+
+
+ADAPTED = "model.layers.0.mlp.experts"
+
+
+def exchange_gate_and_up(module: Any) -> None:
+    gate, up = module.w13_lora_b_stacked
+    gate[:], up[:] = up.clone(), gate.clone()
+
+
+def shift_experts(module: Any) -> None:
+    for stack in (*module.w2_lora_a_stacked, *module.w2_lora_b_stacked):
+        stack[:] = stack.roll(1, dims=1)
+
+
+SLOT_FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "adapter flag 0": (lambda module: module.adapter_enabled.zero_(), rf"1 of .* without their adapters.*: {ADAPTED}"),
+    "gate and up exchanged": (exchange_gate_and_up, rf"1 of \d+ tensors differ: .*{ADAPTED}\.base_layer\.lora_B"),
+    "slot of the next expert": (shift_experts, rf"2 of \d+ tensors differ: .*{ADAPTED}\.lora_A.*{ADAPTED}\.lora_B"),
+    "two values of one A": (
+        lambda module: module.w13_lora_a_stacked[1][0, 3, 1].mul_(2),
+        rf"different adapters in the 2 slots of .*{ADAPTED}\.base_layer",
+    ),
+}
+
+
+def checked(setup: Setup) -> None:
+    """Check what the engine holds, as the canary does."""
+    held = setup.engine.fingerprint()
+    if dtype_held(held, setup.policy, NormNoise()) is None:
+        raise CheckFailed(describe_fault(held, setup.policy, NormNoise(), before={}))
+
+
+@pytest.mark.parametrize("fault", SLOT_FAULTS)
+def test_a_fault_in_the_adapters_of_experts_is_named_before_the_rollout_is_used(setup, fault):
+    change, message = SLOT_FAULTS[fault]
+    [module] = setup.engine._call(
+        lambda worker: [module for module in worker.get_model().modules() if hasattr(module, "adapter_enabled")]
+    )
+    change(module)
+    with pytest.raises(CheckFailed, match=message):
+        checked(setup)
+    module.adapter_enabled.fill_(1)
+    setup.engine.load_adapter(setup.adapter)
+    assert setup.engine.fingerprint() == setup.expected_fingerprint(norms=setup.policy.norm_weights())
 
 
 def flip(weight: Tensor) -> None:

@@ -97,9 +97,9 @@ def policy_arguments(
         "generation_config": "vllm",  # sampling defaults are vLLM's and not the checkpoint's
         "logprobs_mode": "processed_logprobs",
         "enable_lora": True,
-        "max_lora_rank": accepted_rank(policy.peft_config.r),
+        "max_lora_rank": accepted_rank(max(policy.peft_config.r, policy.expert_rank)),
         "max_loras": 1,
-        "lora_target_modules": sorted(policy.peft_config.target_modules or ()),
+        "lora_target_modules": sorted(policy.peft_config.target_modules or ()) + ["experts"] * (policy.expert_rank > 0),
         # vLLM's cache of compiled graphs has these values in its keys, so that no graph is used that was compiled with
         # other kernels.
         "additional_config": {

@@ -57,7 +57,7 @@ def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
     for name, layer in model.named_modules():
         if not isinstance(layer, RoutedExperts) or hasattr(layer, "loaded_sums"):
             continue
-        parent = name.removesuffix(".routed_experts")
+        parent = name.removesuffix(".routed_experts").removesuffix(".base_layer")
         parameters = dict(layer.named_parameters(recurse=False))
         for (matrix, parts), expert in product(EXPERT_PARTS.items(), range(layer.moe_config.num_experts)):
             names = [f"{parent}.{expert}.{part}" for part in parts]

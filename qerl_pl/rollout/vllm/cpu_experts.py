@@ -8,21 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as with_nvfp4,
 )
 
-from qerl_pl.quant.experts import grouped, sort_rows, summed
+from qerl_pl.quant.grouped import grouped, sort_rows, summed
 from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize
 
 PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 """Endings of the names of packed experts' parameters."""
 
 
-class TorchExperts(CPUUnquantizedExperts):
-    """Kernel of vLLM for experts that keeps weights in row order, so that they can be compared with the trainer's."""
+class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
+    """Kernel of vLLM for experts that keeps weights in row order, so that they can be compared with the trainer's, and
+    computes the adapter of the first slot."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Leave the weights as they are."""
@@ -41,9 +43,24 @@ class TorchExperts(CPUUnquantizedExperts):
         """Compute T tokens [T, H] by the experts chosen for each, ``topk_ids`` [T, k]; ``w1`` has gate and up [E, 2I,
         H], ``w2`` has down [E, H, I]."""
         routes = sort_rows(topk_ids.long(), len(w1))
-        rows = hidden_states[routes.order // topk_ids.shape[1]]
+        tokens = routes.order // topk_ids.shape[1]
+        rows = hidden_states[tokens]
         gate, up = (grouped(rows, part.mT, routes.ends) for part in w1.chunk(2, dim=1))
-        output.copy_(summed(grouped(F.silu(gate) * up, w2.mT, routes.ends), routes, topk_weights))
+        adapters = self._lora_context
+        if adapters is None or not adapters.adapter_enabled[0]:
+            output.copy_(summed(grouped(F.silu(gate) * up, w2.mT, routes.ends), routes, topk_weights))
+            return
+        on = adapters.punica_wrapper.token_lora_indices[tokens].unsqueeze(1) >= 0  # [S, 1]: rows that have the adapter
+
+        def update(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            return on * grouped(grouped(x, a[0].mT, routes.ends), b[0].mT, routes.ends)
+
+        for part, a, b in zip((gate, up), adapters.w13_lora_a_stacked, adapters.w13_lora_b_stacked, strict=True):
+            part += update(rows, a, b)
+        product = F.silu(gate) * up
+        out = grouped(product, w2.mT, routes.ends)
+        out += update(product, *adapters.w2_lora_a_stacked, *adapters.w2_lora_b_stacked)
+        output.copy_(summed(out, routes, topk_weights))
 
 
 class NVFP4Experts(UnquantizedFusedMoEMethod):

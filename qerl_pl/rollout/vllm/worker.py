@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from qerl_pl.common.checks import CheckFailed
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.noise.norm_noise import is_noise_norm
+from qerl_pl.policy.lora_experts import stacked
 from qerl_pl.policy.lora_product import scaled
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.rollout.common import PEFT_PREFIX
@@ -32,14 +34,24 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Tensors in which vLLM holds the adapter of one linear; R is its rank, rounded up to the next that vLLM
-    supports."""
+    """Tensors in which vLLM holds the adapter of one linear, or of one linear of all E experts; R is its rank, rounded
+    up to the next that vLLM supports."""
 
-    a: Tensor  # [R, K], LoRA's matrix A; rows from the adapter's rank on are 0
-    b: Tensor  # [n, R], n rows of the matrix B times LoRA's scaling; columns from the adapter's rank on are 0
+    a: Tensor  # [R, K] or [E, R, K], LoRA's matrix A; rows from the adapter's rank on are 0
+    b: Tensor  # [n, R] or [E, n, R], n rows of the matrix B times LoRA's scaling; columns from the rank on are 0
     first: int = 0
-    """Index, in the adapter's whole matrix B, of the first row of ``b``. It differs from 0 only in delta nets, where
-    vLLM has a slot each for queries, keys and values, which the trainer computes by one linear."""
+    """Index, in the adapter's whole matrix B, of the first row of ``b``. It differs from 0 only where vLLM has a slot
+    each for what the trainer computes by one adapter: queries, keys and values of delta nets, and gate and up of
+    experts."""
+
+    def views(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """View PEFT's A and n rows of B with as many dimensions as the slot's tensors."""
+        return (a, b) if self.a.ndim == 2 else stacked(a, b, len(self.a))
+
+    def held(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return A and n rows of B in PEFT's form, without the padding of the rank."""
+        a, b = self.a[..., :rank, :], self.b[..., :rank]
+        return (a, b) if a.ndim == 2 else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
@@ -50,6 +62,8 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
     manager._registered_adapters[index] = LoRAModel(index, rank=1, loras={})
     manager.activate_adapter(index)
+    for enabled in _flags(worker).values():
+        enabled.fill_(1)  # vLLM sets the flag to 0 for an adapter without matrices
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
@@ -58,7 +72,7 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
     linears = {}
     for module in _manager(worker)._adapter_manager.modules.values():
-        if isinstance(module.punica_wrapper, OneAdapterKernels):
+        if isinstance(module.punica_wrapper, OneAdapterKernels) and not hasattr(module, "adapter_enabled"):
             a, b = module.lora_a_stacked, module.lora_b_stacked
             # for fewer than ``fewest`` tokens, the native GEMM of this linear adds the adapter itself
             native = getattr(module.base_layer, "native", None)
@@ -76,23 +90,29 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
-        a, b = adapter[name], adapter[linear + B_WEIGHT]
         for slot in slots[linear]:
-            slot.a[: a.shape[0]].copy_(a)
-            rows = b[slot.first : slot.first + len(slot.b)]
-            slot.b[:, : a.shape[0]].copy_(scaled(rows, scaling, slot.b.dtype))
+            rows = adapter[linear + B_WEIGHT][slot.first : slot.first + slot.b.shape[-2]]
+            a, b = slot.views(adapter[name], rows)
+            slot.a[..., : a.shape[-2], :].copy_(a)
+            slot.b[..., : a.shape[-2]].copy_(scaled(b, scaling, slot.b.dtype))
 
 
-def read_adapter(worker: WorkerBase, rank: int) -> dict[str, Tensor]:
-    """Return the matrices in vLLM's slots by PEFT's names, without the padding of the rank; RuntimeError if slots of
-    the same matrix differ."""
+def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, Tensor]:
+    """Return the matrices in vLLM's slots by PEFT's names, without the padding of the rank. CheckFailed: slots of the
+    same matrix differ, or vLLM is told to leave out adapters of experts."""
+    if off := [name for name, enabled in _flags(worker).items() if not enabled.all()]:
+        raise CheckFailed(
+            f"the rollout engine computes {len(off)} of the model's mixtures of experts without their adapters "
+            f"(adapter_enabled is 0): {', '.join(off[:4])}"
+        )
     adapter = {}
     for linear, slots in _slots(worker).items():
-        a, rows = slots[0].a, {slot.first: slot.b for slot in reversed(slots)}
-        if any(not (torch.equal(slot.a, a) and torch.equal(slot.b, rows[slot.first])) for slot in slots[1:]):
-            raise RuntimeError(f"vLLM holds different adapters in the {len(slots)} slots of {linear}")
-        adapter[linear + A_WEIGHT] = a[:rank]
-        adapter[linear + B_WEIGHT] = torch.cat([rows[first] for first in sorted(rows)])[:, :rank]
+        a, parts = slots[0].a, {slot.first: slot for slot in reversed(slots)}
+        if any(not (torch.equal(slot.a, a) and torch.equal(slot.b, parts[slot.first].b)) for slot in slots[1:]):
+            raise CheckFailed(f"vLLM holds different adapters in the {len(slots)} slots of {linear}")
+        held = [parts[first].held(rank if a.ndim == 2 else expert_rank) for first in sorted(parts)]
+        adapter[linear + A_WEIGHT] = held[0][0]
+        adapter[linear + B_WEIGHT] = torch.cat([b for _, b in held])
     return adapter
 
 
@@ -141,15 +161,31 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
     return worker.model_runner.lora_manager  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
 
 
+def _flags(worker: WorkerBase) -> dict[str, Tensor]:
+    """Return, for each mixture of experts with slots, the flag [1] by which its kernels compute the adapter."""
+    manager = _manager(worker)._adapter_manager
+    index = manager.lora_index_to_id.index(ADAPTER_ID)
+    modules = manager.modules.items()
+    return {name: m.adapter_enabled[index : index + 1] for name, m in modules if hasattr(m, "adapter_enabled")}
+
+
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return vLLM's adapter slots by PEFT's name of the linear whose adapter they hold. A linear has two slots if it
-    computes attention keys that are also values, three if it computes the queries, keys and values of a delta net."""
+    """Return vLLM's adapter slots by PEFT's name of the linear or experts whose adapter they hold. A linear has two
+    slots if it computes attention keys that are also values, three if it computes the queries, keys and values of a
+    delta net."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
     keys_only = _blocks_without_values(config) if FAMILIES[config.model_type].keys_as_values else set()
     slots: dict[str, list[Slot]] = {}
     for name, module in manager.modules.items():
+        if hasattr(module, "adapter_enabled"):
+            gate_up = zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
+            slots[f"{PEFT_PREFIX}{name}.base_layer"] = [
+                Slot(a[index], b[index], number * b.shape[2]) for number, (a, b) in enumerate(gate_up)
+            ]
+            slots[PEFT_PREFIX + name] = [Slot(module.w2_lora_a_stacked[0][index], module.w2_lora_b_stacked[0][index])]
+            continue
         # each linear that vLLM has fused into this one, such as q_proj, has a slot
         parts = manager.packed_modules.get(name, [name])
         slices = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
