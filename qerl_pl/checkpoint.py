@@ -27,6 +27,7 @@ from qerl_pl.base.digest import base_digest
 from qerl_pl.common.files import replacing
 from qerl_pl.common.run_folder import LAST, PREVIOUS
 from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.lora_experts import of_experts
 from qerl_pl.policy.start import digest
 
 MARK = b"qerl-pl sha256:"
@@ -276,6 +277,8 @@ def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
     if lora.start is not None:
         settings["start"] = digest(lora.starts_at.tensors)
     settings["targets"] = sorted(settings["targets"])
+    if not lora.expert_rank:  # runs of versions without adapters on experts have no such entry
+        del settings["expert_rank"]
     return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
 
 
@@ -283,13 +286,14 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
     """Extract the adapter's settings from a run's identity."""
     settings = {name.removeprefix("lora."): value for name, value in identity.items() if name.startswith("lora.")}
     settings.pop("start", None)  # a digest; the checkpoint holds the adapter
-    return LoraSettings(**{**settings, "targets": tuple(settings["targets"])})
+    return LoraSettings(**{"expert_rank": 0, **settings, "targets": tuple(settings["targets"])})
 
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the adapter's tensors that are stored in a checkpoint. ValueError: a tensor is not fp32, or a linear layer
-    lacks one of the LoRA matrices A [r, K] and B [N, r], where r is the rank in the run's settings."""
-    adapter, rank = checkpoint.get("state_dict"), identity_of(checkpoint).get("lora.rank")
+    lacks one of the LoRA matrices A [r, K] and B [N, r], where r is the rank in the run's settings, and for experts a
+    multiple of theirs."""
+    adapter, identity = checkpoint.get("state_dict"), identity_of(checkpoint)
     if not isinstance(adapter, dict) or not adapter:
         raise ValueError("the checkpoint holds no adapter: it was not written by a run of this program")
     for name, tensor in adapter.items():
@@ -302,7 +306,9 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
         other = f"{linear}.lora_{'B' if matrix == 'A.weight' else 'A'}.weight"
         if matrix not in ("A.weight", "B.weight") or other not in adapter:
             raise ValueError(f"the checkpoint's adapter has {name} and not {other}")
-        if tensor.ndim != 2 or tensor.shape[0 if matrix == "A.weight" else 1] != rank:
+        rank = identity.get("lora.expert_rank" if of_experts(name) else "lora.rank")
+        held = tensor.shape[0 if matrix == "A.weight" else 1] if tensor.ndim == 2 else 0
+        if not held or not rank or (held % rank if of_experts(name) else held != rank):
             raise ValueError(f"the checkpoint's adapter tensor {name} is {list(tensor.shape)}; expected rank {rank}")
     return adapter
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qerl_pl.policy.lora_experts import PARAMETERS, adapted, of_experts
+
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 READ = ("r", "lora_alpha", "use_rslora", "modules_to_save")
+EXPERTS = ("target_parameters", "rank_pattern", "alpha_pattern")
+"""Fields of adapter_config.json that describe adapters on experts."""
 WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "lora_dropout"),
     *("target_modules", "exclude_modules", "layers_pattern", "eva_config", "loftq_config", "corda_config"),
@@ -39,6 +44,8 @@ class StartAdapter(NamedTuple):
     """fp32 tensors by PEFT's names, on the CPU."""
     base: str
     """Name or folder of the base that it was trained for; empty if the adapter does not say."""
+    expert_rank: int = 0
+    """Rank of the adapters on experts; 0 without any."""
 
 
 def read_start(folder: str | Path) -> StartAdapter:
@@ -65,12 +72,12 @@ def read_start(folder: str | Path) -> StartAdapter:
             raise ValueError(
                 f"{where}, whose tensor {name} ({stored[name].dtype}) is not of finite floating-point numbers"
             )
-        if name.endswith(".lora_A.weight") and tensor.shape[:1] != (config["r"],):
+        if name.endswith(".lora_A.weight") and not of_experts(name) and tensor.shape[:1] != (config["r"],):
             raise ValueError(
                 f"{where}, whose tensor {name} has the shape {list(tensor.shape)} where {CONFIG} has r = "
                 f"{config['r']}; expected one rank for all linears"
             )
-    targets = sorted({name.split(".")[-3] for name in tensors if name.endswith(".lora_A.weight")})
+    targets = adapted(tensors)
     if not targets:
         raise ValueError(f"{where}, whose {WEIGHTS} has no tensor NAME.lora_A.weight: it holds no LoRA adapter")
     return StartAdapter(
@@ -81,6 +88,7 @@ def read_start(folder: str | Path) -> StartAdapter:
         tuple(config.get("modules_to_save") or ()),
         tensors,
         str(config.get("base_model_name_or_path") or ""),
+        _expert_rank(config, where),
     )
 
 
@@ -124,6 +132,25 @@ def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
             )
 
 
+def _expert_rank(config: Mapping[str, Any], where: str) -> int:
+    """Return the rank of the adapters on experts, 0 without any. ValueError: gate_up_proj and down_proj of all experts
+    are not both adapted, or not with one rank and the scale of the adapters on other linears."""
+    parameters, ranks, alphas = (config.get(name) or {} for name in EXPERTS)
+    if not (parameters or ranks or alphas):
+        return 0
+    rank, alpha, root = config["r"], config["lora_alpha"], 0.5 if config.get("use_rslora") else 1
+    named = isinstance(ranks, dict) and isinstance(alphas, dict) and set(parameters) == set(PARAMETERS)
+    if named and ranks.keys() | alphas.keys() <= set(PARAMETERS):
+        found = {(ranks.get(name, rank), alphas.get(name, alpha)) for name in PARAMETERS}
+        of_experts, own = found.pop()
+        if not found and math.isclose(own / of_experts**root, alpha / rank**root):
+            return of_experts
+    raise ValueError(
+        f"{where}, whose {CONFIG} has target_parameters = {parameters!r}, rank_pattern = {ranks!r} and alpha_pattern = "
+        f"{alphas!r}; expected {' and '.join(PARAMETERS)} with one rank, and the same alpha / rank as other linears"
+    )
+
+
 def _config(folder: Path, where: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(
@@ -149,7 +176,7 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
             "expected LORA and CAUSAL_LM"
         )
     plain = LoraConfig()
-    known = (*READ, *WITHOUT_EFFECT, "peft_type", "task_type", "init_lora_weights")
+    known = (*READ, *EXPERTS, *WITHOUT_EFFECT, "peft_type", "task_type", "init_lora_weights")
     for name, value in config.items():
         if name not in known and value and value != getattr(plain, name, None):
             raise ValueError(

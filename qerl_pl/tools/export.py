@@ -20,6 +20,7 @@ from qerl_pl.model.files import CONFIG, has_vision, read_json
 from qerl_pl.model.hub import NAME, is_hub_name
 from qerl_pl.model.quantization import quantization_of
 from qerl_pl.policy.lora import LoraSettings, peft_config
+from qerl_pl.policy.lora_experts import adapted
 from qerl_pl.tools.merge import export_merged, new_folder
 from qerl_pl.tools.model_card import model_card
 from qerl_pl.tools.options import export_options
@@ -49,9 +50,15 @@ def main(argv: list[str]) -> int:
 
 
 def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
-    """Yield a sentence for each part of an exported adapter that PEFT loads and vLLM's own LoRA loader ignores."""
+    """Yield a sentence for each part of an exported adapter that PEFT loads and vLLM's own LoRA loader ignores or
+    refuses."""
     if settings.train_norms:
         yield "it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not"
+    if settings.expert_rank:
+        yield (
+            "it adapts stacked experts, which vLLM loads with enable_mixed_moe_lora_format=True, and is_3d_lora_weight="
+            "True in the LoRARequest"
+        )
     config = Path(read_json(output / "adapter_config.json")["base_model_name_or_path"]) / CONFIG
     if config.is_file() and "k_proj" in settings.filled_in()[2] and read_json(config).get("attention_k_eq_v"):
         yield (
@@ -92,8 +99,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
             check_identity(identity, {"base": base_digest(trained_on)})
         temporary.mkdir()
         norms = sorted({name.split(".")[-2] for name in adapter if ".lora_" not in name})
-        targets = sorted({name.split(".")[-3] for name in adapter if ".lora_A." in name})
-        config = peft_config(replace(settings, targets=tuple(targets)), base=base, norms=norms)
+        config = peft_config(replace(settings, targets=tuple(adapted(adapter))), base=base, norms=norms)
         config.inference_mode = True
         config.revision = trained_on.name if is_hub_name(base) and trained_on.is_dir() else None  # the hub's commit
         config.save_pretrained(str(temporary))

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.common.files import allow_reading, read_lines
 from qerl_pl.model.files import CONFIG, INDEX, read_json
+from qerl_pl.policy.lora_experts import expert_update
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.experts import StackedLinear
 from qerl_pl.quant.linear import FrozenLinear
@@ -163,9 +164,12 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.bias", module.bias
     stacks = {name: module for name, module in policy.causal_lm.named_modules() if isinstance(module, StackedLinear)}
     for name, module in stacks.items():
-        experts, _, part = name.rpartition(".")
-        for expert, weight in enumerate(module.dense(torch.float32)):
-            yield f"{experts}.{expert}.{part}.weight", weight
+        experts, _, part = name.replace(".base_layer", "").rpartition(".")
+        weights = module.dense(torch.float32)
+        update = expert_update(adapter, f"base_model.model.{experts}", part, len(weights))
+        for expert, weight in enumerate(weights):
+            merged = weight if update is None else weight + policy.lora_scaling * update[expert]
+            yield f"{experts}.{expert}.{part}.weight", merged
     yield from norms.items()
     peft = (".lora_", ".base_layer.", ".original_module.", ".modules_to_save.")
     for name, tensor in policy.causal_lm.state_dict().items():
