@@ -63,7 +63,7 @@ def grouped_experts(
     up, and with ``factors`` also x and the rounded factors, from forward.
     """
     tensors = routes if factors is None else (*routes, *factors)
-    return _GroupedExperts.apply(x, weights, parts, *tensors)  # pyright: ignore[reportCallIssue]
+    return _GroupedExperts.apply(x, weights, parts, *tensors)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -73,7 +73,11 @@ class _GroupedExperts(torch.autograd.Function):
     ) -> Tensor:
         low = Factors._make(factor.to(x.dtype) for factor in factors) if factors else None
         rows = x[order // weights.shape[1]]  # [S, H]
-        gate, up = gate_and_up(rows, *(part(x.dtype) for part in parts[:2]), ends, low)
+        gate, up = (grouped(rows, part(x.dtype).mT, ends) for part in parts[:2])
+        if low is not None:
+            inner = grouped(rows, low.gate_up_a.mT, ends)  # [S, R]
+            for output, b in zip((gate, up), low.gate_up_b.chunk(2, dim=1), strict=True):
+                output += grouped(inner, b.mT, ends)
         del rows
         product = F.silu(gate).mul_(up)
         out = grouped(product, parts[2](x.dtype).mT, ends)
@@ -116,16 +120,6 @@ class _GroupedExperts(torch.autograd.Function):
             d_b = torch.cat([outer(d_part, inner, ends, ctx.master) for d_part in (d_gate, d_up)], dim=1)
             found = [outer(d_inner, rows, ends, ctx.master), d_b, *found]
         return summed(d_rows, Routes(order, inverse, ends), None), d_weights, None, None, None, None, *found
-
-
-def gate_and_up(rows: Tensor, gate: Tensor, up: Tensor, ends: Tensor, low: Factors | None) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of gate and up, [S, I] each, for rows [S, H] and weights [E, I, H]."""
-    outputs = grouped(rows, gate.mT, ends), grouped(rows, up.mT, ends)
-    if low is not None:
-        inner = grouped(rows, low.gate_up_a.mT, ends)
-        for output, b in zip(outputs, low.gate_up_b.chunk(2, dim=1), strict=True):
-            output += grouped(inner, b.mT, ends)
-    return outputs
 
 
 def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
