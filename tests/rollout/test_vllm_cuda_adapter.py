@@ -30,13 +30,14 @@ def cuda() -> Iterator[object]:
         yield vllm_cuda
 
 
-def make_kernels(cuda, adapter_ids: tuple[int, ...]):
+def make_kernels(cuda, adapter_ids: tuple[int, ...], *targets: str):
     """Make the kernels in the state after vLLM has announced a batch; ``adapter_ids`` has the adapter per token, 0 for
     none."""
     from vllm.config.lora import LoRAConfig
     from vllm.lora.layers import LoRAMapping
 
-    kernels = cuda.adapter_kernels(64, 8, torch.device(DEVICE), lora_config=LoRAConfig(max_loras=1))
+    config = LoRAConfig(max_loras=1, target_modules=[*targets] or None)
+    kernels = cuda.adapter_kernels(64, 8, torch.device(DEVICE), lora_config=config)
     kernels.update_metadata(LoRAMapping(adapter_ids, adapter_ids), [7], 2, 100)
     return kernels
 
@@ -102,12 +103,19 @@ def test_indices_and_flag_are_those_of_vllms_own_class(cuda, ids):
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
     mapping = LoRAMapping(ids, ids[:2])
-    found = make_kernels(cuda, (7, 0, 7))  # a batch before
+    found = make_kernels(cuda, (7, 0, 7), "experts")  # a batch before
     theirs = PunicaWrapperGPU(64, 8, torch.device(DEVICE), lora_config=LoRAConfig(max_loras=1))
     for kernels in (found, theirs):
         kernels.update_metadata(mapping, [7], 2, 100)
     assert torch.equal(found.tokens[0][: len(ids)], theirs._token_lora_indices[: len(ids)])
-    assert torch.equal(found.tokens[1], theirs.token_mapping_meta.no_lora_flag_cpu)
+    meta, of_theirs = found.token_mapping_meta, theirs.token_mapping_meta
+    assert torch.equal(found.tokens[1], of_theirs.no_lora_flag_cpu)
+    # what vLLM's kernels for experts read; without any adapter, vLLM's class leaves the indices of the batch before
+    assert torch.equal(meta.token_lora_mapping[: len(ids)].long(), found.tokens[0][: len(ids)])
+    assert meta.active_lora_ids.tolist() == [0, -1]
+    if any(ids):
+        assert torch.equal(meta.token_lora_mapping[: len(ids)], of_theirs.token_lora_mapping[: len(ids)])
+        assert set(of_theirs.active_lora_ids.tolist()) <= {0, -1}
 
 
 def test_an_adapter_in_no_slot_is_an_error(cuda):

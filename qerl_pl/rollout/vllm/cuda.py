@@ -25,7 +25,7 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
     """Adapter kernels for linears and one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora``.
 
     An index per token tells the kernels which tokens have the adapter; one CUDA graph therefore serves both kinds of
-    requests. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched.
+    requests. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched for linears.
     """
 
     def update_metadata(
@@ -43,6 +43,17 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
             indices[ids == adapter] = lora_index_to_id.index(adapter)
         async_tensor_h2d(indices, out=self._token_lora_indices[: len(ids)])
         self.token_mapping_meta.no_lora_flag_cpu.fill_(not (ids > 0).any())
+        if self.with_experts:
+            self.token_mapping_meta.token_lora_mapping[: len(ids)].copy_(self._token_lora_indices[: len(ids)])
+
+    with_experts = False
+    """Whether vLLM's own kernels compute adapters on experts. They read the adapter index of each token in int32."""
+
+    def prepare_for_experts(self) -> None:
+        """Set what vLLM's kernels for experts read, of which passes change only the index of each token."""
+        self.with_experts, meta = True, self.token_mapping_meta
+        meta.token_lora_mapping.fill_(-1)
+        meta.active_lora_ids.copy_(torch.tensor([0, -1]))
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
         """Refuse (NotImplementedError) adapters of layers other than linears, which need vLLM's own metadata."""
@@ -105,8 +116,12 @@ def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
     """Create the object by which vLLM computes LoRA adapters: vLLM's own class if it has more than one adapter slot."""
-    kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperGPU
-    return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
+    if lora_config.max_loras != 1:
+        return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
+    kernels = OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
+    if "experts" in (lora_config.target_modules or ()):
+        kernels.prepare_for_experts()
+    return kernels
 
 
 def slots(stacked: Sequence[Tensor]) -> list[Tensor]:
