@@ -378,7 +378,9 @@ def make_policy(
         raise ValueError("model.fused_elementwise is true and there is no GPU, which its kernels need: say auto")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # PEFT knows neither FrozenLinear, which ``peft_config`` registers, nor stacked experts.
-        warnings.filterwarnings("ignore", message="Unsupported layer type|target_parameters=|.*_pattern")
+        warnings.filterwarnings(
+            "ignore", message="Unsupported layer type|target_parameters=|The following (rank|alpha)_pattern keys"
+        )
         torch.manual_seed(seed)
         config = peft_config(fresh, base=base, norms=family.noise_norms)
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=True)

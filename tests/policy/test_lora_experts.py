@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from qerl_pl.memory.plan import adapter_values
 from qerl_pl.memory.settings import RunMemory
@@ -18,7 +23,9 @@ from qerl_pl.policy.lora_experts import adapt_experts
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.grouped import outer
+from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.tools.merge import merged_tensors
 from tests.quant.test_experts import expert_weights, random_mixture
 from tests.reference.experts import adapted, mixture
 from tests.rollout.conftest import random_adapter, save_mixture
@@ -119,9 +126,75 @@ def test_recomputation_changes_no_bit_of_the_gradients(base, recompute):
 def test_without_the_adapter_the_policy_is_its_base(base):
     policy, plain = load(base), load(base, targets=ATTENTION)
     policy.load_adapter_state(random_adapter(policy, seed=1))
+    with policy.as_reference():
+        assert torch.equal(logits(policy.model), logits(plain.model))
+
+
+@pytest.fixture(scope="module")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path]:
+    """A policy with a random adapter on a dense base, and the folder of this adapter in PEFT's form."""
+    policy, folder = load(base.with_name("dense"), rslora=True, expert_rank=5), tmp_path_factory.mktemp("adapter")
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    policy.peft_config.save_pretrained(str(folder))
+    save_file(policy.adapter_state(), folder / "adapter_model.safetensors")
+    return policy, folder
+
+
+def logits(model: Any) -> Tensor:
     tokens = torch.randint(8, 64, (1, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), policy.as_reference():
-        assert torch.equal(policy.model(input_ids=tokens).logits, plain.model(input_ids=tokens).logits)
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def test_stock_peft_computes_the_adapter_of_experts_alike(saved, base):
+    policy, folder = saved
+    stock = AutoModelForCausalLM.from_pretrained(base.with_name("dense"), dtype=torch.float32)
+    without = logits(stock)
+    with_adapter = logits(PeftModel.from_pretrained(stock, folder))
+    assert (with_adapter - without).abs().max() > 1
+    torch.testing.assert_close(logits(policy.model), with_adapter, atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_can_start_at_an_adapter_of_experts(saved, base):
+    policy, folder = saved
+    settings = LoraSettings(start=str(folder))
+    assert (settings.rank, settings.expert_rank, settings.rslora) == (6, 5, True)
+    assert settings.targets == tuple(sorted(PROJECTIONS))
+    started = load_policy(str(base.with_name("dense")), dtype=torch.float32, lora=settings, seed=3)
+    assert all(torch.equal(tensor, policy.adapter_state()[name]) for name, tensor in started.adapter_state().items())
+    assert len(started.adapter_state()) == len(policy.adapter_state())
+    with pytest.raises(ValueError, match=r"model\.lora\.expert_rank is 4 and the adapter .* has 5"):
+        LoraSettings(start=str(folder), expert_rank=4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        {"rank_pattern": {"mlp.experts.down_proj": 2, "mlp.experts.gate_up_proj": 4}},
+        {"alpha_pattern": {"mlp.experts.down_proj": 3.0, "mlp.experts.gate_up_proj": 3.0}},
+        {"rank_pattern": {"q_proj": 2}},
+        {"target_parameters": None},
+    ],
+)
+def test_a_start_with_other_adapters_on_experts_is_refused(saved, tmp_path, fields):
+    shutil.copytree(saved[1], tmp_path / "changed")
+    file = tmp_path / "changed" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(
+        ValueError, match=r"expected mlp\.experts\.gate_up_proj and mlp\.experts\.down_proj with one rank"
+    ):
+        LoraSettings(start=str(tmp_path / "changed"))
+
+
+def test_the_merged_weights_compute_what_the_adapter_does(base, tmp_path):
+    policy = load(base, rslora=True)
+    policy.load_adapter_state(random_adapter(policy, seed=1))
+    shutil.copytree(base.with_name("dense"), tmp_path / "merged", ignore=shutil.ignore_patterns("*.safetensors*"))
+    merged = {name: tensor.contiguous() for name, tensor in merged_tensors(policy)}
+    save_file(merged, tmp_path / "merged" / "model.safetensors")
+    model = load_base(tmp_path / "merged", dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(logits(model), logits(policy.model), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
