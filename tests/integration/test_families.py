@@ -31,6 +31,7 @@ from tests.callbacks.conftest import without_callback
 from tests.families import NAMES, OWN, WHOLE, tiny_config, with_vision
 from tests.integration.conftest import VLLM, assert_same_run, load_last
 from tests.rollout.conftest import save_dense
+from tests.rollout.expert_faults import FAULTS
 
 SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--model.warmup_steps", "0")
 STAGES = ("--trainer.callbacks.num_stages", "3")
@@ -194,6 +195,17 @@ def test_experts_of_the_token_before_stop_a_run_in_their_rollout(run, make_base,
         run("fit", tmp_path / "alone", *alone, *arguments(base), *fault)
     assert load_last(tmp_path / "alone")["global_step"] == 1
     run("fit", tmp_path / "off", *arguments(base), *fault, "--model.router_replay", "off")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_vllms_adapters_of_experts_stops_a_run_in_its_rollout(run, make_base, tmp_path, fault):
+    base = make_base("qwen3_moe", initializer_range=0.05)
+    callback = "--trainer.callbacks+=tests.integration.toy.FaultyExperts", "--trainer.callbacks.at=1"
+    with pytest.raises(CheckFailed, match=r"the rollout engine|vLLM holds different adapters"):
+        run("fit", tmp_path / "run", *arguments(base), *callback, f"--trainer.callbacks.fault={fault}")
+    assert load_last(tmp_path / "run")["global_step"] == 1
 
 
 @pytest.mark.slow

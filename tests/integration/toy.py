@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from callbacks.last_checkpoint import LastCheckpoint
 from qerl_pl.common.types import Completion, Prompt
 from tests.callbacks.faults import Instead
+from tests.rollout.expert_faults import FAULTS, expert_adapters
 
 
 def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -49,6 +50,23 @@ def _shifted(groups: list[list[Completion]]) -> list[list[Completion]]:
         return row if row.routes is None else replace(row, routes=row.routes.roll(1, dims=0))
 
     return [list(map(shifted, group)) for group in groups]
+
+
+class FaultyExperts(Callback):
+    """Makes a fault in vLLM's adapters of experts after an adapter was loaded, from rollout ``at`` on."""
+
+    def __init__(self, at: int, fault: str) -> None:
+        self.at, self.fault = at, fault
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if pl_module.rollout_index == self.at:
+            engine = pl_module.loop.engine
+
+            def load(adapter: Any) -> None:
+                engine.load_adapter(adapter)
+                FAULTS[self.fault](expert_adapters(engine))
+
+            pl_module.loop.engine = Instead(engine, load_adapter=load)
 
 
 class NamedLogger(DummyLogger):

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,6 +37,7 @@ from tests.rollout.conftest import (
     save_mixture,
     some_prompts,
 )
+from tests.rollout.expert_faults import KERNELS, SLOTS, expert_adapters, heal
 from tests.rollout.test_families_in_vllm import gap
 
 pytestmark = pytest.mark.vllm
@@ -173,24 +173,11 @@ def test_the_plan_counts_the_bytes_of_recorded_experts(deep):
 ADAPTED = "model.layers.0.mlp.experts"
 
 
-def exchange_gate_and_up(module: Any) -> None:
-    gate, up = module.w13_lora_b_stacked
-    gate[:], up[:] = up.clone(), gate.clone()
-
-
-def shift_experts(module: Any) -> None:
-    for stack in (*module.w2_lora_a_stacked, *module.w2_lora_b_stacked):
-        stack[:] = stack.roll(1, dims=1)
-
-
-SLOT_FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "adapter flag 0": (lambda module: module.adapter_enabled.zero_(), rf"1 of .* without their adapters.*: {ADAPTED}"),
-    "gate and up exchanged": (exchange_gate_and_up, rf"1 of \d+ tensors differ: .*{ADAPTED}\.base_layer\.lora_B"),
-    "slot of the next expert": (shift_experts, rf"2 of \d+ tensors differ: .*{ADAPTED}\.lora_A.*{ADAPTED}\.lora_B"),
-    "two values of one A": (
-        lambda module: module.w13_lora_a_stacked[1][0, 3, 1].mul_(2),
-        rf"different adapters in the 2 slots of .*{ADAPTED}\.base_layer",
-    ),
+MESSAGES = {
+    "adapter flag 0": rf"1 of .* without their adapters.*: {ADAPTED}",
+    "gate and up exchanged": rf"1 of \d+ tensors differ: .*{ADAPTED}\.base_layer\.lora_B",
+    "slot of the next expert": rf"2 of \d+ tensors differ: .*{ADAPTED}\.lora_A.*{ADAPTED}\.lora_B",
+    "two values of one A": rf"different adapters in the 2 slots of .*{ADAPTED}\.base_layer",
 }
 
 
@@ -201,18 +188,22 @@ def checked(setup: Setup) -> None:
         raise CheckFailed(describe_fault(held, setup.policy, NormNoise(), before={}))
 
 
-@pytest.mark.parametrize("fault", SLOT_FAULTS)
+@pytest.mark.parametrize("fault", SLOTS)
 def test_a_fault_in_the_adapters_of_experts_is_named_before_the_rollout_is_used(setup, fault):
-    change, message = SLOT_FAULTS[fault]
-    [module] = setup.engine._call(
-        lambda worker: [module for module in worker.get_model().modules() if hasattr(module, "adapter_enabled")]
-    )
-    change(module)
-    with pytest.raises(CheckFailed, match=message):
+    SLOTS[fault](expert_adapters(setup.engine))
+    with pytest.raises(CheckFailed, match=MESSAGES[fault]):
         checked(setup)
-    module.adapter_enabled.fill_(1)
+    heal(expert_adapters(setup.engine))
     setup.engine.load_adapter(setup.adapter)
     assert setup.engine.fingerprint() == setup.expected_fingerprint(norms=setup.policy.norm_weights())
+
+
+@pytest.mark.parametrize("fault", KERNELS)
+def test_a_kernel_that_computes_other_adapters_changes_log_probabilities_a_thousand_times_the_gap(setup, fault):
+    KERNELS[fault](expert_adapters(setup.engine))
+    assert gap(setup) > 1e-2
+    heal(expert_adapters(setup.engine))
+    assert gap(setup) < 1e-5
 
 
 def flip(weight: Tensor) -> None:
