@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from qerl_pl.__main__ import main as command
@@ -30,7 +31,7 @@ from tests import support
 from tests.callbacks.conftest import without_callback
 from tests.families import NAMES, OWN, WHOLE, tiny_config, with_vision
 from tests.integration.conftest import VLLM, assert_same_run, load_last
-from tests.rollout.conftest import save_dense
+from tests.rollout.conftest import random_adapter, save_dense
 from tests.rollout.expert_faults import FAULTS
 
 SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--model.warmup_steps", "0")
@@ -99,21 +100,23 @@ for lora in (None, *(LoRARequest("adapter", 1, adapter, is_3d_lora_weight=EXPERT
 """
 
 
-def assert_stock_libraries_agree(base: Path, *adapters: Path) -> None:
+def assert_stock_libraries_agree(base: Path, *adapters: Path) -> list[list[int]]:
     """Check that stock vLLM and stock transformers continue a prompt with the same greedy tokens, and that vLLM and
     PEFT do so with each adapter. For experts beside adapters, for which vLLM has no kernels on a CPU, it uses those of
-    ``rollout/vllm/cpu_experts.py``."""
+    ``rollout/vllm/cpu_experts.py``. Returns the tokens without an adapter and with each."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     code = STOCK.replace("EXPERTS", str(FAMILIES[model.config.model_type].experts is not None))
     command_line = [sys.executable, "-c", code, base, json.dumps(query_scaling(model.config)), *adapters]
     process = subprocess.run(command_line, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     said = [line for line in process.stdout.splitlines() if line.startswith("TOKENS")]
-    tokens = torch.arange(20, 60).view(1, -1)
+    tokens, continued = torch.arange(20, 60).view(1, -1), []
     for adapter in (None, *adapters):
         stock = PeftModel.from_pretrained(model, adapter) if adapter else model
         found = stock.generate(input_ids=tokens, max_new_tokens=8, do_sample=False, eos_token_id=-1)
-        assert said.pop(0) == f"TOKENS {found[0, 40:].tolist()}", adapter
+        continued.append(found[0, 40:].tolist())
+        assert said.pop(0) == f"TOKENS {continued[-1]}", adapter
+    return continued
 
 
 def assert_exports_are_served(base: Path, run_dir: Path, folder: Path) -> None:
@@ -206,6 +209,20 @@ def test_a_fault_in_vllms_adapters_of_experts_stops_a_run_in_its_rollout(run, ma
     with pytest.raises(CheckFailed, match=r"the rollout engine|vLLM holds different adapters"):
         run("fit", tmp_path / "run", *arguments(base), *callback, f"--trainer.callbacks.fault={fault}")
     assert load_last(tmp_path / "run")["global_step"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_stock_libraries_sample_alike_from_an_adapter_that_changes_experts_a_lot(tmp_path):
+    save_dense(tmp_path / "base", tiny_config("qwen3_moe"))
+    (tmp_path / "base" / "generation_config.json").unlink()
+    lora = LoraSettings(rank=6, alpha=12, rslora=True, expert_rank=5)
+    policy = load_policy(str(tmp_path / "base"), dtype=torch.float32, lora=lora, seed=0)
+    policy.peft_config.save_pretrained(str(tmp_path / "adapter"))
+    adapter = {name: t if ".experts." in name else t * 0 for name, t in random_adapter(policy, seed=1).items()}
+    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
+    without, with_adapter = assert_stock_libraries_agree(tmp_path / "base", tmp_path / "adapter")
+    assert without != with_adapter
 
 
 @pytest.mark.slow
