@@ -314,6 +314,15 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
     return counts + (0 if eager else graphs)
 
 
+def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
+    """Return the bytes of vLLM's adapter slots. Those of experts have A of gate and up, which share it, twice."""
+    values = slot_rank(rank) * shape.num_layers * adapted(shape, targets)
+    if expert_rank:
+        of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden
+        values += slot_rank(max(MULTIPLE, expert_rank)) * shape.experts.layers * of_experts
+    return itemsize * values
+
+
 def slot_rank(rank: int) -> int:
     """Return the rank of vLLM's adapter slots: ``rank`` rounded up to one that vLLM supports."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

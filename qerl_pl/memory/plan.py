@@ -123,7 +123,7 @@ def adapter_values(shape: ModelShape, run: RunMemory) -> int:
 def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, dict[str, int]]:
     assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
     itemsize = engine.itemsize(run.itemsize)
-    rank, num_seqs = parts.slot_rank(max(run.rank, run.rank_of_experts(shape))), engine.max_num_seqs
+    rank, num_seqs = parts.slot_rank(run.rank), engine.max_num_seqs
     awake = ("start", "rollout")
     weights = awake if engine.sleep_level else tuple(MOMENTS)
     batched_tokens = engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
@@ -139,10 +139,9 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     speculates = {"speculates": engine.speculates, "length": run.max_model_len}
     state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager, **speculates)
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
-    slots = itemsize * rank * shape.num_layers * parts.adapted(shape, run.targets)
-    if run.rank_of_experts(shape):  # of the largest rank of all; gate and up have a copy of their common A each
-        copies = parts.adapted_experts(shape) + shape.experts.num * shape.hidden
-        slots += itemsize * rank * shape.experts.layers * copies
+    slots = parts.adapter_slots(
+        shape, itemsize, rank=run.rank, targets=run.targets, expert_rank=run.rank_of_experts(shape)
+    )
     base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
     common = shared_base(shape, run)
     token = parts.kv_token_bytes(shape, itemsize, engine.kv_cache_dtype)

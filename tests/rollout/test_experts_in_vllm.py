@@ -14,7 +14,7 @@ from torch import Tensor
 from callbacks.canary import describe_fault, dtype_held
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
-from qerl_pl.memory.parts import recorded_routes
+from qerl_pl.memory.parts import adapter_slots, recorded_routes
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
@@ -204,6 +204,28 @@ def test_a_kernel_that_computes_other_adapters_changes_log_probabilities_a_thous
     assert gap(setup) > 1e-2
     heal(expert_adapters(setup.engine))
     assert gap(setup) < 1e-5
+
+
+def test_the_plan_counts_the_bytes_of_the_slots_of_experts(setup):
+    module = expert_adapters(setup.engine)
+    stacks = [*module.w13_lora_a_stacked, *module.w13_lora_b_stacked, *module.w2_lora_a_stacked]
+    held = sum(stack.nbytes for stack in (*stacks, *module.w2_lora_b_stacked))
+    shape = config_shape(setup.policy.config, NVFP4, torch.float32)
+    sizes = {"rank": LORA.rank, "targets": LORA.targets}
+    with_experts, without = (adapter_slots(shape, 4, **sizes, expert_rank=rank) for rank in (3, 0))
+    assert with_experts - without == held
+
+
+def test_slots_of_experts_have_the_rank_that_is_needed(base):
+    lora = LoraSettings(rank=12, expert_rank=1)
+    policy = load_policy(str(base / "nvfp4"), dtype=torch.float32, lora=lora, seed=0)
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
+    engine = make_engine("vllm")
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    assert [stack.shape[2] for stack in expert_adapters(engine).w2_lora_a_stacked] == [8]
+    assert gap(Setup(engine, policy, adapter, adapter, {})) < 1e-5
+    engine.close()
 
 
 def flip(weight: Tensor) -> None:

@@ -9,6 +9,7 @@ from qerl_pl.memory.parts import KV_BLOCK, kv_cache
 from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.model.layers import num_recurrent_layers
+from qerl_pl.policy.lora_experts import MULTIPLE
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.vllm import norms
 from qerl_pl.rollout.vllm.setup import lacks, log_unpacked
@@ -89,6 +90,8 @@ def policy_arguments(
     its rank."""
     from vllm.platforms import current_platform
 
+    from qerl_pl.rollout.vllm.expert_slots import RANK
+
     return {
         "model": policy.base,
         "dtype": str(dtype).removeprefix("torch."),
@@ -97,12 +100,13 @@ def policy_arguments(
         "generation_config": "vllm",  # sampling defaults are vLLM's and not the checkpoint's
         "logprobs_mode": "processed_logprobs",
         "enable_lora": True,
-        "max_lora_rank": accepted_rank(max(policy.peft_config.r, policy.expert_rank)),
+        "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(policy.peft_config.target_modules or ()) + ["experts"] * (policy.expert_rank > 0),
         # vLLM's cache of compiled graphs has these values in its keys, so that no graph is used that was compiled with
         # other kernels.
         "additional_config": {
+            **({RANK: accepted_rank(max(MULTIPLE, policy.expert_rank))} if policy.expert_rank else {}),
             "adapter_kernels": "qerl_pl",
             "norms": "float32",
             "nvfp4_linears": "NativeLinear, gated" if decoding_kernel == "native" else "vLLM's",

@@ -29,6 +29,7 @@ def apply_all() -> None:
         adapters_in_fixed_order()
         text_models_without_torchvision()
         routers_in_fp32()
+        slots_of_experts()
     if current_platform.is_cpu():
         delta_nets_in_fp32()
         experts_in_torch()
@@ -91,6 +92,21 @@ def routers_in_fp32() -> None:
     router: Any = import_module("vllm.model_executor.layers.fused_moe.router.gate_linear").GateLinear
     router._cpu_skip_gemm_dispatch = True
     replace_once(router, "forward", in_fp32, takes=("self", "x"))
+
+
+def slots_of_experts() -> None:
+    """Give the adapter slots of experts a rank of their own.
+
+    Symptom: experts' slots take several times the memory that their adapters need, and kernels read the zeros, too.
+    Cause: vLLM makes all slots of the largest rank, and adapters on experts usually have a much smaller one than those
+    on attention.
+    Versions: vLLM 0.32. Upstream: none known.
+    """
+    from qerl_pl.rollout.vllm.expert_slots import of_own_rank
+
+    layer: Any = import_module("vllm.lora.layers.fused_moe").FusedMoEWithLoRA
+    takes = ("self", "max_loras", "lora_config", "model_config")
+    replace_once(layer, "create_lora_weights", of_own_rank, takes=takes)
 
 
 def text_models_without_torchvision() -> None:
@@ -191,6 +207,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     delta_nets_in_fp32,
     experts_in_torch,
     routers_in_fp32,
+    slots_of_experts,
     text_models_without_torchvision,
     memory_of_ended_engines,
     sleep_beside_other_processes,

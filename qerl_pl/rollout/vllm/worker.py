@@ -137,7 +137,10 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
             name = type(getattr(scheme, "kernel", scheme)).__name__
             counts[f"{name}, dequantised" if name == "NativeLinear" and not hasattr(module, "native") else name] += 1
         elif isinstance(module, RoutedExperts):
-            counts[getattr(module.quant_method, "experts_cls", type(module.quant_method)).__name__] += 1
+            # with adapters on experts, vLLM wraps the object that knows the kernel's class
+            method = module.quant_method
+            kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+            counts[getattr(method, "experts_cls", type(kernel or method)).__name__] += 1
     return dict(counts)
 
 

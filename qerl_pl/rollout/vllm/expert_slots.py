@@ -1,0 +1,23 @@
+"""Adapter slots of experts in vLLM, of a smaller rank than the slots of linears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+
+RANK = "expert_slot_rank"
+"""Key of vLLM's ``additional_config`` with the rank of the slots of experts."""
+
+
+def of_own_rank(create: Callable[..., None]) -> Callable[..., None]:
+    """Replace the method of vLLM's layer that creates the slots of experts; without ``RANK`` it works as before."""
+
+    def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+        settings: Any = get_current_vllm_config().additional_config
+        rank = settings.get(RANK, lora_config.max_lora_rank)
+        create(self, max_loras, replace(lora_config, max_lora_rank=rank), model_config)
+
+    return create_lora_weights
