@@ -34,11 +34,19 @@ ATTENTION = PROJECTIONS[:4]
 SCALE = 0.7
 
 
-@pytest.mark.parametrize("fmt", [NVFP4, None])
-@pytest.mark.parametrize(
-    ("number", "chosen", "tokens", "rank"), [(5, 2, 33, 3), (3, 3, 7, 8), (8, 1, 5, 1), (1, 1, 1, 9)]
-)
-def test_values_and_gradients_are_those_of_loops(number, chosen, tokens, rank, fmt: Format | None):
+def assert_computed_as_by_loops(
+    number: int,
+    chosen: int,
+    tokens: int,
+    rank: int,
+    *,
+    fmt: Format | None,
+    dtype: torch.dtype,
+    device: str,
+    most: float,
+) -> None:
+    """Check output and all gradients of a mixture with adapters; ``most`` is the largest difference allowed, as a share
+    of the largest value."""
     made, generator = random_mixture(number, chosen, fmt=fmt), torch.Generator().manual_seed(1)
     plain = expert_weights(made)
     adapt_experts(torch.nn.ModuleList([made]), LoraConfig(), "default", rank=rank, scale=SCALE)
@@ -48,19 +56,35 @@ def test_values_and_gradients_are_those_of_loops(number, chosen, tokens, rank, f
     ]
     for parameter in trained.values():
         parameter.data = torch.randn(parameter.shape, generator=generator) / 8
-    x = torch.randn(1, tokens, 64, generator=generator).requires_grad_()
+    made.to(device)
+    x = torch.randn(1, tokens, 64, generator=generator).to(device, dtype).requires_grad_()
     probe = torch.randn(tokens, 64, generator=generator)
-    same = [tensor.detach().double().requires_grad_() for tensor in (x[0], *trained.values())]
-    expected = mixture(same[0], made.gate.weight, adapted(plain, same[1:], SCALE), chosen, normalised=True)
+    same = [tensor.detach().cpu().double().requires_grad_() for tensor in (x[0], *trained.values())]
+    expected = mixture(same[0], made.gate.weight.cpu(), adapted(plain, same[1:], SCALE), chosen, normalised=True)
     found = made(x)[0]
-    (found * probe).sum().backward()
+    (found * probe.to(device)).sum().backward()
     (expected * probe).sum().backward()
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert x.grad is not None
-    for mine, reference in zip((x.grad[0], *(p.grad for p in trained.values())), same, strict=True):
+    pairs = [(found, expected), (x.grad[0], same[0].grad)]
+    pairs += [(parameter.grad, tensor.grad) for parameter, tensor in zip(trained.values(), same[1:], strict=True)]
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in trained.values())
+    for mine, reference in pairs:
         assert mine is not None
-        assert reference.grad is not None
-        assert (mine - reference.grad).abs().max() <= 1e-5 * reference.grad.abs().max()
+        assert reference is not None
+        assert (mine.cpu() - reference).abs().max() <= most * reference.abs().max()
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, None])
+@pytest.mark.parametrize("sizes", [(5, 2, 33, 3), (3, 3, 7, 8), (8, 1, 5, 1), (1, 1, 1, 9)])
+def test_values_and_gradients_are_those_of_loops(sizes, fmt):
+    assert_computed_as_by_loops(*sizes, fmt=fmt, dtype=torch.float32, device="cpu", most=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("sizes", [(5, 2, 33, 3), (8, 1, 1, 1), (128, 8, 77, 4)])
+def test_values_and_gradients_on_a_gpu_are_those_of_loops(sizes, dtype, most):
+    assert_computed_as_by_loops(*sizes, fmt=NVFP4, dtype=dtype, device="cuda", most=most)
 
 
 def test_the_gradient_of_an_expert_without_rows_is_zero():
