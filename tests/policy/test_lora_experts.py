@@ -35,18 +35,11 @@ SCALE = 0.7
 
 
 def assert_computed_as_by_loops(
-    number: int,
-    chosen: int,
-    tokens: int,
-    rank: int,
-    *,
-    fmt: Format | None,
-    dtype: torch.dtype,
-    device: str,
-    most: float,
+    sizes: tuple[int, int, int, int], *, fmt: Format | None, dtype: torch.dtype, device: str, most: float
 ) -> None:
-    """Check output and all gradients of a mixture with adapters; ``most`` is the largest difference allowed, as a share
-    of the largest value."""
+    """Check output and all gradients of a mixture with adapters, given numbers of experts, experts per token, tokens and
+    the rank; ``most`` is the largest difference allowed, as a share of the largest value."""
+    number, chosen, tokens, rank = sizes
     made, generator = random_mixture(number, chosen, fmt=fmt), torch.Generator().manual_seed(1)
     plain = expert_weights(made)
     adapt_experts(torch.nn.ModuleList([made]), LoraConfig(), "default", rank=rank, scale=SCALE)
@@ -77,14 +70,14 @@ def assert_computed_as_by_loops(
 @pytest.mark.parametrize("fmt", [NVFP4, None])
 @pytest.mark.parametrize("sizes", [(5, 2, 33, 3), (3, 3, 7, 8), (8, 1, 5, 1), (1, 1, 1, 9)])
 def test_values_and_gradients_are_those_of_loops(sizes, fmt):
-    assert_computed_as_by_loops(*sizes, fmt=fmt, dtype=torch.float32, device="cpu", most=1e-5)
+    assert_computed_as_by_loops(sizes, fmt=fmt, dtype=torch.float32, device="cpu", most=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("sizes", [(5, 2, 33, 3), (8, 1, 1, 1), (128, 8, 77, 4)])
 def test_values_and_gradients_on_a_gpu_are_those_of_loops(sizes, dtype, most):
-    assert_computed_as_by_loops(*sizes, fmt=NVFP4, dtype=dtype, device="cuda", most=most)
+    assert_computed_as_by_loops(sizes, fmt=NVFP4, dtype=dtype, device="cuda", most=most)
 
 
 def test_the_gradient_of_an_expert_without_rows_is_zero():
