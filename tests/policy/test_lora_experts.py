@@ -37,8 +37,8 @@ SCALE = 0.7
 def assert_computed_as_by_loops(
     sizes: tuple[int, int, int, int], *, fmt: Format | None, dtype: torch.dtype, device: str, most: float
 ) -> None:
-    """Check output and all gradients of a mixture with adapters, given numbers of experts, experts per token, tokens and
-    the rank; ``most`` is the largest difference allowed, as a share of the largest value."""
+    """Check output and all gradients of a mixture with adapters, given the numbers of experts, experts per token and
+    tokens, and the rank; ``most`` is the largest difference allowed, as a share of the largest value."""
     number, chosen, tokens, rank = sizes
     made, generator = random_mixture(number, chosen, fmt=fmt), torch.Generator().manual_seed(1)
     plain = expert_weights(made)
