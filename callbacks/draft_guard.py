@@ -59,7 +59,7 @@ class DraftGuard(Callback):
         if not self._engine:
             return
         drafted, verified, emitted = map(sum, zip(*self._counts, strict=True))
-        values = {"drafted": drafted, "accepted": emitted - verified}
+        values: dict[str, float] = {"drafted": drafted, "accepted": emitted - verified}
         for most, (drafts, number, tokens) in zip(native.for_vllm().guard.CLASSES, self._counts, strict=True):
             if number:
                 values |= {f"drafted_{most}": drafts, f"accepted_{most}": tokens - number}
