@@ -153,7 +153,7 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
         expected = {"scaling": policy.lora_scaling, "dtype": torch.bfloat16}
         assert engine.fingerprint() == expected_fingerprint(adapter, policy.norm_weights(), **expected)
         assert isinstance(engine, VLLMEngine)
-        held = engine._call(vllm_worker.read_adapter, 3)
+        held = engine._call(vllm_worker.read_adapter, 3, 0)
         for name in [name for name in adapter if ".lora_B" in name]:
             assert torch.equal(held[name], (adapter[name] * (7 / 3)).bfloat16()), f"{name} is rounded twice"
         engine.set_norm_noise(NormNoise(0.05, 3))
