@@ -47,12 +47,12 @@ def flat(groups: Iterable[list[Completion]]) -> list[Completion]:
 
 
 def late_siblings(engine: VLLMEngine) -> tuple[int, int]:
-    """Complete a prompt greedily more often than the engine has places: the last completions repeat those that have
-    ended. Returns their verifications and the tokens that these gave."""
+    """Complete a prompt more often than the engine has places, at so low a temperature that all completions are nearly
+    equal: the last ones repeat those that have ended. Returns their verifications and the tokens that these gave."""
     counts = engine.draft_counts
     counts.clear()
     late = 4
-    engine.generate(PROMPTS[1:2], Sampling(MAX_NUM_SEQS + late, 64, temperature=0), 0)
+    engine.generate(PROMPTS[1:2], Sampling(MAX_NUM_SEQS + late, 64, temperature=0.01), 0)
     verified, emitted = (sum(each[num] for num in range(1, late + 1)) for each in (counts.verified, counts.emitted))
     return verified, emitted
 
