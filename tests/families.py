@@ -1,7 +1,5 @@
 """A small configuration of each model family, with everything switched on that distinguishes the family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig

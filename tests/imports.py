@@ -1,7 +1,5 @@
 """Import everything that a run needs, vLLM included, once for all processes that the tests fork."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import warnings

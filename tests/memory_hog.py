@@ -1,7 +1,5 @@
 """Take and free memory of a GPU until killed, like programs of other users: python -m tests.memory_hog --gib 20"""
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

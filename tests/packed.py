@@ -1,7 +1,5 @@
 """Packed weights, and the linear layers that hold them, for tests and benchmarks."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from qerl_pl.quant.formats import Format, PackedWeight, quantize

@@ -1,8 +1,6 @@
 """Runs of the program in processes that are forked from one that has imported it, because the imports take ten
 seconds."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -5,8 +5,6 @@ weights, rounded to bf16, so both formats of a size are the same model. The toke
 tokens are bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import shutil

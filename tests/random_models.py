@@ -1,8 +1,6 @@
 """Random frozen models with the shapes of Qwen2.5 and Qwen3-MoE, and parts of them; speed and memory do not depend on
 the weights."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Records of what works for each model family: JSON lines from which ``docs/make_tables.py`` makes a table."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.metadata import version

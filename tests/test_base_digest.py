@@ -1,7 +1,5 @@
 """The digest of a base changes with any byte of its weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Division of rows into micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

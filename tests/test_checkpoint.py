@@ -1,7 +1,5 @@
 """A checkpoint is written completely or not at all, even if training goes on while it is written."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """A start prints which settings it changes, and keeps the old ones."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

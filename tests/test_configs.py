@@ -1,7 +1,5 @@
 """Every shipped YAML file can be parsed with the current code, and misspelt settings are refused by name."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

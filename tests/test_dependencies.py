@@ -1,7 +1,5 @@
 """pyproject.toml requires every package that the product imports."""
 
-from __future__ import annotations
-
 import ast
 import importlib.abc
 import json

@@ -1,7 +1,5 @@
 """The files, commands, options, keys and numbers that the documents name exist and are right."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

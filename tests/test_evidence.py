@@ -1,7 +1,5 @@
 """Evidence from true samples of the policy raises alarms at most at the stated rate; other samples raise alarms."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,7 +1,5 @@
 """An exported adapter says which base it belongs to, and is written completely or not at all."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Iterator

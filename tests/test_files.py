@@ -1,7 +1,5 @@
 """Files are written completely or not at all, only regular files are replaced, and system errors say what to do."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

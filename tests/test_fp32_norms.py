@@ -1,7 +1,5 @@
 """Norms with fp32 weights among 16-bit activations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """GGUF files as bases: they are written from a small checkpoint with the package gguf, and read back."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

@@ -1,7 +1,5 @@
 """The program waits only a few seconds for a hub that does not answer, and says beforehand what it tries."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

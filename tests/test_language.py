@@ -3,8 +3,6 @@
 A pattern here is a word that once had a private meaning in this repository; next to it is what to write instead.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """The import rules of ARCHITECTURE.md, checked against the source."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Completions are written to every logger that accepts texts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A model's name is enough for a run: it is found in the hub, quantised at first use, and plans need no weights or
 network."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Laws of the noise on norm weights."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Laws of the parameter groups and of the learning rate."""
 
-from __future__ import annotations
-
 import copy
 from typing import get_args
 

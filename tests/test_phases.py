@@ -1,7 +1,5 @@
 """The program says what it is doing: before slow imports, and every few seconds while something takes long."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

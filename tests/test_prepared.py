@@ -1,8 +1,6 @@
 """The folder that a run loads: published checkpoints are converted once, under a lock, into a cache whose key is the
 content of the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Values that ranks exchange, checked on two ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that docs/real_models.md and docs/real_completions.md are what the script writes from the recorded lines."""
 
-from __future__ import annotations
-
 from docs.real_models import OF_COMPLETIONS, PAGE, PICTURE, completions_page, groups, page, read
 
 

@@ -1,7 +1,5 @@
 """Change log, citation file and Dockerfile agree with the package."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

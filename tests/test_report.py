@@ -1,7 +1,5 @@
 """The report of a run with damaged event files, and arguments that are no files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

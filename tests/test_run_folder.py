@@ -1,7 +1,5 @@
 """Different spellings of the path of a run's folder mean the same run."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 
 import pytest

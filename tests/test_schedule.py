@@ -1,7 +1,5 @@
 """Laws of the noise schedule."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import get_args

@@ -1,7 +1,5 @@
 """Laws of the derived seeds."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,8 +1,6 @@
 """Every setting reaches the code that uses it. A setting that has no effect in combination with others is refused, or
 causes a warning."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import logging

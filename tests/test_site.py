@@ -1,7 +1,5 @@
 """The documentation site can be built without a warning, needs no network, and agrees with the program."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

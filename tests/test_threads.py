@@ -1,7 +1,5 @@
 """Idle OpenMP threads of the program soon sleep instead of spinning, so that other processes can use their cores."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The tiny policy: generated problems, the solver that makes mistakes, the tokenizer, and the folder that is
 written."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates with which training would be meaningless are refused."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of the Lightning trainer that a run cannot use are refused by name."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses and the update of a batch that two ranks share equal those of one rank with the whole batch."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any, get_args
 

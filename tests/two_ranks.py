@@ -1,7 +1,5 @@
 """Run functions in two processes of one gloo group, as the ranks of a run on CPUs are."""
 
-from __future__ import annotations
-
 import random
 import socket
 from collections.abc import Callable

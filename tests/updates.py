@@ -1,7 +1,5 @@
 """Updates of a small policy, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ On a CPU, vLLM is installed without its requirements, from ``requirements-vllm-c
 than the pinned one, the lines say what has to change in that file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib import metadata
 

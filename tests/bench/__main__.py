@@ -4,8 +4,6 @@ The exit status is 1 if a benchmark failed. A benchmark whose check against the 
 results.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -8,8 +8,6 @@ cuBLAS. A line names the schedule that was measured and says whether it is the c
 minute.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

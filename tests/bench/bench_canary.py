@@ -6,8 +6,6 @@ checksums of weights, which detect most of these faults too, are not compared he
 ``qerl_pl.rollout.comparison`` have to lie between the values of healthy and of broken engines.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from typing import Any

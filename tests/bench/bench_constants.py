@@ -5,8 +5,6 @@ file is not changed. Thresholds between alternatives, which the file marks as su
 compute capability 9.0 and takes about a minute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module

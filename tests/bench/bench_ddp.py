@@ -6,8 +6,6 @@ Otherwise each of several GPUs decodes fewer rows at a time than one GPU alone, 
 GPUs look worse than they are. Prints a line for each run, with its curves.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

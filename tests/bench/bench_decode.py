@@ -8,8 +8,6 @@ the fastest schedules of one linear layer instead of the chosen one. A line name
 says whether it is the chosen one. A model size takes about a minute; ``decode/layer`` needs vLLM.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial

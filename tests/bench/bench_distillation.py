@@ -16,8 +16,6 @@ need TRL 1.16 (``pip install trl``). Bases that were trained towards their dense
 teacher by bench_real_runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

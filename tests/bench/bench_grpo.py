@@ -10,8 +10,6 @@ Steps like those on GSM8K are ``--prompts 16 --mean 250 --completion 4096 --upda
 recomputed, by transformers' sequences of kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -8,8 +8,6 @@ base also adds the adapter, and it fetches the next weight to L2. ``unfetched`` 
 cuBLAS, and ``none`` has no adapter.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence

@@ -12,8 +12,6 @@ peak of memory and the time with what the memory plan predicts for both, and how
 differ from those of blocks that are all recomputed, without fused kernels.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import warnings

@@ -12,8 +12,6 @@ running median; and planned and measured memory. ``--curves FILE`` also keeps al
 A process trains the runs one after another; ``--formats`` and ``--seeds`` divide them among processes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -17,8 +17,6 @@ trains nothing and only writes lines, e.g. after a machine was lost. Of several 
 last one counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

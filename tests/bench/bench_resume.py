@@ -6,8 +6,6 @@ last checkpoint. Adapter, optimizer state, curves and completions of both runs a
 printed only if all bits are equal.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

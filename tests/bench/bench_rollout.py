@@ -7,8 +7,6 @@ the prompts, and its upper bound: the speed if a step read every weight and ever
 measured bandwidth of the memory, and nothing else took time.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import time

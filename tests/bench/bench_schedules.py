@@ -5,8 +5,6 @@ The calls use copies of the weight in turn, so no weight is in the cache when it
 without Humming.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

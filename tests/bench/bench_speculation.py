@@ -12,8 +12,6 @@ the same steps, as rows of drafts would. Prompts, seeds and the pass over the pr
 compared up to the first token that differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import dataclass, field

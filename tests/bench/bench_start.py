@@ -5,8 +5,6 @@
 which vLLM compiles a new graph, while the kernels exist already.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import warnings

@@ -12,8 +12,6 @@ install trl`` (1.16, which warns about vLLM 0.32 but runs).
 same limit as there, and a step is a rollout with all of its updates.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

@@ -16,8 +16,6 @@ share of padding among the tokens that TRL computes. Without TRL (``pip install 
 measured. ``--generation transformers`` samples without vLLM, for machines on which TRL does not work with vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

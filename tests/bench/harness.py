@@ -1,7 +1,5 @@
 """Parts that benchmarks share: options, timing in turns, processes, result lines."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

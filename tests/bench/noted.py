@@ -1,7 +1,5 @@
 """Record values that a run's curves lack, and compute the jumps of a gap from several curves."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

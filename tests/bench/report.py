@@ -5,8 +5,6 @@ question, and with which columns. Every number comes from the JSON lines that th
 with the same settings the last one counts.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

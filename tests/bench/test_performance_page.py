@@ -1,7 +1,5 @@
 """Tests that docs/performance.md and the README's table are what the script writes from the recorded lines."""
 
-from __future__ import annotations
-
 import re
 
 from tests.bench.report import PAGE, README, headline_table, page, results, with_speeds

@@ -1,7 +1,5 @@
 """The arms of bench_real_runs differ in the base and the noise alone."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """Tests that the teacher's loss equals that of TRL's DistillationTrainer on the same models and tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ ready to measure, or has ended, the programs take turns, so none is measured whi
 that wait keep their GPU memory, so all of them have to fit into it together.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Config files that change the callbacks of runs like those of tests/integration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 A fault is a function of an engine and an adapter that returns a faulty engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

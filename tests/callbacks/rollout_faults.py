@@ -5,8 +5,6 @@ A fault is a function of an engine and the policy that returns a faulty engine. 
 rows or prompts, only later tokens, or only some rollouts, and leave what the canary samples (single tokens) right.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The checkpoint of the best validation is still there after a run was interrupted, however that happened."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Every callback's docstring shows how YAML names it, its hooks are marked as Lightning's, and it refuses impossible
 settings."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -1,7 +1,5 @@
 """The canary stops a run whose engine does not sample from the current policy, and never a healthy run."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ledger's parts of the difference between trainer and sampler have the causes they are named after, and add up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The temperature of rollouts follows a curve of entropies, and is the same in a resumed run."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The line that shows progress on a terminal, and what else is printed while it is shown."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

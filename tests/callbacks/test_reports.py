@@ -1,7 +1,5 @@
 """What callbacks print and log about rollouts and evaluations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

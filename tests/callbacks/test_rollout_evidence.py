@@ -1,7 +1,5 @@
 """A run stops in the rollout in which completions are not samples of the policy, and does not stop for true samples."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

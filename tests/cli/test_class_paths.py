@@ -1,7 +1,5 @@
 """What a class path names is checked before it is called, and refused if it cannot be used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

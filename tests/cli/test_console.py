@@ -1,7 +1,5 @@
 """Messages of libraries that no user needs are suppressed, and no others are."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

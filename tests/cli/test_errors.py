@@ -1,7 +1,5 @@
 """Errors of the command line fit on a screen and name the setting or option to change."""
 
-from __future__ import annotations
-
 import pytest
 
 from qerl_pl.__main__ import main as command

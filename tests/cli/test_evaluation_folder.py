@@ -1,7 +1,5 @@
 """An evaluation writes to a folder that is new, or that has the results of an evaluation with the same settings."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

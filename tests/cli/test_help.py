@@ -1,7 +1,5 @@
 """The ``--help`` of the training commands can be understood by somebody who has never seen the program."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The installed wheel in an empty folder: all commands, shipped configurations by name, and the plug-in for vLLM."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Configurations are found by name or as files. Mistakes that YAML accepts, such as a key that is given twice, are
 refused with file and line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

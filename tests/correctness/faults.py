@@ -22,8 +22,6 @@ in the rollout `appears`, the first one that the fault changes, or in the next o
 the faults that were found as `within_two`, and the runs that only warned as `warned`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

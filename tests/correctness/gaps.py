@@ -5,8 +5,6 @@ line per setting, for docs/results/correctness.jsonl; a setting whose gap exceed
 status is then 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The page's text is correctness.md in this folder. Its numbers and tables come fr
 ``tests.correctness.gaps``, ``tests.correctness.faults`` and ``tests.bench.bench_canary``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Whether a run with a fault counts as stopped, as warned or as neither."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that docs/correctness.md and docs/scorers.md are what the scripts write from the recorded lines."""
 
-from __future__ import annotations
-
 import json
 
 from tests.bench.report import RESULTS

@@ -1,7 +1,5 @@
 """Prompt loaders give every prompt once per epoch, and their position can be saved at any step."""
 
-from __future__ import annotations
-
 import copy
 from itertools import chain, islice
 

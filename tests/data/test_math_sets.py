@@ -1,7 +1,5 @@
 """Mathematical training sets, their filters, benchmarks, and the removal of benchmark problems from training sets."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

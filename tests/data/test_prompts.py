@@ -1,8 +1,6 @@
 """The data module: one template for all prompts, none cut or dropped without a message, and a resumed run continues
 with the right prompts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

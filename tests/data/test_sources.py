@@ -1,7 +1,5 @@
 """Sources of problems: generated arithmetic, tables, GSM8K."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Problems from tables: numbers in columns of any type, nulls, layouts of published data sets, and unusable rows."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,8 +1,6 @@
 """A recorded evaluation is used again only with the same settings and source code of engine and rewards, the same end
 tokens and the same tokenizer."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tests that pass@k equals its definition by enumeration, and that the bootstrap interval has its stated coverage."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -8,8 +8,6 @@ exception without a message for users, or a crash), ``long`` (a longer message),
 program, and if there is one, the exit status is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import importlib

@@ -1,7 +1,5 @@
 """Runs of the whole program on a policy with random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

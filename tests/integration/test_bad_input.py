@@ -1,7 +1,5 @@
 """Mistakes of users are refused before the first rollout, with the reason."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

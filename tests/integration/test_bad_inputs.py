@@ -1,7 +1,5 @@
 """A sample of the cases of ``bad_inputs``; python -m tests.integration.bad_inputs runs all of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.bad_cases import Bases

@@ -1,8 +1,6 @@
 """Chats with a run: its policy and its base answer as in the engine, and a model's output cannot control the
 terminal."""
 
-from __future__ import annotations
-
 import io
 import shutil
 

@@ -1,8 +1,6 @@
 """The date that a chat template writes is fixed for a run: it does not depend on the day, time zone or locale of a
 start."""
 
-from __future__ import annotations
-
 import locale
 import logging
 import re

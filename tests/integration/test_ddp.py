@@ -1,7 +1,5 @@
 """Runs with several ranks do what a run with one rank does: the same rollouts, the same steps, and the same files."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Whole runs with a teacher: without rewards, with a decreasing coefficient, killed and resumed, and with bad
 settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

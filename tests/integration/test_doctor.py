@@ -1,8 +1,6 @@
 """The command ``doctor`` checks a configuration without training: it reports what would stop a run, and writes
 nothing."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """The files on the documentation's page about own data, rewards and callbacks work as the page says."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Whole runs of each model family: quantised at first use, trained on vLLM's samples, resumed, and exported."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

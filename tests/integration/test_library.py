@@ -1,7 +1,5 @@
 """The code blocks of the documentation's page about use from Python are one program, which runs unchanged."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that run out of memory and go on, and runs that follow a memory plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

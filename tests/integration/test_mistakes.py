@@ -1,7 +1,5 @@
 """Each mistake that newcomers make ends with a few lines that name the place of the mistake and say what to do."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

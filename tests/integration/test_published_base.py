@@ -1,7 +1,5 @@
 """Whole runs on bases that were quantised and published by others."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

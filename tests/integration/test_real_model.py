@@ -4,8 +4,6 @@
 other models.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

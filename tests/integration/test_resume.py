@@ -1,7 +1,5 @@
 """A run that was killed and resumed equals a run that was not interrupted."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -1,7 +1,5 @@
 """Whole runs: the files that a run writes, real problems, evaluation, prediction and export."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``fit --smoke`` runs every part of a configuration on a small scale, and leaves the files of the real run alone."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Signals that stop whole runs, locks on their folders, and settings that a new start changes."""
 
-from __future__ import annotations
-
 import fcntl
 import signal
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Rewards, a logger and callbacks of the runs in these tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Sequence

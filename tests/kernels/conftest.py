@@ -1,7 +1,5 @@
 """Run kernels in Triton's interpreter if there is no GPU, and fill uninitialised memory with NaN."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from types import ModuleType

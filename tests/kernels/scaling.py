@@ -1,8 +1,6 @@
 """A small Triton kernel, which `test_launching.py` launches."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The dequantising kernels against their definition, on the GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

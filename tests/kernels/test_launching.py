@@ -1,7 +1,5 @@
 """``launch`` does what Triton's own launch of a kernel does, for all kinds of arguments."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

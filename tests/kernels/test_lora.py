@@ -1,7 +1,5 @@
 """The adapter's kernels against their definition, on the GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """The softmax kernels against their definitions, on the GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

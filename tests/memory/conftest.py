@@ -1,7 +1,5 @@
 """Small random models, and a count of the memory that their tensors take."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Mapping

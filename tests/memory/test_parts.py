@@ -1,7 +1,5 @@
 """The formulas for memory against what torch allocates on a CPU, and against measurements on a GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

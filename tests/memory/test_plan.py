@@ -1,7 +1,5 @@
 """What a memory plan adds up, which settings it chooses, and what it advises."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The command python -m qerl_pl plan."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

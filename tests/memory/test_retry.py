@@ -1,7 +1,5 @@
 """A run that runs out of memory goes on with smaller passes or more recomputation, and its updates do not change."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a run does about its memory when it starts and when it ends."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

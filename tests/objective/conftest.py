@@ -1,7 +1,5 @@
 """A small base and its policy, for tests of the update."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

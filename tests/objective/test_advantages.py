@@ -1,7 +1,5 @@
 """Laws of the group advantages."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

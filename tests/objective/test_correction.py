@@ -1,7 +1,5 @@
 """Laws of the importance weights, and of the statistics of the difference between trainer and sampler."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """A surrogate loss and advantages that a user has written and names by their import path."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

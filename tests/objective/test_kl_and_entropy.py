@@ -1,7 +1,5 @@
 """Laws of the KL estimators and of the top-entropy threshold."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

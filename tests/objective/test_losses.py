@@ -1,7 +1,5 @@
 """Laws of the policy losses and their reductions."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Which differences between trainer and sampler the loss corrects, by the settings in YAML."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

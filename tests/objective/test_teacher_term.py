@@ -1,7 +1,5 @@
 """The teacher's term of the loss: its coefficient in the course of a run, and settings that are refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Laws of an update: which changes of its inputs do not change it, and for which inputs loss, gradient and metrics are
 finite."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

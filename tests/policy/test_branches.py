@@ -1,7 +1,5 @@
 """The evidence detects completions that were chosen among several, and raises no more false alarms than it states."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Gated delta nets on packed rows: each row is computed as if it were alone, forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

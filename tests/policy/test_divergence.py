@@ -1,8 +1,6 @@
 """The divergence between student and teacher, and its gradient, against a reference in fp64 that is written with
 loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Norms, rotary embeddings and SwiGLU as single operations do not change the policy, whatever backward recomputes."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

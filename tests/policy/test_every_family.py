@@ -1,7 +1,5 @@
 """Laws that hold for every model family, about quantisation, packed rows, adapters, noise and memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Chunked log-probabilities and their gradients equal those by the definition, and no tensor of shape [T, V] is
 kept."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

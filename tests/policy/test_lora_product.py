@@ -1,8 +1,6 @@
 """The product of frozen weight and LoRA update, which is a single autograd node, against the sum of two linear
 layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

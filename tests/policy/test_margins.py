@@ -1,8 +1,6 @@
 """Sampled tokens can be checked: the trainer computes the same noise as vLLM, and a sampler with a mistake takes tokens
 whose sum of logit and noise is far below the largest."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from types import ModuleType

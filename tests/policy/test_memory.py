@@ -1,7 +1,5 @@
 """Upper bounds of the memory that a training step takes on a GPU."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packed rows give the same values as each row alone, forward and gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The policy equals the Hugging Face model that it consists of, and trains only its adapter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import get_peft_model_state_dict

@@ -1,7 +1,5 @@
 """Every setting of gradient checkpointing gives the same gradients as keeping everything, and keeps less memory."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

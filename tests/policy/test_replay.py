@@ -1,7 +1,5 @@
 """Passes that use given experts: equality with the routers' own choice, packing, recomputation, and updates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

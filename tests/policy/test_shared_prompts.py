@@ -1,8 +1,6 @@
 """Rows that share a prompt have the log-probabilities and gradients of rows alone, but their prompt is computed
 once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """A run that starts from a PEFT adapter computes what stock PEFT does, and refuses adapters that it would not
 compute."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A teacher gives the log-probabilities of a policy without an adapter, and the divergence of a policy from itself is
 0."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

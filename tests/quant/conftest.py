@@ -1,7 +1,5 @@
 """Small random checkpoints of the supported architectures, and a layer with outlier channels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small random checkpoints in the layouts in which NVIDIA and Red Hat publish quantised models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Running one block at a time gives the same hidden states as the whole model."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Calibration files are read and turned into rows of tokens."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

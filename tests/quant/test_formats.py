@@ -1,7 +1,5 @@
 """Laws that hold for every four-bit format, and each format against the library that defines it, bit for bit."""
 
-from __future__ import annotations
-
 import bitsandbytes.functional
 import pytest
 import torch

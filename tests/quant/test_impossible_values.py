@@ -1,7 +1,5 @@
 """Checkpoints with values that can be stored but not converted are refused, with the name of the tensor."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext

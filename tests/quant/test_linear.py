@@ -1,7 +1,5 @@
 """The frozen quantised linear against a dense linear with the same weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

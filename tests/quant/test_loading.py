@@ -1,7 +1,5 @@
 """load_base against transformers' own loading, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published NVFP4 checkpoints become W4A16 bases whose weights equal those of compressed-tensors, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """What is refused about a base before any weight is read: families, values in config.json, tokenizers, and index
 files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The quantiser: what it writes, which tensors share a scale, and how it stops and continues."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Adapters that start at the quantisation error: the best product of a given rank, and the folder that is written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

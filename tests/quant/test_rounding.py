@@ -1,7 +1,5 @@
 """The search for scales, GPTQ and the ways of packing, against slow loops and on a layer with outlier channels."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

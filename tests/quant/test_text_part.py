@@ -1,7 +1,5 @@
 """Checkpoints with a vision part can be bases: their text model is used."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

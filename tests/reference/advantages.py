@@ -1,7 +1,5 @@
 """Advantages of one group, computed on Python floats; None is a row without a score."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 

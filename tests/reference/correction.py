@@ -1,8 +1,6 @@
 """Importance weights, and statistics of the difference between trainer and sampler, computed on Python floats. Rows are
 lists without padding."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """A gated delta net layer of Qwen3.5, token by token, as its equations say (arXiv 2412.06464, eq. 10)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

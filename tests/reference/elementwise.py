@@ -1,7 +1,5 @@
 """Norms, rotary embeddings and SwiGLU in torch, which round, save tensors and write in place as liger-kernel's do."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

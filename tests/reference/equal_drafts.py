@@ -1,7 +1,5 @@
 """Definition of the drafts that are accepted, written with loops."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

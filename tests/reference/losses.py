@@ -1,8 +1,6 @@
 """Policy objectives token by token, as the papers print them. Scalars are fp64 tensors, so autograd gives the
 gradients. Rows are lists of per-token scalars without padding, so the reference needs no masks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -8,8 +8,6 @@ Prints one JSON line per set and scorer, with the confusion table and the cases 
 command measures what rows that hang and workers that are killed cost, and the third one writes the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

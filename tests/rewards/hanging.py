@@ -6,8 +6,6 @@ Prints one JSON line. Prints none, and exits with status 1, if a row is lost, mi
 is not scored 0, or if a process is left behind.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import os

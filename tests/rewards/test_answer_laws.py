@@ -1,8 +1,6 @@
 """Laws of the comparison of answers, on random answers: rewriting makes no wrong answer right and no right answer
 wrong."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,8 +1,6 @@
 """Each answer of AIME24, AMC23, GAOKAO and GSM8K equals itself in other notations, and does not equal a wrong
 answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

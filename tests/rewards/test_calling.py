@@ -1,7 +1,5 @@
 """Rewards get their arguments by parameter name: either this project's objects, or lists as TRL passes them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from decimal import Decimal

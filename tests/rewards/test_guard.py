@@ -1,8 +1,6 @@
 """A reward's mistakes end with an error that names the reward; what it changes in the Python process, such as
 random states, is undone."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

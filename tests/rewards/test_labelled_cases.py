@@ -1,7 +1,5 @@
 """The scores of four sets of completions against labels, which say what a careful reader would decide."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

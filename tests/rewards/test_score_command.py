@@ -1,7 +1,5 @@
 """python -m qerl_pl score: what it writes and refuses, and which files it leaves unchanged when it fails."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards treat the marks of thoughts of every model family alike, even if they are special tokens of the tokenizer."""
 
-from __future__ import annotations
-
 import re
 import time
 from contextlib import nullcontext

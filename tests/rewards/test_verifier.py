@@ -1,7 +1,5 @@
 """The pool of verifier processes loses no row, whatever happens to a row or to a process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

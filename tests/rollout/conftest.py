@@ -1,7 +1,5 @@
 """A small random policy as a dense model, in NVFP4 and with trained norms, and both engines on each of them."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Sampling with keyed noise, and speculation, in vLLM's model runner for a CPU. vLLM itself draws there from one random
 generator per request, and verifies drafts by rejection sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

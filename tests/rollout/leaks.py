@@ -1,7 +1,5 @@
 """Find what still refers to the memory of vLLM engines that have ended."""
 
-from __future__ import annotations
-
 import gc
 
 from torch import Tensor

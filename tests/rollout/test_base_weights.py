@@ -1,7 +1,5 @@
 """Trainer and engine compute with the same base weights, and the start fails if they would not."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import shutil

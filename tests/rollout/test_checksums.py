@@ -1,7 +1,5 @@
 """Checksums equal their definition on every device, and differ after any change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What an engine reports about the end of a completion is checked against the completion's tokens."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast

@@ -1,7 +1,5 @@
 """vLLM in a trainer with a process group: each rank has its own engine, and closing the engine keeps the group."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

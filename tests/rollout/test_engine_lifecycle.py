@@ -1,7 +1,5 @@
 """Starting, stopping and sleeping of engines, and which parts of the trainer's process they must not change."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

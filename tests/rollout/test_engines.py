@@ -1,7 +1,5 @@
 """Laws for every rollout engine, on a dense base, an NVFP4 base, and a base with trained norms."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Each model family in vLLM samples from the trainer's policy, with adapter and with noise."""
 
-from __future__ import annotations
-
 from math import ceil
 from pathlib import Path
 from typing import Any

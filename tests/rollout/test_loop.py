@@ -1,8 +1,6 @@
 """Sampling and scoring without training: one completion per prompt is enough, even if training's advantages need
 several."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor
 from transformers import AutoTokenizer

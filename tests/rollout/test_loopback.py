@@ -1,7 +1,5 @@
 """On a machine without a loopback interface, vLLM's start fails at once and says so."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

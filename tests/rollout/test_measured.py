@@ -1,7 +1,5 @@
 """Rows that are equal go through the trainer's model only once, and the measured values are those of the policy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """vLLM reads what the quantiser wrote by GPTQ as the trainer does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

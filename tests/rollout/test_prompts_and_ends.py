@@ -1,7 +1,5 @@
 """All prompts are checked before the first one is queued; every end token of a checkpoint ends completions."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoConfig, Qwen2Config
 

@@ -1,8 +1,6 @@
 """Experts that an engine returns are checked before they are used, and whether training uses them follows from the
 setting, the base and the engine."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine with speculation samples the same tokens as one without, through vLLM's scheduler and KV cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

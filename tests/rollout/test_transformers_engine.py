@@ -1,8 +1,6 @@
 """The transformers engine, which uses the policy's own model, restores everything that it changes; batching changes no
 result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

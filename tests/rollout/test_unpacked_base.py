@@ -1,7 +1,5 @@
 """Bases in formats that vLLM cannot run are dequantised for it, so it samples with the same weights as the trainer."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The adapter kernels for vLLM on a CPU, against a loop over tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

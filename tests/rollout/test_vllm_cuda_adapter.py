@@ -1,8 +1,6 @@
 """The adapter kernels for vLLM on CUDA with the metadata that vLLM gives them; without a GPU, in Triton's
 interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

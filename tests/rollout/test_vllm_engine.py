@@ -1,7 +1,5 @@
 """Mistakes that only the vLLM engine could make."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from importlib.metadata import entry_points

@@ -1,8 +1,6 @@
 """What the vLLM engine does only on a GPU. All tests but the last share one engine, because most of the time is spent
 on starts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """When an engine ends, its memory is freed even if something still refers to it, and no other memory is freed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

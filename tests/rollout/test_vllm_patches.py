@@ -1,7 +1,5 @@
 """Each function of vLLM that is replaced exists and takes the expected parameters; otherwise the error names it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import logging

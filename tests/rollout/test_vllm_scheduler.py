@@ -1,7 +1,5 @@
 """The log-probabilities that the scheduler collects are those of the sampled tokens."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The analysis of a study whose event files were written with known results."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

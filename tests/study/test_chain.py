@@ -1,7 +1,5 @@
 """A study of 2 arms x 2 seeds that is killed and started again ends with the same bits as one that was not killed."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal

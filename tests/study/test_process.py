@@ -1,7 +1,5 @@
 """All commands of a run in one process give the results that they give in separate processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

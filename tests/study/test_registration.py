@@ -1,7 +1,5 @@
 """The study's registration in docs/study.md agrees with the configuration files of the study."""
 
-from __future__ import annotations
-
 import csv
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """The runner starts runs as processes, several at a time, and survives failures and kills; it never repeats a finished
 command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

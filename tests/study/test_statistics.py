@@ -1,7 +1,5 @@
 """The significance test of a study, its confidence interval, its power, and Holm's adjustment."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The file of a study, and the runs and commands that follow from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

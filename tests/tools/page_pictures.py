@@ -3,8 +3,6 @@
 Writes run_page.png, which shows the completions of these runs in the page's dark colours.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

@@ -1,8 +1,6 @@
 """``qerl init`` writes files with which the next command works, and never overwrites a file. ``qerl --version`` prints
 the version."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """A merged model equals the policy that was trained: exactly in fp32, and in a file up to the rounding of its dtype."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

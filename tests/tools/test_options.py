@@ -1,7 +1,5 @@
 """Help, and errors about options and paths, are printed before anything slow is imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The page of a run: what it contains, that completions cannot act as HTML, and that it needs no network."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html.parser

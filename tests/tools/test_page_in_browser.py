@@ -1,7 +1,5 @@
 """The page of a run in a browser: 10 000 completions, and no request to other addresses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

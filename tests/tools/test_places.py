@@ -1,7 +1,5 @@
 """Paths that are not the expected kind, file or folder, are refused by name before anything is read or drawn."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

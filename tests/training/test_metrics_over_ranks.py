@@ -1,7 +1,5 @@
 """Metrics of rows that two ranks share equal those of one rank with all rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
