@@ -204,6 +204,20 @@ def make_engine(name: str) -> RolloutEngine:
     return TransformersEngine(batch_tokens=1024)
 
 
+@contextmanager
+def started_engine(policy: Policy, name: str = "vllm") -> Iterator[Setup]:
+    """Give a policy a random adapter and start an engine with it, which is closed at the end of the context."""
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
+    norms = {name: weight.clone() for name, weight in policy.norm_weights().items()}
+    engine = make_engine(name)
+    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    try:
+        yield Setup(engine, policy, adapter, random_adapter(policy, seed=2), norms)
+    finally:
+        engine.close()
+
+
 FORMS = {"dense": ("dense", False), "nvfp4": ("nvfp4", False), "trained norms": ("separate", True)}
 """Name -> checkpoint, and whether norms are trained."""
 
@@ -224,14 +238,8 @@ def running(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iter
     closes."""
     name, form = request.param
     checkpoint, train_norms = FORMS[form]
-    policy = make_policy(checkpoints[checkpoint], train_norms=train_norms)
-    adapter = random_adapter(policy, seed=1)
-    policy.load_adapter_state(adapter)
-    norms = {name: weight.clone() for name, weight in policy.norm_weights().items()}
-    engine = make_engine(name)
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    yield Setup(engine, policy, adapter, random_adapter(policy, seed=2), norms)
-    engine.close()
+    with started_engine(make_policy(checkpoints[checkpoint], train_norms=train_norms), name) as setup:
+        yield setup
 
 
 @pytest.fixture

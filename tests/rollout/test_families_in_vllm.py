@@ -20,10 +20,9 @@ from tests.rollout.conftest import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     Setup,
-    make_engine,
-    random_adapter,
     save_dense,
     some_prompts,
+    started_engine,
 )
 
 QUICK = ("gemma3_text", "olmo3")  # one with vLLM's own code and one with transformers', both with windows
@@ -42,13 +41,8 @@ def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
     save_dense(tmp_path / "dense", with_vision(config) if family in WHOLE else config)
     quantize_checkpoint(tmp_path / "dense", tmp_path / "nvfp4")
     policy = load_policy(str(tmp_path / "nvfp4"), dtype=torch.float32, lora=LoraSettings(rank=6, alpha=12), seed=0)
-    adapter = random_adapter(policy, seed=1)
-    policy.load_adapter_state(adapter)
-    clean = {name: weight.clone() for name, weight in policy.norm_weights().items()}
-    engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    setup = Setup(engine, policy, adapter, adapter, clean)
-    try:
+    with started_engine(policy) as setup:
+        engine = setup.engine
         assert engine.fingerprint() == setup.expected_fingerprint()
         if num_recurrent_layers(config):
             assert cache_bytes(engine) == kv_cache(
@@ -56,13 +50,11 @@ def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
             )
         assert gap(setup, adapter=False) < GAP
         assert gap(setup) < GAP
-        assert engine.set_norm_noise(NormNoise(0.1, 3)) == len(clean)
+        assert engine.set_norm_noise(NormNoise(0.1, 3)) == len(setup.norms)
         assert gap(setup) > 0.01
         with setup.noisy_policy(0.1, 3):
             assert engine.fingerprint() == setup.expected_fingerprint(norms=policy.norm_weights())
             assert gap(setup) < GAP
-    finally:
-        engine.close()
 
 
 def cache_bytes(engine: Any) -> int:

@@ -110,18 +110,15 @@ def test_gradient_checkpointing_and_training_mode_change_no_token(policy):
     assert engine.generate(PROMPTS, SAMPLING, seed=1) == expected
 
 
-def test_padding_and_company_change_no_greedy_token(policy):
-    together = start(policy).generate(PROMPTS, GREEDY, seed=1)
-    alone = start(policy, batch_tokens=1).generate(PROMPTS, GREEDY, seed=1)
-    for [left], [right] in zip(together, alone, strict=True):
+def test_padding_and_company_change_no_greedy_token_and_no_score(policy):
+    together, alone = start(policy), start(policy, batch_tokens=1)
+    for left, right in zip(together.score(PROMPTS), alone.score(PROMPTS), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-4)
+    for [left], [right] in zip(
+        *(engine.generate(PROMPTS, GREEDY, seed=1) for engine in (together, alone)), strict=True
+    ):
         assert left.tokens == right.tokens
         torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), rtol=0, atol=1e-4)
-
-
-def test_scores_do_not_depend_on_the_batch(policy):
-    together, alone = start(policy).score(PROMPTS), start(policy, batch_tokens=1).score(PROMPTS)
-    for left, right in zip(together, alone, strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=1e-4)
 
 
 def test_batch_tokens_below_one_are_refused():

@@ -26,6 +26,7 @@ from tests.rollout.conftest import (
     make_policy,
     random_adapter,
     some_prompts,
+    started_engine,
 )
 
 PROMPTS = some_prompts(1, 40, 70)
@@ -34,12 +35,8 @@ SAMPLING = Sampling(num_completions=2, max_tokens=6)
 
 @pytest.fixture(scope="module")
 def started(checkpoints):
-    policy = make_policy(checkpoints["dense"])
-    policy.load_adapter_state(random_adapter(policy, seed=1))
-    engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    yield engine
-    engine.close()
+    with started_engine(make_policy(checkpoints["dense"])) as setup:
+        yield setup.engine
 
 
 @torch.no_grad()
@@ -143,11 +140,8 @@ def test_a_noisy_norm_that_is_put_back_by_hand_is_seen(started):
 def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(checkpoints):
     lora = LoraSettings(rank=3, alpha=7, targets=("q_proj", "down_proj"), train_norms=True)
     policy = load_policy(checkpoints["nvfp4"], dtype=torch.bfloat16, lora=lora, seed=0)
-    adapter = random_adapter(policy, seed=1)
-    policy.load_adapter_state(adapter)
-    engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    try:
+    with started_engine(policy) as setup:
+        engine, adapter = setup.engine, setup.adapter
         expected = {"scaling": policy.lora_scaling, "dtype": torch.bfloat16}
         assert engine.fingerprint() == expected_fingerprint(adapter, policy.norm_weights(), **expected)
         assert isinstance(engine, VLLMEngine)
@@ -178,8 +172,6 @@ def test_bf16_with_some_targets_and_fp32_norms_holds_what_the_trainer_expects(ch
         torch.testing.assert_close(logits, x.float() @ head.float().T, rtol=1e-5, atol=1e-5)
         [score] = engine.score(PROMPTS[-1:])
         assert (torch.tensor(score) - own_scores(policy, PROMPTS[-1])).abs().mean() < 0.05  # two bf16 implementations
-    finally:
-        engine.close()
 
 
 def test_a_base_whose_fused_linears_have_scales_of_their_own_is_refused_on_a_gpu(checkpoints):
