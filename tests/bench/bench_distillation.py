@@ -24,7 +24,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -32,22 +31,18 @@ from typing import Any, cast
 import torch
 import yaml
 from datasets import Dataset
-from peft import LoraConfig
 from torch import Tensor
 from transformers import TrainerCallback
 
-from datamodules.gsm8k import GSM8K
-from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder
-from qerl_pl.common.types import Prompt
 from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.model.tokenizer import read_tokenizer
-from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
+from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import TeacherStates, load_policy
 from qerl_pl.policy.teacher import Teacher
 from qerl_pl.results.curves import Curve, read_curves
-from tests.bench.bench_trl import StepTimes, imported_trl, versions
-from tests.bench.bench_trl_task import speed_settings
+from tests.bench.bench_trl import ALWAYS, StepTimes, imported_trl, lora_of, versions
+from tests.bench.bench_trl_task import prompts_of, speed_settings
 from tests.bench.harness import (
     CUDA,
     DEVICE,
@@ -128,24 +123,6 @@ def step(args: argparse.Namespace) -> None:
 # ---- TRL ------------------------------------------------------------------------------------------------------------
 
 
-def prompts_of(args: argparse.Namespace, number: int) -> list[Prompt]:
-    """Read the first prompts of a run of the task, in its order."""
-    data = args.of_task["data"]
-    module = PromptDataModule(
-        GSM8K(**cast("dict[str, Any]", sources(args.problems))),
-        base_folder(str(args.model), None),
-        batch_size=data["batch_size"],
-        max_prompt_tokens=data["max_prompt_tokens"],
-        max_dropped_share=1.0,
-        **{name: data[name] for name in ("system_prompt", "question_template") if name in data},
-    )
-    module.setup("fit")
-    loader, prompts = module.train_dataloader(), list[Prompt]()
-    while len(prompts) < number:
-        prompts += chain.from_iterable(loader)  # an epoch
-    return prompts[:number]
-
-
 def trainer_of_trl(student: str, teacher: str, prompts: Sequence[str], lora: Mapping[str, Any], **settings: Any) -> Any:
     """Make TRL's trainer. Student and teacher are folders of models, prompts are texts, and ``settings`` are fields of
     TRL's DistillationConfig."""
@@ -156,19 +133,13 @@ def trainer_of_trl(student: str, teacher: str, prompts: Sequence[str], lora: Map
         teacher_model=teacher,
         args=trl.DistillationConfig(
             teacher_model_init_kwargs=dict(loading),
-            use_cpu=not CUDA,
             shuffle_dataset=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **ALWAYS,
             **settings,
         ),
         train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
         processing_class=read_tokenizer(student),
-        peft_config=LoraConfig(
-            r=lora["rank"], lora_alpha=lora["alpha"], target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
-        ),
+        peft_config=lora_of(lora["rank"], lora["alpha"]),
     )
 
 
@@ -264,12 +235,13 @@ class Clock(TrainerCallback):
 
 def trl(args: argparse.Namespace) -> None:
     """Time TRL's steps."""
-    model, data = args.of_task["model"], args.of_task["data"]
+    model = args.of_task["model"]
     others = others_bytes(torch.device(DEVICE)) if CUDA else 0
     each = model["sampling"]["num_completions"]
-    prompts = [prompt.text for prompt in prompts_of(args, args.steps * data["batch_size"]) for _ in range(each)]
     args.sleep = args.checkpointing = False
     student, teacher = (base_folder(str(path), None) for path in (args.model, args.teacher))
+    own, _ = prompts_of(args.of_task, args, student, max_dropped_share=1.0)
+    prompts = [prompt.text for prompt in own for _ in range(each)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of_trl(
             student,

@@ -20,6 +20,8 @@ accuracy for answers in a box (strict) and for answers of any form (lenient), an
 policy. The first line of a model has the dense policy's values; ``parts_s`` has the seconds of each part.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 import re

@@ -5,6 +5,8 @@ the time to the first output, ``silence_s`` the longest time without any output,
 pause. If the machine does other work, all commands take longer; ``cpu_s`` is the program's CPU time.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import resource

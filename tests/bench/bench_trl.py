@@ -40,6 +40,8 @@ from tests.bench.harness import CUDA, DEVICE, GIB, RANK, emit, kept, now, parser
 from tests.random_checkpoints import written_apart
 
 PACKAGES = ("trl", "vllm", "transformers", "peft")
+ALWAYS = {"use_cpu": not CUDA, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+"""Settings that all trainers of TRL have here."""
 
 
 def reward(completion_ids: list[list[int]], **others: Any) -> list[float | None]:
@@ -54,7 +56,7 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "output_dir": str(folder),
         "model_init_kwargs": {"dtype": "bfloat16"},
         "bf16": True,
-        "use_cpu": not CUDA,
+        **ALWAYS,
         "gradient_checkpointing": True,
         "max_steps": args.steps * args.updates,
         "num_iterations": args.updates,
@@ -63,10 +65,6 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "num_generations": args.group,
         "max_completion_length": args.completion,
         "temperature": 1.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": args.utilization,
@@ -74,6 +72,11 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "vllm_enable_sleep_mode": args.sleep,
         "generation_kwargs": {"ignore_eos": True},
     }
+
+
+def lora_of(rank: int, alpha: int) -> LoraConfig:
+    """Make PEFT's settings of an adapter on all linear layers."""
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
 
 
 def imported_trl(*, vllm: bool = True) -> Any:
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace, base: str) -> None:
             train_dataset=Dataset.from_list(
                 [{"prompt": [{"role": "user", "content": question}]} for question in questions]
             ),
-            peft_config=LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"),
+            peft_config=lora_of(RANK, RANK),
             callbacks=[lines],
         )
         lines.times.time_phases(trainer)

@@ -33,7 +33,6 @@ from typing import Any, cast
 import torch
 import yaml
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
 from datamodules.gsm8k import GSM8K
@@ -41,9 +40,8 @@ from datamodules.prompts import PromptDataModule
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.memory.device import others_bytes, used_bytes
 from qerl_pl.model.tokenizer import read_tokenizer
-from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rollout.decode import completion_texts
-from tests.bench.bench_trl import StepTimes, imported_trl, versions
+from tests.bench.bench_trl import ALWAYS, StepTimes, imported_trl, lora_of, versions
 from tests.bench.harness import CUDA, DEVICE, DTYPE, GIB, ROOT, emit, now, parser_with
 from tests.correctness.faults import sources
 
@@ -279,6 +277,24 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model.name, "task": args.task.stem, **{name: getattr(args, name) for name in names}}
 
 
+def prompts_of(
+    task: Mapping[str, Any], args: argparse.Namespace, model: str, **more: Any
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Read the prompts of the first ``args.steps`` steps of a task, in the order of a run, and the test prompts."""
+    names = ("batch_size", "max_prompt_tokens", "system_prompt", "question_template")
+    module = PromptDataModule(
+        GSM8K(**cast("dict[str, Any]", sources(args.problems))),
+        model,
+        **{name: task["data"][name] for name in names if name in task["data"]},
+        **more,
+    )
+    module.setup("fit")
+    loader, prompts, number = module.train_dataloader(), list[Prompt](), args.steps * task["data"]["batch_size"]
+    while len(prompts) < number:
+        prompts += chain.from_iterable(loader)  # an epoch
+    return prompts[:number], [prompt for batch in module.val_dataloader() for prompt in batch]
+
+
 def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
     """Train, and print the lines.
 
@@ -287,21 +303,7 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
     """
     trl = imported_trl(vllm=args.generation == "vllm")
     tokenizer = read_tokenizer(args.model)
-    data = task["data"]
-    module = PromptDataModule(
-        GSM8K(**cast("dict[str, Any]", sources(args.problems))),
-        str(args.model),
-        batch_size=data["batch_size"],
-        max_prompt_tokens=data["max_prompt_tokens"],
-        question_template=data["question_template"],
-        val_limit=args.test,
-        seed=args.seed,
-    )
-    module.setup("fit")
-    loader, prompts = module.train_dataloader(), list[Prompt]()
-    while len(prompts) < args.steps * data["batch_size"]:
-        prompts += chain.from_iterable(loader)  # an epoch
-    prompts = prompts[: args.steps * data["batch_size"]]
+    prompts, tests = prompts_of(task, args, str(args.model), val_limit=args.test, seed=args.seed)
     if tokenizer(text=[each.text for each in prompts])["input_ids"] != [list(each.tokens) for each in prompts]:
         raise SystemExit("TRL's tokenizer call adds tokens to the prompts of this model, so they cannot be compared")
     settings = objective_settings(task) | speed_settings(args, task)
@@ -310,15 +312,10 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
             output_dir=folder,
             max_steps=args.steps,
             seed=args.seed,
-            use_cpu=not CUDA,
             shuffle_dataset=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **ALWAYS,
             **settings,
         )
-        tests = [prompt for batch in module.val_dataloader() for prompt in batch]
         scorer = Scorer(task["model"]["rewards"], tokenizer, end_tokens(args.model, tokenizer))
         course = Course(args, scorer, tests, settings)
 
@@ -335,9 +332,7 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
                 {"prompt": [each.text for each in prompts], "number": list(range(len(prompts)))}
             ),
             processing_class=tokenizer,
-            peft_config=LoraConfig(
-                r=lora["rank"], lora_alpha=lora["alpha"], target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
-            ),
+            peft_config=lora_of(lora["rank"], lora["alpha"]),
             callbacks=[course],
         )
         course.trainer = trainer

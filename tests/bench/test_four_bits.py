@@ -1,6 +1,8 @@
 """Tests of the statistics that bench_four_bits computes from hidden states, and of which layers its variants keep
 dense."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor
