@@ -19,12 +19,10 @@ from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
 from qerl_pl.cli.checks import usable_callbacks
 from qerl_pl.common.checks import EARLY, LARGEST, is_due, require_finite
-from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective
 from qerl_pl.objective.objective import completed
-from qerl_pl.rewards.base import WeightedReward, score_rewards
-from qerl_pl.rewards.guard import RewardError
+from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.settings.model import ModuleSettings, check_run_length
@@ -268,16 +266,6 @@ def test_a_number_that_is_infinite_in_32_bits_is_infinite():
 def test_the_first_rollouts_and_then_every_so_many_get_the_long_checks(every):
     due = [index for index in range(40) if is_due(index, every)]
     assert due == sorted({*range(EARLY), *range(0, 40, every)})
-
-
-def largest(prompts: list[Prompt], completions: list[Completion]) -> list[float]:
-    return [LARGEST for _ in prompts]
-
-
-def test_a_sum_of_rewards_that_overflows_is_refused():
-    prompt, completion = Prompt((), "1"), Completion((), (), True, text="1")
-    with pytest.raises(RewardError, match=r"row 0 add up to inf; expected a finite fp32 number"):
-        score_rewards([WeightedReward("a", largest, weight=2.0)], [prompt], [completion])
 
 
 def test_of_a_callback_that_is_given_again_the_later_settings_count(caplog):

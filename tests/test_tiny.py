@@ -15,14 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from qerl_pl.tasks.arithmetic import (
-    distinct_expressions,
-    draw_expression,
-    num_expressions,
-    question,
-    solution,
-    value,
-)
+from qerl_pl.tasks.arithmetic import distinct_expressions, draw_expression, num_expressions, question, solution, value
 from qerl_pl.tools import tiny
 
 seeds = st.integers(0, 2**31)

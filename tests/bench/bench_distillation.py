@@ -132,10 +132,7 @@ def trainer_of_trl(student: str, teacher: str, prompts: Sequence[str], lora: Map
         model=student,
         teacher_model=teacher,
         args=trl.DistillationConfig(
-            teacher_model_init_kwargs=dict(loading),
-            shuffle_dataset=False,
-            **ALWAYS,
-            **settings,
+            teacher_model_init_kwargs=dict(loading), shuffle_dataset=False, **ALWAYS, **settings
         ),
         train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
         processing_class=read_tokenizer(student),

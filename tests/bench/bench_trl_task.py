@@ -309,12 +309,7 @@ def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
     settings = objective_settings(task) | speed_settings(args, task)
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
-            output_dir=folder,
-            max_steps=args.steps,
-            seed=args.seed,
-            shuffle_dataset=False,
-            **ALWAYS,
-            **settings,
+            output_dir=folder, max_steps=args.steps, seed=args.seed, shuffle_dataset=False, **ALWAYS, **settings
         )
         scorer = Scorer(task["model"]["rewards"], tokenizer, end_tokens(args.model, tokenizer))
         course = Course(args, scorer, tests, settings)

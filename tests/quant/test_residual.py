@@ -140,8 +140,7 @@ def logprobs(base: Path, lora: LoraSettings) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "method"),
-    [("qwen2", "rtn"), ("qwen2", "gptq"), ("phi3", "rtn"), ("qwen3_5_text", "rtn")],
+    ("architecture", "method"), [("qwen2", "rtn"), ("qwen2", "gptq"), ("phi3", "rtn"), ("qwen3_5_text", "rtn")]
 )
 def test_a_run_that_starts_from_the_folder_is_nearer_to_the_dense_model(tmp_path, architecture, method):
     """Among the architectures are one that stores q_proj, k_proj and v_proj as one linear layer, and one whose blocks

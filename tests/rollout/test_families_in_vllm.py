@@ -16,14 +16,7 @@ from qerl_pl.policy.policy import load_policy
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.rollout.base import Sampling
 from tests.families import NAMES, WHOLE, WINDOW, tiny_config, with_vision
-from tests.rollout.conftest import (
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    Setup,
-    save_dense,
-    some_prompts,
-    started_engine,
-)
+from tests.rollout.conftest import BLOCK_SIZE, MAX_MODEL_LEN, Setup, save_dense, some_prompts, started_engine
 
 QUICK = ("gemma3_text", "olmo3")  # one with vLLM's own code and one with transformers', both with windows
 PROMPTS = some_prompts(2, WINDOW - 8, WINDOW + 20)
