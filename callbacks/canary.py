@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from qerl_pl.common import ranks
-from qerl_pl.common.checks import CheckFailed, is_due
+from qerl_pl.common.checks import CheckFailed, is_due, require_at_least
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion, Prompt
@@ -83,9 +83,6 @@ class SyncCanary(Callback):
         tolerance: mean difference of log-probabilities, in nats per token, up to which the run is never stopped; null:
             1e-4 if engine and trainer compute in float32, 0.02 if one of them computes in bfloat16.
 
-    Raises:
-        ValueError: a value is out of range.
-
     Example:
         trainer:
           callbacks+:
@@ -96,13 +93,8 @@ class SyncCanary(Callback):
     def __init__(
         self, sample_every: int = 1, score_every: int = 10, num_tokens: int = 160, tolerance: float | None = None
     ) -> None:
-        for name, value, least in (
-            ("sample_every", sample_every, 1),
-            ("score_every", score_every, 1),
-            ("num_tokens", num_tokens, 2 * NUM_PROMPTS),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; expected at least {least}")
+        require_at_least(1, sample_every=sample_every, score_every=score_every)
+        require_at_least(2 * NUM_PROMPTS, num_tokens=num_tokens)
         if tolerance is not None and not tolerance > 0:
             raise ValueError(f"tolerance is {tolerance}; expected more than 0 nats, or null for the dtype's default")
         self.sample_every, self.score_every, self.num_tokens = sample_every, score_every, num_tokens

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
 from qerl_pl.common import ranks
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.loggers import log_completions
 from qerl_pl.module import QeRLModule
@@ -33,9 +34,6 @@ class CompletionLogger(Callback):
             with a teacher, difference between those of teacher and trainer: ten or twelve bytes per token, for the page
             of ``python -m qerl_pl report --html``. 0 writes none.
 
-    Raises:
-        ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
-
     Example:
         trainer:
           callbacks+:
@@ -44,11 +42,8 @@ class CompletionLogger(Callback):
     """
 
     def __init__(self, every: int = 1, num_text: int = 4, tokens_every: int = 10) -> None:
-        if every < 1:
-            raise ValueError(f"every is {every}; expected at least 1 (leave the callback out to write nothing)")
-        for name, value in (("num_text", num_text), ("tokens_every", tokens_every)):
-            if value < 0:
-                raise ValueError(f"{name} is {value}; expected 0 (none are written) or more")
+        require_at_least(1, every=every, hint=" (leave the callback out to write nothing)")
+        require_at_least(0, num_text=num_text, tokens_every=tokens_every, hint=" (0 writes none)")
         self.every, self.num_text, self.tokens_every = every, num_text, tokens_every
 
     @override

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.checkpoint import SafeCheckpointIO
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.run_folder import LAST, PREVIOUS
 
 PENDING = "pending.ckpt"
@@ -40,9 +41,6 @@ class LastCheckpoint(ModelCheckpoint):
         background_bytes: a checkpoint whose tensors take at least this many bytes is written in the background, from a
             copy in host memory that is kept until the run ends.
 
-    Raises:
-        ValueError: ``every_n_rollouts`` is less than 1, or ``background_bytes`` is negative.
-
     Example:
         trainer:
           callbacks+:
@@ -51,10 +49,8 @@ class LastCheckpoint(ModelCheckpoint):
     """
 
     def __init__(self, every_n_rollouts: int = 1, background_bytes: int = 2**26) -> None:
-        if every_n_rollouts < 1:
-            raise ValueError(f"every_n_rollouts is {every_n_rollouts}; expected at least 1")
-        if background_bytes < 0:
-            raise ValueError(f"background_bytes is {background_bytes}; expected 0 or more")
+        require_at_least(1, every_n_rollouts=every_n_rollouts)
+        require_at_least(0, background_bytes=background_bytes)
         # with save_top_k=0, Lightning's ModelCheckpoint saves nothing, and only resolves the folder and finds last.ckpt
         super().__init__(save_top_k=0)
         self.every_n_rollouts, self.background_bytes = every_n_rollouts, background_bytes

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.isolation import preserved_rng
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.metrics import over_ranks
@@ -58,9 +59,6 @@ class MismatchLedger(Callback):
         every: rollouts from one measured rollout to the next; the first one of a run is measured. A measurement takes
             about a tenth of the time of a step (part of `time/check_s`).
 
-    Raises:
-        ValueError: a value is less than 1.
-
     Example:
         trainer:
           callbacks+:
@@ -69,9 +67,8 @@ class MismatchLedger(Callback):
     """
 
     def __init__(self, num_rows: int = 8, max_tokens: int = 4096, every: int = 1) -> None:
-        for name, value in (("num_rows", num_rows), ("max_tokens", max_tokens), ("every", every)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1 (leave the callback out to measure nothing)")
+        hint = " (leave the callback out to measure nothing)"
+        require_at_least(1, num_rows=num_rows, max_tokens=max_tokens, every=every, hint=hint)
         self.num_rows, self.max_tokens, self.every = num_rows, max_tokens, every
         self._gap = gap()
         self._rollout: int | None = None

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.phases import Phase, phase
 from qerl_pl.common.program import called_as
 from qerl_pl.module import QeRLModule
@@ -35,9 +36,6 @@ class Progress(Callback):
     Args:
         every: rollouts from one line to the next if the output is no terminal. The last rollout always has a line.
 
-    Raises:
-        ValueError: ``every`` is less than 1.
-
     Example:
         trainer:
           callbacks+:
@@ -46,8 +44,7 @@ class Progress(Callback):
     """
 
     def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise ValueError(f"every is {every}; expected at least 1 rollout")
+        require_at_least(1, every=every)
         self.every = every
         self._first, self._start = 0, 0.0
         self._rollouts: tqdm[Any] | None = None

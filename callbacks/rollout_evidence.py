@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from qerl_pl.common import ranks
-from qerl_pl.common.checks import CheckFailed, is_due
+from qerl_pl.common.checks import CheckFailed, is_due, require_at_least
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.memory.settings import check_limit
@@ -124,9 +124,6 @@ class RolloutEvidence(Callback):
         remembered: number of most recent completions with which new completions are compared to find copies.
         every: rollouts from one pass through the trainer's model to the next; the first four of a run all have one.
 
-    Raises:
-        ValueError: a value is out of range.
-
     Example:
         trainer:
           callbacks+:
@@ -146,15 +143,9 @@ class RolloutEvidence(Callback):
         remembered: int = 4096,
         every: int = 1,
     ) -> None:
-        for name, value, least in (
-            ("max_tokens", max_tokens, 1),
-            ("window", window, 2),
-            ("silent_rollouts", silent_rollouts, 1),
-            ("remembered", remembered, 0),
-            ("every", every, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; expected at least {least}")
+        require_at_least(1, max_tokens=max_tokens, silent_rollouts=silent_rollouts, every=every)
+        require_at_least(2, window=window)
+        require_at_least(0, remembered=remembered)
         if not 0 < false_alarm < 1:
             raise ValueError(f"false_alarm is {false_alarm}; expected a probability above 0 and below 1, e.g. 1e-6")
         if max_gap is not None and not 0 < max_gap < math.inf:

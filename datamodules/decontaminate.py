@@ -13,6 +13,7 @@ from typing import NamedTuple
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from datamodules.sources import PromptSource
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.types import Problem
 
 SHARED_WORDS = 13  # as in GPT-3 (arXiv 2005.14165, appendix C)
@@ -48,8 +49,7 @@ class Decontaminated:
     report_path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.num_words < 1:
-            raise ValueError(f"num_words is {self.num_words}; expected at least 1")
+        require_at_least(1, num_words=self.num_words)
         if not self.against:
             raise ValueError("against is empty; name at least one evaluation set")
 

@@ -16,6 +16,7 @@ from datamodules.loader import EvaluationLoader, TrainLoader, drawn_order, numbe
 from datamodules.messages import chat_of, chat_text, check_template, find_special_tokens
 from datamodules.sources import PromptSource, check_problems
 from qerl_pl.common import ranks
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.clock import today
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem, Prompt
@@ -101,16 +102,9 @@ class PromptDataModule(LightningDataModule):
         check_template(question_template)
         if not 0 <= max_dropped_share <= 1:
             raise ValueError(f"data.max_dropped_share is {max_dropped_share}; expected 0 to 1")
-        for name, number, least, expected in (
-            ("batch_size", batch_size, 1, "at least 1"),
-            ("val_batch_size", val_batch_size, 1, "at least 1"),
-            ("show_prompt", show_prompt, 0, "a number of prompts, 0 or more"),
-            ("held_out", held_out, 0, "a number of problems, 0 or more"),
-        ):
-            if number < least:
-                raise ValueError(f"data.{name} is {number}; expected {expected}")
-        if val_limit is not None and val_limit < 1:
-            raise ValueError(f"data.val_limit is {val_limit}; expected at least 1, or null for all")
+        require_at_least(1, section="data.", batch_size=batch_size, val_batch_size=val_batch_size)
+        require_at_least(0, section="data.", show_prompt=show_prompt, held_out=held_out)
+        require_at_least(1, section="data.", val_limit=val_limit, hint=", or null for all")
         self.source = source
         self.tokenizer = tokenizer
         self.batch_size = batch_size

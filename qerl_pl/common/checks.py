@@ -27,6 +27,14 @@ def is_due(index: int, every: int) -> bool:
     return index < EARLY or index % every == 0
 
 
+def require_at_least(least: float, *, section: str = "", hint: str = "", **settings: float | None) -> None:
+    """Raise ValueError for a setting that is nan or below ``least``; None is accepted. The message names the setting,
+    after its ``section`` of the YAML file if that is given, and ends with ``hint``."""
+    for name, value in settings.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{section}{name} is {value}; expected at least {least}{hint}")
+
+
 def require_finite(section: str, **settings: float | None) -> None:
     """Raise ValueError for a setting that is nan (a comparison with a limit may accept nan) or infinite as a 32-bit
     float. ``section`` is the section of the YAML file, for the message. None is accepted."""
