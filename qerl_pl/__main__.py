@@ -39,7 +39,8 @@ CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C.
+    """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C. A ValueError
+    of one of ``COMMANDS`` is printed as a message, and gives status 2.
 
     Args:
         argv: the command line's words after the program's name; None: those of this process (``sys.argv[1:]``).
@@ -99,7 +100,11 @@ def _run(argv: list[str]) -> int:
             print(status, file=sys.stderr)
             return 1
         return status
-    return _imported(f"qerl_pl.tools.{argv[0]}", argv[0]).main(argv[1:])
+    try:
+        return _imported(f"qerl_pl.tools.{argv[0]}", argv[0]).main(argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _imported(module: str, command: str) -> ModuleType:

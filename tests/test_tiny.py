@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from qerl_pl.__main__ import main as program
 from qerl_pl.tasks.arithmetic import distinct_expressions, draw_expression, num_expressions, question, solution, value
 from qerl_pl.tools import tiny
 
@@ -114,7 +115,7 @@ def test_weights_are_a_function_of_the_seed_and_the_global_stream_is_left_alone(
 
 def test_a_folder_with_anything_else_in_it_is_refused_and_left_as_it_was(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep me")
-    assert tiny.main(["--output", str(tmp_path)]) == 1
+    assert program(["tiny", "--output", str(tmp_path)]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     with pytest.raises(ValueError, match="is not an empty folder"):
@@ -127,11 +128,11 @@ def test_a_second_run_with_the_same_settings_does_nothing(folder, tmp_path, caps
     record["settings"]["sft_steps"] = tiny.SFT_STEPS  # as if it had been trained
     (finished / tiny.RECORD).write_text(json.dumps(record))
     before = {path.name: path.stat().st_mtime_ns for path in finished.iterdir()}
-    assert tiny.main(["--output", str(finished), "--seed", "5"]) == 0
+    assert program(["tiny", "--output", str(finished), "--seed", "5"]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert {path.name: path.stat().st_mtime_ns for path in finished.iterdir()} == before
     (finished / "model.safetensors").unlink()
-    assert tiny.main(["--output", str(finished), "--seed", "5"]) == 1
+    assert program(["tiny", "--output", str(finished), "--seed", "5"]) == 2
 
 
 def test_nothing_is_left_behind_where_the_policy_is_not_good_enough(tmp_path):

@@ -26,14 +26,9 @@ TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def main(argv: list[str]) -> int:
-    """Read questions from standard input until its end and print the answers; returns the exit status, 2 if the run
-    cannot be loaded."""
+    """Read questions from standard input until its end and print the answers; returns the exit status."""
     options = chat_options().parse_args(argv)
-    try:
-        policy, config = load_run(options.run, checkpoint=options.checkpoint)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    policy, config = load_run(options.run, checkpoint=options.checkpoint)
     tokenizer, date, data = read_tokenizer(policy.base), date_in(config), config["data"]
     system, template = data.get("system_prompt"), data.get("question_template") or "{question}"
     voices = {"policy": True} if options.without_base else {"base": False, "policy": True}

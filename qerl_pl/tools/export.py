@@ -1,6 +1,5 @@
 """Export the trained policy of a run: the LoRA adapter as a PEFT folder, or base and adapter merged into one model."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,23 +28,19 @@ from qerl_pl.tools.options import export_options
 def main(argv: list[str]) -> int:
     """Parse the command line and export; returns the exit status."""
     options = export_options().parse_args(argv)
-    try:
-        if options.push is not None:
-            check_push_name(options.push)
-        if options.merge is not None:
-            drift = export_merged(options.run, options.output, options.merge, checkpoint=options.checkpoint)
-            print(f"merged model ({options.merge}) written to {options.output}")
-            print(drift or "the drift was not measured: the run kept no completions")
-        else:
-            settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
-            print(f"adapter of rank {settings.rank} written to {options.output}")
-            for line in _left_out_by_vllm(options.output, settings):
-                print(line)
-        if options.push is not None:
-            print(f"pushed to {push(options.output, options.push)}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.push is not None and not NAME.fullmatch(options.push):
+        raise ValueError(f"--push is {options.push!r}; expected OWNER/NAME of a model on the Hugging Face hub")
+    if options.merge is not None:
+        drift = export_merged(options.run, options.output, options.merge, checkpoint=options.checkpoint)
+        print(f"merged model ({options.merge}) written to {options.output}")
+        print(drift or "the drift was not measured: the run kept no completions")
+    else:
+        settings = export_adapter(options.run, options.output, checkpoint=options.checkpoint)
+        print(f"adapter of rank {settings.rank} written to {options.output}")
+        for line in _left_out_by_vllm(options.output, settings):
+            print(line)
+    if options.push is not None:
+        print(f"pushed to {push(options.output, options.push)}")
     return 0
 
 
@@ -109,12 +104,6 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         card = model_card(saved, settings, base=base, folder=output.name, run=run)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return settings
-
-
-def check_push_name(name: str) -> None:
-    """Refuse a repository name that is not of the form OWNER/NAME, before anything is exported."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"--push is {name!r}; expected OWNER/NAME of a model on the Hugging Face hub")
 
 
 def push(folder: Path, name: str) -> str:

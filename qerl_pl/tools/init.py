@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -96,11 +95,7 @@ def main(argv: Sequence[str]) -> int:
         help=f"model to train: a name on the Hugging Face hub, or a folder (default: {BASE}, a download of 1 GB)",
     )
     options = parser.parse_args(argv)
-    try:
-        written = write_files(options.folder, base=options.base)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    written = write_files(options.folder, base=options.base)
     print(f"written: {', '.join(map(str, written))}\n\nnext:")
     if options.folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(options.folder))}")

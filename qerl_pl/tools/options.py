@@ -22,8 +22,8 @@ Train every arm (configuration) of a study with every seed, and compare the resu
 
 Every run is an ordinary `fit` in a folder of its own, followed by the evaluations that the study's file names. The
 same command, given again, continues the study: finished runs are not touched, and interrupted ones continue from their
-checkpoint. Exit status: 0 if all runs finished; 1 if some failed; 3 if the time was up; 128 plus the number of a
-signal.
+checkpoint. Exit status: 0 if all runs finished; 1 if some failed; 2 after an error in the study's file; 3 if the time
+was up; 128 plus the number of a signal.
 """
 
 
@@ -180,7 +180,7 @@ def study_options() -> CommandParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a variable of the study's file"
     )
-    parser.add_argument("--jobs", type=int, help="runs at a time on each GPU (default: the file's, or what fits)")
+    parser.add_argument("--jobs", type=at_least(1), help="runs at once on each GPU (default: the file's, or what fits)")
     parser.add_argument(
         "--minutes", type=finite(above=0), help="stop runs at a checkpoint after this many minutes (default: never)"
     )

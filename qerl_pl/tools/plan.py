@@ -1,7 +1,6 @@
 """Predict the GPU memory of a run, part by part, before it is started."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
@@ -17,6 +16,7 @@ from rich.table import Table
 from qerl_pl import native
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import restored_arguments
@@ -49,28 +49,21 @@ from qerl_pl.tools.options import plan_options
 GIB = 2**30
 BAR = 60
 USUAL_GPUS = (24, 48, 80, 141)  # GiB
-COUNTS_OF_ENGINES = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "block_size", "batch_tokens")
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line and plan; returns 0 if the run fits, 1 if it does not, 2 after an error."""
+    """Parse the command line and plan; returns 0 if the run fits, 1 if it does not."""
     options, of_fit = plan_options().parse_known_args(argv)
-    try:
-        config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + of_fit)
-        run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
-        shape = shape_of(config["model"])
-        run.recompute(shape.num_layers)  # raises if more blocks are to be recomputed than the model has
-        if options.longest is not None:
-            print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
-            return 0
-        check_positions(shape.positions, shape.short_positions, longest=run.max_model_len)
-        check_micro_batch(
-            run.micro_batch_tokens, prompt_tokens=run.prompt_tokens, completion_tokens=run.completion_tokens
-        )
-        gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + of_fit)
+    run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
+    shape = shape_of(config["model"])
+    run.recompute(shape.num_layers)  # raises if more blocks are to be recomputed than the model has
+    if options.longest is not None:
+        print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
+        return 0
+    check_positions(shape.positions, shape.short_positions, longest=run.max_model_len)
+    check_micro_batch(run.micro_batch_tokens, prompt_tokens=run.prompt_tokens, completion_tokens=run.completion_tokens)
+    gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
     with phase("planning"):
         plan = fitted(shape, run, gpu_bytes)
         changes = advice(shape, run, gpu_bytes)
@@ -124,7 +117,7 @@ def card_bytes(gib: float | None) -> int:
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
     """Reduce a parsed configuration to the settings that decide how much memory the run takes on each GPU. ValueError:
     a count is out of range, or the engine cannot be built."""
-    check_counts(config)
+    check_settings(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
     optimizer = model["optimizer"]  # a text, the import path, if it has no arguments
@@ -174,26 +167,15 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
     return replace(run, fused=model["fused_elementwise"] is not False, engine=engine)
 
 
-def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for counts, such as numbers of tokens, that are out of range. A run refuses them when it builds
-    the LightningModule, which ``plan`` does not build."""
-    model, data, trainer = config["model"], config["data"], config["trainer"]
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for missing or wrong settings that a run refuses when it builds LightningModule and data module,
+    which ``plan`` does not build."""
+    model, data = config["model"], config["data"]
     for name in ("base", "engine"):
         if not model[name]:
             raise ValueError(f"model.{name} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b")
-    sampling, evaluation = model["sampling"], model["val_sampling"] or model["sampling"]
-    counts = {
-        "data": (data, ("batch_size", "max_prompt_tokens")),
-        "trainer": (trainer, ("num_nodes",)),
-        "model.sampling": (sampling, ("num_completions", "max_tokens")),
-        "model.val_sampling": (evaluation, ("max_tokens",)),
-        "model": (model, ("micro_batch_tokens",)),
-        "model.engine.init_args": (model["engine"].get("init_args") or {}, COUNTS_OF_ENGINES),
-    }
-    for section, (settings, names) in counts.items():
-        for name in names:
-            if (value := settings.get(name)) is not None and value < 1:
-                raise ValueError(f"{section}.{name} is {value}; expected at least 1")
+    require_at_least(1, section="data.", batch_size=data["batch_size"], max_prompt_tokens=data["max_prompt_tokens"])
+    require_at_least(1, section="model.", micro_batch_tokens=model["micro_batch_tokens"])
     known = (*PROJECTIONS, *MERGED)
     if unknown := sorted(set(model["lora"]["targets"] or ()) - set(known)):
         raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")

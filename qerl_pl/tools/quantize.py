@@ -17,14 +17,10 @@ from qerl_pl.tools.options import quantize_options
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Quantise a checkpoint; returns the exit status: 0, 130 after Ctrl-C, or 2 after an error, which is printed to
-    stderr in one line."""
+    """Quantise a checkpoint; returns the exit status, 130 after Ctrl-C."""
     arguments = quantize_options().parse_args(argv)
     try:
         run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}".replace("\n", " "), file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C; run the same command again to continue", file=sys.stderr)
         return 130

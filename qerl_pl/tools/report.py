@@ -1,7 +1,6 @@
 """Report on runs from their TensorBoard event files: a table of results, a picture of curves, and an HTML page."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,11 +26,7 @@ CURVES = {
 def main(argv: list[str]) -> int:
     """Parse the command line and report; returns the exit status."""
     options = report_options().parse_args(argv)
-    try:
-        curves = {run: read_curves(run) for run in options.runs}
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    curves = {run: read_curves(run) for run in options.runs}
     summaries = {run: summarize(of_run) for run, of_run in curves.items()}
     print_table(summaries)
     if options.picture:

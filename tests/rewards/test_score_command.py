@@ -72,7 +72,7 @@ def test_a_malformed_row_is_named_and_the_output_of_before_survives(files, line,
     files[1].write_text("from before")
     with files[0].open("ab") as file:
         file.write(line.encode(errors="surrogateescape"))
-    assert score(files, "--reward", "gsm8k") == 1
+    assert score(files, "--reward", "gsm8k") == 2
     error = capsys.readouterr().err
     assert f"{files[0]}:10" in error
     assert message in error
@@ -82,7 +82,7 @@ def test_a_malformed_row_is_named_and_the_output_of_before_survives(files, line,
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_a_file_without_rows_is_refused(files, content, capsys):
     files[0].write_text(content)
-    assert score(files, "--reward", "gsm8k") == 1
+    assert score(files, "--reward", "gsm8k") == 2
     assert "has no rows" in capsys.readouterr().err
     assert not files[1].exists()
 
@@ -98,7 +98,7 @@ def test_an_answer_has_the_digits_of_the_file_as_in_training(files, tmp_path, mo
 
 
 def test_missing_files_and_unknown_rewards_are_errors(files, tmp_path, capsys):
-    assert score((tmp_path / "none.jsonl", files[1]), "--reward", "gsm8k") == 1
+    assert score((tmp_path / "none.jsonl", files[1]), "--reward", "gsm8k") == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert score((files[0], tmp_path / "new" / "scores.jsonl"), "--reward", "gsm8k") == 0
     assert (tmp_path / "new" / "scores.jsonl").exists(), "its folder is made, as for every output"
@@ -133,6 +133,6 @@ def test_an_own_function_scores_and_its_mistakes_are_words(files, tmp_path, monk
         ("numeric", "in short: gsm8k, math, dapo"),
     ):
         with contextlib.suppress(SystemExit):
-            assert score(files, "--reward", name) == 1
+            assert score(files, "--reward", name) == 2
         [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert said in line, line

@@ -164,7 +164,7 @@ def test_the_command_writes_tables_and_curves_and_touches_no_run(study, tmp_path
 def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({"arms": {"a": {}}, "seeds": [0]}))
-    assert command(["study", str(path), "--output", str(tmp_path / "out"), "--analyse"]) == 1
+    assert command(["study", str(path), "--output", str(tmp_path / "out"), "--analyse"]) == 2
     assert "there is nothing to analyse yet" in capsys.readouterr().err
 
 
@@ -194,7 +194,7 @@ def test_a_plan_that_can_accept_nothing_is_refused_before_its_runs(tmp_path, cap
     plan = {"arms": {name: {} for name in "abc"}, "seeds": list(range(6)), "output": str(tmp_path / "out")}
     message = "study.yaml: with 6 seeds and 2 comparisons the analysis can accept nothing"
     for changes, status, printed in (
-        ({"analysis": {"comparisons": pairs}}, 1, f"error: {message}"),
+        ({"analysis": {"comparisons": pairs}}, 2, f"error: {message}"),
         ({}, 0, f"warning: {message}"),
         ({"seeds": list(range(7))}, 0, ""),
         ({"analysis": {"comparisons": pairs[:1]}}, 0, ""),

@@ -118,7 +118,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, capsys, changes, message):
     with pytest.raises(ValueError, match=message):
         read_study(written(tmp_path / "study.yaml", **changes))
     out = [] if "output" in changes else ["--output", str(tmp_path / "out")]
-    assert command(["study", str(tmp_path / "study.yaml"), *out]) == 1
+    assert command(["study", str(tmp_path / "study.yaml"), *out]) == 2
     assert "error: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -131,7 +131,7 @@ def test_a_missing_or_broken_file_or_an_arm_that_is_named_twice_is_refused(tmp_p
         read_study(tmp_path / "bad.yaml")
     path = written(tmp_path / "study.yaml")
     path.write_text(path.read_text().replace("arms:\n", "arms:\n  nvfp4: {}\n"))
-    assert command(["study", str(path)]) == 1
+    assert command(["study", str(path)]) == 2
     assert "'nvfp4' is given a second time (first in line" in capsys.readouterr().err
 
 
@@ -178,7 +178,7 @@ def test_variables_are_replaced_in_every_text_and_can_be_set_by_the_command(tmp_
     assert command(["study", str(path), "--set", "policy=b", "--dry-run"]) == 0
     assert "out-b/runs/bf16" in capsys.readouterr().out
     for word, message in (("size=1", "no variable size; it has: other, policy"), ("b", "--set is 'b'; expected NAME=")):
-        assert command(["study", str(path), "--set", word]) == 1
+        assert command(["study", str(path), "--set", word]) == 2
         assert message in capsys.readouterr().err
     settings = {"data": {"question_template": "{question} Costs are in $US."}}
     assert read_study(written(tmp_path / "none.yaml", settings=settings)).settings == settings
@@ -208,7 +208,7 @@ def test_a_study_for_which_runs_would_be_refused_starts_none(tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     Path("broken.yaml").write_text("model: [")
     path = written(tmp_path / "study.yaml", **changes, analysis={"comparisons": []})
-    assert command(["study", str(path)]) == 1
+    assert command(["study", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"error: study.yaml: {message}")

@@ -43,11 +43,11 @@ def test_the_written_files_are_tried_by_smoke_at_once(tmp_path, monkeypatch, cap
 def test_files_that_exist_are_kept_and_none_is_added(tmp_path, capsys):
     own = tmp_path / "my_reward.py"
     own.write_text("mine")
-    assert command(["init", str(tmp_path)]) == 1
+    assert command(["init", str(tmp_path)]) == 2
     assert f"{own} exists already and is not overwritten" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["my_reward.py"]
     assert own.read_text() == "mine"
-    assert command(["init", str(own)]) == 1
+    assert command(["init", str(own)]) == 2
     assert f"{own} is a file; expected a folder" in capsys.readouterr().err
 
 
