@@ -10,10 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qerl_pl.cli.yaml_files import BASE_CONFIG, config_files
 from qerl_pl.common.packages import not_installed
+from qerl_pl.common.run_folder import plain_yaml
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
@@ -255,10 +254,7 @@ def _unknown_key(key: str, keys: Sequence[str], arguments: Sequence[str]) -> str
 
 def _has(path: Path, key: str) -> bool:
     """Tell whether a YAML file sets a dotted key."""
-    try:
-        settings: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return False
+    settings: Any = plain_yaml(path)
     for name in key.split("."):
         if not isinstance(settings, Mapping) or not {name, f"{name}+"} & settings.keys():
             return False

@@ -3,13 +3,12 @@
 from pathlib import Path
 from pickle import UnpicklingError
 
-import yaml
 from jsonargparse import Namespace
 
 from datamodules.prompts import PromptDataModule
 from qerl_pl.checkpoint import Damaged, read_checkpoint
 from qerl_pl.common.clock import today
-from qerl_pl.common.run_folder import LAST, PREVIOUS, date_in
+from qerl_pl.common.run_folder import LAST, PREVIOUS, date_in, plain_yaml
 from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 
 
@@ -35,12 +34,7 @@ def run_date(config: Namespace, *, fits: bool) -> str | None:
         if date := next(filter(None, map(_date_of_checkpoint, files)), None):
             return date
     if path is not None or not fits:
-        try:
-            before = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            before = None
-        if isinstance(before, dict) and (date := date_in(before)):
-            return date
+        return date_in(plain_yaml(run / "config.yaml")) or today()
     return today()
 
 

@@ -1,5 +1,5 @@
-"""Checks of settings for nan and infinity; the rule which rollouts get the time-consuming checks; the exception with
-which a check ends a run."""
+"""Checks of the range of settings; the rule which rollouts get the time-consuming checks; the exception with which a
+check ends a run."""
 
 import math
 
@@ -10,6 +10,11 @@ EARLY = 4
 start."""
 EXIT_STATUS = 4
 """Exit status of a run that a check ended."""
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """Cut a text for a message to ``most`` characters, followed by three dots if it is longer."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class CheckFailed(RuntimeError):

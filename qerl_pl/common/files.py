@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qerl_pl.common.checks import shortened
+
 UNITS = ("B", "kB", "MB", "GB", "TB")
 MOST_LETTERS = 300  # of a path in a message
 ADVICE = {
@@ -97,5 +99,4 @@ def in_words(error: OSError) -> str:
         return str(error)
     advice = ADVICE[numbers[0]]
     name = str(error.filename or "")
-    shown = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]}..."
-    return f"{shown}: {advice}" if name else f"{error}; {advice}"
+    return f"{shortened(name, MOST_LETTERS)}: {advice}" if name else f"{error}; {advice}"

@@ -8,6 +8,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NoReturn
 
+from qerl_pl.common.checks import shortened
+
 MAX_DEPTH = 64
 """Deepest nesting of a row. Rows are copied, pickled and moved to devices by recursive functions, and Python limits the
 depth of recursion."""
@@ -82,7 +84,7 @@ def stored_text(value: object, where: str) -> str:
     if is_null(value):
         raise ValueError(f"{where} is {'null' if value is None else 'NaN'}; expected text or a number")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        raise ValueError(f"{where} is {_short(value)}; expected text or a number")
+        raise ValueError(f"{where} is {shortened(repr(value))}; expected text or a number")
     if isinstance(value, float | Decimal) and not math.isfinite(value) and not isinstance(value, Written):
         raise ValueError(f"{where} is {value}; expected text or a finite number")
     text = format(value, "f") if isinstance(value, Decimal) else str(value)
@@ -138,8 +140,3 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _depth(value: object) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:80]}..."

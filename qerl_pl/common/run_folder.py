@@ -39,6 +39,15 @@ def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
     return config
 
 
+def plain_yaml(file: Path) -> dict[str, Any]:
+    """Read a YAML file of plain values; returns {} if it does not exist, cannot be read, or is no mapping."""
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
 def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
     ArgumentTypeError: the path is empty, has unprintable characters, or names an unknown environment variable or

@@ -146,37 +146,27 @@ class ResolvedObjective:
 
     def _without_effect(self) -> Iterator[str]:
         """Find settings that are not at their defaults and have no effect with the others."""
-        level = "geometric" if self.surrogate is sequence_policy_loss else "token"
-        usual_kl = "k3" if self.kl_in == "loss" else "k1"
-        without: list[tuple[bool, str, dict[str, tuple[object, object]]]] = [
-            (
-                self.kl_coefficient == 0,
-                "kl_coefficient is 0",
-                {"kl_in": (self.kl_in, "loss"), "kl": (self.kl, usual_kl)},
-            ),
-            (
-                self.correction == "none",
-                "correction is 'none'",
-                {
-                    "correction_low": (self.correction_low, 0.0),
-                    "correction_high": (self.correction_high, 2.0),
-                    "correction_level": (self.correction_level, level),
-                },
-            ),
-        ]
-        for is_so, why, settings in without:
-            for name, (value, default) in settings.items() if is_so else ():
-                if value != default:
+        unused: dict[str, dict[str, Any]] = {}
+        if self.kl_coefficient == 0:
+            unused["kl_coefficient is 0"] = {"kl_in": "loss", "kl": "k3" if self.kl_in == "loss" else "k1"}
+        if self.correction == "none":
+            unused["correction is 'none'"] = self._usual_bounds
+        for why, defaults in unused.items():
+            for name, default in defaults.items():
+                if (value := getattr(self, name)) != default:
                     yield f"{name} is {value!r} and {why}, with which it has no effect; leave it out"
+
+    @property
+    def _usual_bounds(self) -> dict[str, Any]:
+        level = "geometric" if self.surrogate is sequence_policy_loss else "token"
+        return {"correction_low": 0.0, "correction_high": 2.0, "correction_level": level}
 
     def at_noise(self, sigma: float) -> ResolvedObjective:
         """Return the objective for a rollout that was sampled with AQN of this standard deviation."""
         if sigma == 0 or self.correct_noise:
             return self
-        level = "geometric" if self.surrogate is sequence_policy_loss else "token"
         off: dict[str, Any] = {"correction": "none", "correction_divisor": "all", "rejection": None}
-        bounds = {"correction_low": 0.0, "correction_high": 2.0, "correction_level": level}
-        return replace(self, **off, **bounds, correct_noise=True)
+        return replace(self, **off, **self._usual_bounds, correct_noise=True)
 
     def at_rollout(self, index: int) -> ResolvedObjective:
         """Return the objective of an RL iteration, counted from 0, with the teacher's coefficient at that time."""

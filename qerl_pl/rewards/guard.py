@@ -16,7 +16,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from qerl_pl.common.checks import LARGEST
+from qerl_pl.common.checks import LARGEST, shortened
 from qerl_pl.common.isolation import loaded, preserved_rng, preserved_torch_settings
 from qerl_pl.common.program import Stopped
 
@@ -85,8 +85,8 @@ def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
         scores = list(scores)  # e.g. a generator, or a column of pandas
     if not isinstance(scores, list | tuple):
         raise RewardError(
-            f"reward {name!r} returned {_short(scores)}; expected a list with a number, or None for unscored, for each "
-            f"of {num_rows} rows"
+            f"reward {name!r} returned {shortened(repr(scores))}; expected a list with a number, or None for unscored, "
+            f"for each of {num_rows} rows"
         )
     if len(scores) != num_rows:
         raise RewardError(f"reward {name!r} returned {len(scores)} scores for {num_rows} rows; expected one per row")
@@ -99,7 +99,9 @@ def _checked(name: str, row: int, score: Any) -> float | None:
     if score is None:
         return None
     if not isinstance(score, numbers.Real | Decimal) or not abs(float(score)) <= LARGEST:  # also refuses nan
-        raise RewardError(f"reward {name!r} scored row {row} as {_short(score)}; expected a finite number or None")
+        raise RewardError(
+            f"reward {name!r} scored row {row} as {shortened(repr(score))}; expected a finite number or None"
+        )
     return float(score)
 
 
@@ -175,8 +177,3 @@ def _settings_kept() -> Iterator[None]:
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

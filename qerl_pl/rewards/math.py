@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from qerl_pl.common.checks import shortened
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer, seen
 from qerl_pl.rewards.numbers import MAX_ANSWER, NOTES, Number, last_number, leading_number, parse_number
@@ -53,8 +54,7 @@ class NumericAnswer:
         _check("fallback", self.fallback, ("none", "last_number"))
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        texts, answers = list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts]
-        return [verdict.score for verdict in self.judge(texts, answers)]
+        return _scores(self, prompts, completions)
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
@@ -70,7 +70,7 @@ class NumericAnswer:
         known = answer.rpartition("####")[2]
         gold = parse_number(known)
         if gold is None or _EQUATION.search(known):
-            return Verdict(None, f"the known answer {_short(answer)} is not a number", "known_answer")
+            return Verdict(None, f"the known answer {shortened(answer)!r} is not a number", "known_answer")
         text = after_thoughts(text) if self.after_thoughts else text
         text = own_turn(seen(text), self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
@@ -81,7 +81,9 @@ class NumericAnswer:
         if span is None and self.fallback == "last_number":
             found = _unmarked_number(text)
         if found is None:
-            return Verdict(0.0, "no marked answer" if span is None else f"the answer {_short(span)} is not one number")
+            return Verdict(
+                0.0, "no marked answer" if span is None else f"the answer {shortened(span)!r} is not one number"
+            )
         if _CURRENCY.search(known) and found.percent:
             return Verdict(0.0, f"{found} is no amount of money")
         right = found.equals(gold, sign_may_miss=gold.percent or abs(gold.value) >= 1)
@@ -133,8 +135,7 @@ class MathAnswer:
         self.verifier = Verifier(self.num_workers, self.time_limit)
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        texts, answers = list(map(assistant_turn, prompts, completions)), [prompt.answer for prompt in prompts]
-        return [verdict.score for verdict in self.judge(texts, answers)]
+        return _scores(self, prompts, completions)
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
@@ -145,7 +146,7 @@ class MathAnswer:
         for index, (text, answer) in enumerate(zip(texts, answers, strict=True)):
             span, gold = self._span(text), last_boxed(answer) or answer.rpartition("####")[2].strip()
             if not 0 < len(gold) <= MAX_ANSWER:
-                reason = f"the known answer {_short(gold)} has {len(gold)} characters"
+                reason = f"the known answer {shortened(gold)!r} has {len(gold)} characters"
                 verdicts[index] = Verdict(None, reason, "known_answer")
             elif span is None:
                 verdicts[index] = Verdict(0.0, "no marked answer")
@@ -175,6 +176,13 @@ class MathAnswer:
         return span
 
 
+def _scores(
+    reward: NumericAnswer | MathAnswer, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> list[float | None]:
+    texts = list(map(assistant_turn, prompts, completions))
+    return [verdict.score for verdict in reward.judge(texts, [prompt.answer for prompt in prompts])]
+
+
 def _unmarked_number(text: str) -> Number | None:
     stated = stated_answer(text)
     if stated and re.search(r"\d", stated):
@@ -191,7 +199,3 @@ def _bare(span: str) -> str:
 def _check(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:77] + "...")

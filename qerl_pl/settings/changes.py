@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from qerl_pl.common.checks import shortened
 from qerl_pl.common.files import write_whole
 
 NO_SETTING = ("ckpt_path", "config")
@@ -29,7 +30,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ordered = sorted(keys - set(NO_SETTING), key=lambda key: (not key.startswith(WHAT_IS_LEARNED), key))
     return [
         f"{OTHER_GOAL if key.startswith(WHAT_IS_LEARNED) else ''}{key}: "
-        f"{_short(old.get(key, absent))} -> {_short(new.get(key, absent))}"
+        f"{shortened(str(old.get(key, absent)), 200)} -> {shortened(str(new.get(key, absent)), 200)}"
         f"{SCHEDULES if key == 'trainer.max_steps' else ''}"
         for key in ordered
     ]
@@ -71,8 +72,3 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{key}.")
         else:
             yield key, value
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else text[:200] + "..."

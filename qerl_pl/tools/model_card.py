@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qerl_pl.base.gguf import described
-from qerl_pl.common.run_folder import date_in
+from qerl_pl.common.run_folder import date_in, plain_yaml
 from qerl_pl.model.files import CONFIG, read_json
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.results.curves import read_curves, summarize
@@ -97,7 +95,6 @@ def evidence(run: Path) -> str:
     rows = [f"| {name} | {value:.4g} |" for name, value in summarize(curves).items()]
     table = ["| measured by the run | |", "|---|---|", *rows]
     checks = [f"- {verdict['check']}: {verdict['text']}" for verdict in verdicts(curves)]
-    file = run / "config.yaml"
-    date = date_in(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    date = date_in(plain_yaml(run / "config.yaml"))
     dated = [f"In all of the run's prompts the chat template wrote the date {date}.", ""] if date else []
     return "\n".join([*table, "", *dated, "Checks while it ran:", "", *checks])

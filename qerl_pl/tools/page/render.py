@@ -11,9 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from qerl_pl.common.run_folder import is_running
+from qerl_pl.common.run_folder import is_running, plain_yaml
 from qerl_pl.results.curves import Curve, summarize
 from qerl_pl.settings.changes import changed_settings
 from qerl_pl.tools.page.completions import block, choose_files
@@ -63,7 +61,7 @@ def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return what the page shows of a run, except completions, as JSON-serialisable values: its name, whether it is
     running, the curves of reward, times, memory and speculation (steps and values by tag), summary, verdicts of
     checks, settings, and the settings that each resume changed."""
-    config = _settings(folder / "config.yaml")
+    config = plain_yaml(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
     return {
@@ -80,18 +78,10 @@ def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
         "teacher": teacher_tables(folder),
         "config": (folder / "config.yaml").read_text(encoding="utf-8") if config else "",
         "changes": [  # config.1.yaml has the settings before the first change
-            {"file": before.name, "settings": changed_settings(_settings(before), _settings(after))}
+            {"file": before.name, "settings": changed_settings(plain_yaml(before), plain_yaml(after))}
             for before, after in itertools.pairwise([*earlier, folder / "config.yaml"])
         ],
     }
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _short(value: float) -> float | None:
