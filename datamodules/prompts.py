@@ -177,8 +177,8 @@ class PromptDataModule(LightningDataModule):
         return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the digests and the date in a checkpoint, for the error message if the prompts differ from the
-        checkpoint's."""
+        """Keep the digests and the date that a checkpoint holds. If this run's prompts differ from the checkpoint's,
+        the error message says by them what has changed."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:

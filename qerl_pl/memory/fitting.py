@@ -93,8 +93,8 @@ class Option(NamedTuple):
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing to choose from (only the run's own, if its settings give one), whether
-    they fit or not, starting with the one that needs the most memory."""
+    """List the levels of gradient checkpointing to choose from, whether they fit or not, starting with the one that
+    needs the most memory. If the run's settings give a level, the list has this one alone."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     setting = run.recompute(shape.num_layers)
     options = []

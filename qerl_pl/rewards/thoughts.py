@@ -84,9 +84,9 @@ def is_mark(text: str) -> bool:
 
 @lru_cache(_NUM_KEPT)
 def in_one_form(text: str) -> str:
-    """Replace the marks that are tokens of some model family, such as ``[THINK]``, by ``<think>`` and ``</think>``, and
-    remove marks of another kind than the open thoughts. Tags that models write as ordinary text, such as
-    ``<reasoning>``, stay as they are, because a reward may ask for them."""
+    """Replace the marks that are tokens of some model family, such as ``[THINK]``, by ``<think>`` and ``</think>``.
+    While thoughts are open that a mark of one kind opened, marks of other kinds are removed. Tags that models write as
+    ordinary text, such as ``<reasoning>``, stay as they are, because a reward may ask for them."""
     pieces, last = [], 0
     for mark, meaning in _marks(text, _THINK_OR_TOKEN):
         pieces += [text[last : mark.start()], meaning]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.common.files import allow_reading, read_lines
-from qerl_pl.model.files import CONFIG, INDEX, read_json
+from qerl_pl.model.files import CONFIG, read_json
 from qerl_pl.policy.lora_experts import expert_update
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.experts import StackedLinear
@@ -31,7 +30,6 @@ from qerl_pl.tools.options import MergedForm
 
 DRIFT_FILE = "drift.json"
 _ROWS, _TOKENS = 64, 1024
-_BLOCK = re.compile(r"\.layers\.(\d+)\.")
 CARD = """\
 ---
 library_name: transformers
@@ -114,27 +112,19 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
-    """Write the base model of a policy with the adapter merged into its weights, one file per decoder block.
+    """Write the base model of a policy with the adapter merged into its weights.
 
     Everything is in bf16 except the parameters that trainer and engine hold in fp32 (``Family.fp32``).
     """
     folder.mkdir(parents=True)
-    model = policy.causal_lm
-    tied, parts = tied_weights(model), dict[str, dict[str, Tensor]]()
+    tied, tensors = tied_weights(policy.causal_lm), dict[str, Tensor]()
     for name, tensor in merged_tensors(policy):
         if name not in tied:
-            block = _BLOCK.search(name)
-            part = parts.setdefault(block[1] if block else "", {})
             exact = name.rpartition(".")[2] in policy.family.fp32 or not tensor.is_floating_point()
-            part[name] = tensor.detach().to(tensor.dtype if exact else torch.bfloat16).cpu()
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(parts.values(), start=1):
-        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
-        allow_reading(folder / file)
-        weight_map |= dict.fromkeys(tensors, file)
-    size = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+            tensors[name] = tensor.detach().to(tensor.dtype if exact else torch.bfloat16).cpu()
+    save_torch_state_dict(tensors, folder)
+    for file in folder.glob("*.safetensors"):
+        allow_reading(file)
     config: dict[str, Any] = {**read_json(Path(policy.base) / CONFIG), "dtype": "bfloat16"}
     config.pop("quantization_config", None)
     config.pop("torch_dtype", None)

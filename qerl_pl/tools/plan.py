@@ -116,7 +116,7 @@ def card_bytes(gib: float | None) -> int:
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
     """Reduce a parsed configuration to the settings that decide how much memory the run takes on each GPU. ValueError:
-    a count is out of range, or the engine cannot be built."""
+    a setting is missing or out of range, or the engine cannot be built."""
     check_settings(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
