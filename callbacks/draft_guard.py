@@ -18,7 +18,7 @@ class DraftGuard(Callback):
     the next rollout, and evaluations until then, have drafts.
 
     The counts are in the checkpoint, so a resumed run decides the same (``qerl_pl/hopper/draft_guard.py`` has the
-    rule). Evaluations and checks are not counted. Without ``model.engine.speculation: "on"`` it does nothing.
+    rule). Evaluations and checks are not counted. If the engine does not speculate, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class DraftGuard(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         engine = pl_module.engine
-        if isinstance(engine, VLLMEngine) and engine.speculation == "on":
+        if isinstance(engine, VLLMEngine) and engine.speculates:
             self._engine, engine.draft_history = engine, self._history
             # before the observers that sample for a check
             pl_module.loop.observers.insert(0, self._after_rollout)

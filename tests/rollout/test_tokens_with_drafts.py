@@ -196,3 +196,14 @@ def test_speculation_is_refused_where_it_cannot_be(checkpoints):
     engine = VLLMEngine(speculation="on")
     with pytest.raises(ValueError, match=r"engine\.speculation is on, which needs a CUDA GPU; set it to off"):
         engine.start(make_policy(checkpoints["dense"]), max_model_len=MAX_MODEL_LEN)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can speculate")
+def test_an_engine_that_cannot_speculate_decides_against_it_and_says_why(checkpoints, caplog):
+    engine = VLLMEngine(speculation="auto", kv_cache_bytes=2**24, max_num_seqs=4)
+    assert not engine.speculates
+    assert not engine.memory.speculates
+    with caplog.at_level("INFO"):
+        engine.start(make_policy(checkpoints["dense"]), max_model_len=MAX_MODEL_LEN)
+    engine.close()
+    assert "engine.speculation is auto: off, because it needs a CUDA GPU" in caplog.text

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from qerl_pl import native
@@ -75,7 +76,7 @@ class VLLMEngine:
         speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
             repeats what the sequence or another completion of its prompt says. Every token is the one that is sampled
             without it, up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
-            (`docs/speculation.md`).
+            (`docs/speculation.md`). "auto": on if there is all of this and the GPU is a Hopper.
 
     Raises:
         ValueError: a value is out of its range.
@@ -91,13 +92,14 @@ class VLLMEngine:
     kv_cache_dtype: str = "auto"
     sleep_level: Literal[0, 1] = 0
     decoding_kernel: Literal["auto", "native", "humming"] = "auto"
-    speculation: Literal["off", "on"] = "off"
+    speculation: Literal["auto", "off", "on"] = "off"
 
     def __post_init__(self) -> None:
         for name in ("kv_cache_bytes", *SIZES):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         self._arguments = {name: value for name in OF_VLLM if (value := getattr(self, name)) is not None}
+        self._speculates = self.speculation != "off"
         self._drafts: Any = None
         """The drafter, if the engine speculates."""
         self.draft_counts = DraftCounts()
@@ -120,8 +122,13 @@ class VLLMEngine:
         # The memory plan ignores ``one_copy`` and ``dequantises`` if the base is not in NVFP4.
         is_native = setup.decoding_kernel(self.decoding_kernel, NVFP4, torch.bfloat16) == "native"
         sizes |= {"one_copy": is_native, "dequantises": is_native, "sleep_level": self.sleep_level}
-        sizes["speculates"] = self.speculation == "on"
+        sizes["speculates"] = self.speculates
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, **sizes)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether decoding steps may have drafts; with "auto" and before ``start``, as far as the model allows it."""
+        return self._speculates and (self.speculation == "on" or not self._lacks())
 
     returns_routes = True
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
@@ -166,12 +173,22 @@ class VLLMEngine:
         """Build the arguments of ``vllm.LLM`` for speculation; ValueError if it is on and cannot be used."""
         if self.speculation == "off":
             return {}
+        lacks = self._lacks() + ["a model without recurrent layers"] * (num_recurrent_layers(policy.config) > 0)
+        if lacks and self.speculation == "on":
+            raise ValueError(f"engine.speculation is on, which needs {', '.join(lacks)}; set it to off")
+        self._speculates = not lacks
+        if self.speculation == "auto":
+            reason = f"off, because it needs {', '.join(lacks)}" if lacks else "on"
+            rank_zero_info(f"engine.speculation is auto: {reason}")
+        return {} if lacks else native.for_vllm().speculative_arguments(self.memory.max_num_seqs)
+
+    def _lacks(self) -> list[str]:
+        """List what speculation needs and this machine does not have."""
         off = native.why_off()
         lacks = ["a CUDA GPU"] * (not torch.cuda.is_available()) + [f"qerl_pl/hopper ({off})"] * bool(off)
-        lacks += ["a model without recurrent layers"] * (num_recurrent_layers(policy.config) > 0)
-        if lacks:
-            raise ValueError(f"engine.speculation is on, which needs {', '.join(lacks)}; set it to off")
-        return native.for_vllm().speculative_arguments(self.memory.max_num_seqs)
+        if self.speculation == "auto" and not lacks and torch.cuda.get_device_capability() != (9, 0):
+            lacks.append("a Hopper GPU, on which its costs were measured")
+        return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
         """Copy the base's norm weights, reserve the adapter's slots, and prepare kernels and the graphs of decoding
@@ -187,7 +204,7 @@ class VLLMEngine:
         with watch.phase("adapter kernels"):
             if not self._on_cpu:
                 self._call(worker.compile_adapter_kernels)
-                if faster and self.speculation == "on":
+                if faster and self.speculates:
                     self._drafts = self._call(faster.speculate)
                 if faster:
                     self._call(faster.use_graphs)
