@@ -33,6 +33,9 @@ class AdaptiveQuantizationNoise(Callback):
             the compute dtype, as other implementations do, only to compare with these: rounding to bf16 removes most of
             the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that remains).
 
+    Raises:
+        ValueError: a setting is out of range, or the settings contradict each other.
+
     Example:
         trainer:
           callbacks+:

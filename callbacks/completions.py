@@ -34,6 +34,9 @@ class CompletionLogger(Callback):
             with a teacher, difference between those of teacher and trainer: ten or twelve bytes per token, for the page
             of ``python -m qerl_pl report --html``. 0 writes none.
 
+    Raises:
+        ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
+
     Example:
         trainer:
           callbacks+:

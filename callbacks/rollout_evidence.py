@@ -124,6 +124,9 @@ class RolloutEvidence(Callback):
         remembered: number of most recent completions with which new completions are compared to find copies.
         every: rollouts from one pass through the trainer's model to the next; the first four of a run all have one.
 
+    Raises:
+        ValueError: a value is out of range.
+
     Example:
         trainer:
           callbacks+:
