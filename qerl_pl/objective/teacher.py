@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from qerl_pl.common.checks import require_finite
+from qerl_pl.common.checks import require_at_least, require_finite
 
 Kind = Literal["sampled", "forward", "reverse", "jensen_shannon"]
 
@@ -55,8 +55,7 @@ class TeacherTerm:
             raise ValueError(
                 f"{section}.beta is {self.beta}; expected a number between 0 and 1: divergence: forward is 0, reverse 1"
             )
-        if self.rollouts is not None and self.rollouts < 1:
-            raise ValueError(f"{section}.rollouts is {self.rollouts}; expected at least 1, or null")
+        require_at_least(1, section=f"{section}.", rollouts=self.rollouts, hint=", or null")
 
     @property
     def mixture(self) -> float | None:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.rewards.verdict import Verdict
 
 START_LIMIT = 120.0  # seconds that a worker process may take to start, i.e. to import math-verify, on a busy machine
@@ -40,8 +41,7 @@ class Verifier:
     """
 
     def __init__(self, num_workers: int | None = None, time_limit: float = 1.0) -> None:
-        if num_workers is not None and num_workers < 1:
-            raise ValueError(f"num_workers is {num_workers}; expected at least 1, or null for one per core")
+        require_at_least(1, num_workers=num_workers, hint=", or null for one per core")
         if time_limit <= 0:
             raise ValueError(f"time_limit is {time_limit}; expected a positive number of seconds")
         self.num_workers = num_workers or min(4, len(os.sched_getaffinity(0)))

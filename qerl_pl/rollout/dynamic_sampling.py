@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from qerl_pl.common import ranks
-from qerl_pl.common.checks import CheckFailed
+from qerl_pl.common.checks import CheckFailed, require_at_least
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Prompt
 from qerl_pl.rollout.scored import ScoredBatch
@@ -49,11 +49,8 @@ class DynamicSampling:
     oversample: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_refills < 1:
-            raise ValueError(
-                f"model.dynamic_sampling.max_refills is {self.max_refills}; expected at least 1 (null: "
-                "no dynamic sampling)"
-            )
+        section, hint = "model.dynamic_sampling.", " (null: no dynamic sampling)"
+        require_at_least(1, section=section, max_refills=self.max_refills, hint=hint)
         if not 1 <= self.oversample <= 100:
             raise ValueError(f"model.dynamic_sampling.oversample is {self.oversample}; expected 1 to 100")
 

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.isolation import preserved_rng
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion
@@ -48,8 +49,7 @@ class TransformersEngine:
     """
 
     def __init__(self, batch_tokens: int = 16384) -> None:
-        if batch_tokens < 1:
-            raise ValueError(f"batch_tokens is {batch_tokens}; expected at least 1")
+        require_at_least(1, batch_tokens=batch_tokens)
         self.batch_tokens = batch_tokens
         self.returns_routes = False
         self._policy: Policy | None = None

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from qerl_pl.base.folder import BaseFormat, check_base
 from qerl_pl.base.prepared import prepared_base
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
 from qerl_pl.memory.settings import TeacherMemory
@@ -156,9 +157,8 @@ class ModuleSettings:
         return replays_routes(self.router_replay, **which, engine=engine)
 
     def _check_numbers(self) -> None:
-        for name in ("updates_per_rollout", "mini_batches"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"model.{name} is {value}; expected at least 1")
+        updates, parts = self.updates_per_rollout, self.mini_batches
+        require_at_least(1, section="model.", updates_per_rollout=updates, mini_batches=parts)
         if not self.max_grad_norm >= 0:
             norm = self.max_grad_norm
             raise ValueError(f"model.max_grad_norm is {norm}; expected a norm above 0, or 0 for no clipping")

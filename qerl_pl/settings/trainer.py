@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from qerl_pl.common.checks import require_at_least
+
 EPOCHS = "the length of a run is trainer.max_steps, in optimizer steps"
 CHECKPOINTS = "qerl_pl.checkpoint.SafeCheckpointIO"
 """Class path of the plugin that writes and reads a run's checkpoints."""
@@ -74,9 +76,7 @@ def _check_length(trainer: Mapping[str, Any]) -> None:
     least = trainer.get("min_steps")
     if least is not None and not 0 <= least <= steps:
         raise ValueError(f"trainer.min_steps is {least}; expected 0 to trainer.max_steps ({steps})")
-    log_every = trainer.get("log_every_n_steps")
-    if log_every is not None and log_every < 1:
-        raise ValueError(f"trainer.log_every_n_steps is {log_every}; expected at least 1")
+    require_at_least(1, section="trainer.", log_every_n_steps=trainer.get("log_every_n_steps"))
 
 
 def _check_time(max_time: Any) -> None:
@@ -103,8 +103,7 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
     too_few = are_numbers and len(words) == 1 and int(words[0]) < 1 and int(words[0]) != -1
     if devices != "auto" and (devices == [] or not are_numbers or too_few):
         raise ValueError(f"trainer.devices is {devices}; expected a number of devices, at least 1, or auto")
-    if nodes is not None and nodes < 1:
-        raise ValueError(f"trainer.num_nodes is {nodes}; expected at least 1")
+    require_at_least(1, section="trainer.", num_nodes=nodes)
 
 
 def _check_hardware(trainer: Mapping[str, Any]) -> None:

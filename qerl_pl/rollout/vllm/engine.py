@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qerl_pl import native
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.isolation import any_algorithm, preserved_rng
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Completion
@@ -95,9 +96,7 @@ class VLLMEngine:
     speculation: Literal["auto", "off", "on"] = "off"
 
     def __post_init__(self) -> None:
-        for name in ("kv_cache_bytes", *SIZES):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
+        require_at_least(1, **{name: getattr(self, name) for name in ("kv_cache_bytes", *SIZES)})
         self._arguments = {name: value for name in OF_VLLM if (value := getattr(self, name)) is not None}
         self._speculates = self.speculation != "off"
         self._drafts: Any = None
