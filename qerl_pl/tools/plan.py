@@ -158,12 +158,13 @@ def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
     """Replace those settings of a planned run that depend on this machine by what they are on an H100 or H200 with the
-    packages of the extra [gpu]: fused element-wise kernels in training, and native decoding kernels, which share the
-    trainer's copy of the base. ``model`` is the section of the run's configuration."""
+    packages of the extra [gpu]: fused element-wise kernels in training, native decoding kernels, which share the
+    trainer's copy of the base, and speculation if it is "auto". ``model`` is the section of the run's configuration."""
     engine, settings = run.engine, model["engine"].get("init_args") or {}
     if engine is not None:
         is_native = settings.get("decoding_kernel", "auto") != "humming" and native.is_installed()
-        engine = replace(engine, one_copy=is_native, dequantises=is_native)
+        speculates = engine.speculates or (settings.get("speculation") == "auto" and native.is_installed())
+        engine = replace(engine, one_copy=is_native, dequantises=is_native, speculates=speculates)
     return replace(run, fused=model["fused_elementwise"] is not False, engine=engine)
 
 

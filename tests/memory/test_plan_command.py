@@ -231,3 +231,6 @@ def test_a_run_on_hopper_is_planned_on_any_machine(bases):
     assert replace(result, fused=run.fused, engine=run.engine) == run
     other = model | {"engine": {"init_args": {"decoding_kernel": "humming"}}, "fused_elementwise": False}
     assert on_hopper(run, other) == replace(run, fused=False)
+    speculating = on_hopper(run, model | {"engine": {"init_args": {"speculation": "auto"}}}).engine
+    assert result.engine is not None
+    assert speculating == replace(result.engine, speculates=True)
