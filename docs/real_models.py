@@ -361,13 +361,14 @@ def checks(lines: list[Line]) -> str:
         grouped.setdefault(key, []).append(line)
     rows = []
     for key, runs in grouped.items():
-        alarms = sum(run["alarm"]["outcome"] != "silent" for run in runs)
+        outcomes = [run["alarm"]["outcome"] for run in runs]
         largest = [
             f"{max(values):.{digits}f}" if (values := [run[name][1] for run in runs if run.get(name)]) else ""
             for name, digits in (("probe_excess", 2), ("score_excess", 2), ("gap", 4), ("grad_norm_over_median", 1))
         ]
-        rows.append([*key, len(runs), sum(run["rollouts"] for run in runs), alarms, *largest])
-    head = "model | policy | engine | runs | rollouts | alarms | probe excess | score excess | gap | gradient"
+        rows.append([*key, len(runs), sum(run["rollouts"] for run in runs)])
+        rows[-1] += [outcomes.count("stopped"), outcomes.count("warned"), *largest]
+    head = "model | policy | engine | runs | rollouts | stopped | warned | probe excess | score excess | gap | gradient"
     return tabled(head, rows)
 
 
@@ -382,8 +383,8 @@ def completions_page(lines: list[Line]) -> str:
     line = min(kept, key=lambda line: (line["shape"]["arm"] != "nvfp4", line["shape"]["task"] != TASK))
     about = (
         "The run is of {model}, arm {arm}, task {task}, seed {seed}. The completions are of {number} evenly spaced "
-        "test problems, sampled greedily before the first rollout and after {rollouts}."
-    ).format(model=model_of(line), number=len(line["completions"]), rollouts=line["rollouts"][1], **line["shape"])
+        "test problems, sampled greedily before the first rollout and after rollout {last}."
+    ).format(model=model_of(line), number=len(line["completions"]), last=line["rollouts"][1], **line["shape"])
     return COMPLETIONS.format(about=wrapped(about), completions="\n\n".join(map(_completion, line["completions"])))
 
 
@@ -406,8 +407,8 @@ def quoted(text: str) -> str:
 
 
 def draw(lines: list[Line], file: Path) -> None:
-    """Write the picture: a row per model; accuracy, entropy and length by rollout; a colour per arm, and the recipe's
-    lines dashed."""
+    """Write the picture: a row per model; accuracy, entropy and length by rollout; a colour per arm, and the lines of
+    verl's task dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -426,7 +427,7 @@ def draw(lines: list[Line], file: Path) -> None:
         for axis, (name, title) in zip(axes[names.index(model)], panels.items(), strict=True):
             steps, values = _together(runs, name)
             if len(steps):
-                style = "-" if task == TASK else "--"
+                style = "--" if task == TASK else "-"
                 axis.plot(steps, values.mean(axis=0), style, color=COLOURS.get(arm), label=f"{arm}, {task}")
                 low, high = values.min(axis=0), values.max(axis=0)
                 axis.fill_between(steps, low, high, color=COLOURS.get(arm), alpha=0.2, linewidth=0)

@@ -61,7 +61,9 @@ def files(*suffixes: str) -> list[Path]:
         path = ROOT / name
         assert path.exists(), f"{name} is gone; take it off the list"
         found += sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [path for path in found if path.suffix in suffixes]
+    return [
+        path for path in found if path.suffix in suffixes and path.name != "real_completions.md"
+    ]  # a model wrote it
 
 
 def name_of(path: Path) -> str:
