@@ -33,7 +33,8 @@ class Routes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """LoRA adapters of all experts. They are rounded to the dtype of the products, and their gradients are not."""
+    """LoRA adapters of all experts. They and, on a GPU, their gradients are rounded to the dtype of the products, as by
+    autocast."""
 
     gate_up_a: Tensor
     """[E, R, H], which gate and up share. R must be a multiple of 8 on a GPU."""
@@ -133,10 +134,8 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply, for each expert, its rows of ``left`` [S, N], transposed, by those of ``right`` [S, K]: [E, N, K] of
     ``dtype``; 0 for an expert without rows."""
-    if not left.is_cuda:
+    if not left.is_cuda or left.dtype == torch.bfloat16:
         return F.grouped_mm(left.mT, right, offs=ends).to(dtype)
-    if left.dtype == torch.bfloat16:
-        return F.grouped_mm(left.mT, right, offs=ends, out_dtype=dtype)
     places = ends[:-1].tolist()  # waits for the GPU
     parts = zip(left.tensor_split(places), right.tensor_split(places), strict=True)
     return torch.stack([a.mT @ b for a, b in parts]).to(dtype)
