@@ -54,6 +54,7 @@ def test_the_smallest_model_through_a_whole_run_on_a_cpu(run, tmp_path, monkeypa
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(1200)  # several such runs and other programs may share the GPU
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("arm", [(), ("-c", "configs/arms/nvfp4_aqn.yaml")], ids=["bf16", "nvfp4_aqn"])
 @pytest.mark.parametrize("name", ON_GPU)
