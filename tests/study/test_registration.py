@@ -85,12 +85,14 @@ def test_the_pilot_tries_what_the_study_runs_and_shares_no_seed_with_it():
     assert not pilot.comparisons
     for name in ("config", "settings", "gpu_memory"):
         assert getattr(noise, name) == getattr(pilot, name)
+    rates: dict[str, set[float]] = {}
     for name, arm in noise.arms.items():
         assert set(arm["model"]["optimizer"]["init_args"]) == {"lr"}
-        assert arm["model"]["optimizer"]["init_args"]["lr"] in pilot.grid[RATE]
+        rates.setdefault(name.partition("+")[0], set()).add(arm["model"]["optimizer"]["init_args"]["lr"])
         if name in pilot.arms and name != "bf16+aqn+strong":
             assert without_rate(arm) == pilot.arms[name]
-    assert set(noise.arms) - set(pilot.arms) == {"bf16+temperature"}
+    assert all(len(of_base) == 1 and of_base <= set(pilot.grid[RATE]) for of_base in rates.values())
+    assert {"bf16", "nvfp4", "nvfp4+aqn", "bf16+aqn", "bf16+aqn+strong"} <= set(pilot.arms)
     assert noise.arms["bf16+temperature"]["model"] == noise.arms["bf16"]["model"]
     (tried,) = zip(*(noise_of(arm) for name, arm in pilot.arms.items() if "aqn" in name), strict=True)
     assert sorted({each["sigma_start"] for each in tried}) == [0.01, 0.02, 0.04]
