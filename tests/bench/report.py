@@ -259,6 +259,19 @@ def taken_gib(run: Line) -> float | None:
     return run["peak_bytes"] / GIB if run.get("peak_bytes") else run.get("logged", {}).get("peak_gib")
 
 
+def rollouts_with_drafts(lines: list[Line]) -> list[Line]:
+    """Choose the rollouts of pretrained models with drafts, and add the seconds of the same rollouts without them
+    ("plain_s"), which were measured on the same GPU at the same commit."""
+    latest = _latest(["drafts/"], lines)
+
+    def setting(line: Line) -> str:
+        return json.dumps([_gpu(line), line["commit"], line["name"], {**line["shape"], "speculation": None}])
+
+    plain = {setting(line): line["median_s"] for line in latest if line["shape"]["speculation"] == "off"}
+    drafted = [line for line in latest if line["shape"]["speculation"] == "on" and setting(line) in plain]
+    return [{**line, "plain_s": plain[setting(line)]} for line in drafted]
+
+
 def kernels_table(lines: list[Line]) -> str:
     """Make the table of the microseconds of each fused linear layer, with Humming's kernel and with this project's; a
     column per number of tokens."""
@@ -452,6 +465,19 @@ TABLES = {
             "without, ms": cell("step_s", digits=2, scale=1e3),
             "with, ms": cell("verify_s", digits=2, scale=1e3),
             "cost": cell("cost", digits=2),
+        },
+    ),
+    "rollouts_with_drafts": _rows(
+        rollouts_with_drafts,
+        lambda _: {
+            "model": _variant,
+            "base": _base,
+            "completions": lambda line: f"{line['shape']['prompts']} x {line['shape']['completions']}",
+            "temperature": cell("shape", "temperature"),
+            "surprisal, nats": cell("surprisal", digits=2),
+            "without, s": cell("plain_s", digits=2),
+            "with, s": cell("median_s", digits=2),
+            "speed-up": lambda line: rounded(line["plain_s"] / line["median_s"], 2),
         },
     ),
     "start": _rows(

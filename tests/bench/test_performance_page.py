@@ -2,7 +2,7 @@
 
 import re
 
-from tests.bench.report import PAGE, README, headline_table, page, results, with_speeds
+from tests.bench.report import PAGE, README, TABLES, headline_table, page, results, with_speeds
 
 
 def test_the_page_is_what_the_script_makes_of_the_results():
@@ -27,3 +27,18 @@ def test_the_readmes_first_facts_are_in_its_table():
     )[0]
     assert (decoding, steps) == (f"{float(cells['7B'][0]):.1f}", f"{float(cells['7B'][4]):.1f}")
     assert f"{cells['32B'][-1]} GiB" in " ".join(readme.split())
+
+
+def test_rollouts_with_drafts_stand_next_to_the_same_ones_without():
+    about = {"device": "NVIDIA H200", "torch": "2", "triton": "3", "commit": "a", "surprisal": 0.3}
+    shape = {"base": "nvfp4", "prompts": 16, "completions": 8, "temperature": 1.0}
+    lines = [
+        {"name": "drafts/small", "shape": {**shape, "speculation": "off"}, "median_s": 3.0, **about},
+        {"name": "drafts/small", "shape": {**shape, "speculation": "on"}, "median_s": 2.0, **about},
+        {"name": "drafts/small", "shape": {**shape, "speculation": "on", "prompts": 1}, "median_s": 2.0, **about},
+        {"name": "drafts/other", "shape": {**shape, "speculation": "on"}, "median_s": 2.0, **about},
+    ]
+    table = TABLES["rollouts_with_drafts"]
+    chosen = table.select(lines)
+    assert [line["plain_s"] for line in chosen] == [3.0]
+    assert table.markdown(chosen).splitlines()[-1] == "| small | nvfp4 | 16 x 8 | 1.0 | 0.30 | 3.00 | 2.00 | 1.50 |"
