@@ -58,7 +58,7 @@ def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
     if global_scale.ndim == 0:
-        return factors[block_scale.int()]
+        return factors.index_select(0, block_scale.int().flatten()).view(block_scale.shape)
     return factors.gather(1, block_scale.view(len(factors), -1).long()).view(block_scale.shape)
 
 
