@@ -55,6 +55,13 @@ def with_rounding(
     ``score(copies)`` computes the log-probabilities with ``model`` in a batch of ``copies`` equal rows: [copies, N].
     """
     [plain] = score(1)
+    return plain, rounding_of(plain, score, model, dtype, seed=seed)
+
+
+def rounding_of(
+    plain: Tensor, score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
+) -> Tensor:
+    """Compute the second result of ``with_rounding``, [N], if the first is known."""
     with shaken(model, dtype, seed=seed):
         errors = score(SHAKES) - plain
-    return plain, errors.square().mean(dim=0).sqrt()
+    return errors.square().mean(dim=0).sqrt()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.policy.policy import Policy
-from qerl_pl.policy.shaken import with_rounding
+from qerl_pl.policy.shaken import rounding_of
 from qerl_pl.rollout.hf import TransformersEngine
 
 STRENGTHS = tuple(2.0**-step for step in range(-2, 7))
@@ -78,8 +78,8 @@ def find_strength(
             changes.append((probed - usual).abs().mean().item())
             if not changes[-1] <= MOST_CHANGE:
                 break
-            scores, rounding = with_rounding(score, policy.causal_lm, dtype, seed=seed_of_adapter)
-            shares_of_adapters.append((rounding.mean() / (scores - usual).abs().mean().clamp(min=1e-9)).item())
+            rounding = rounding_of(probed, score, policy.causal_lm, dtype, seed=seed_of_adapter)
+            shares_of_adapters.append(rounding.mean().item() / max(changes[-1], 1e-9))
         if not max(changes) <= MOST_CHANGE:
             continue
         shares[strength] = max(shares_of_adapters)
