@@ -10,6 +10,10 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+
+import qerl_pl  # noqa: F401  (before torch, which reads how threads wait for each other)
+
+# isort: split
 import torch
 from hypothesis import settings
 from jsonargparse import _postponed_annotations
