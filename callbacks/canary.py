@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -22,7 +24,7 @@ from qerl_pl.rollout import comparison
 from qerl_pl.rollout.base import expected_fingerprint
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import trained_norms
-from qerl_pl.rollout.comparison import NUM_PROMPTS, PROBE, WITH_ADAPTER, WITHOUT_ADAPTER, Gap
+from qerl_pl.rollout.comparison import LAST, NUM_PROMPTS, PROBE, WITH_ADAPTER, WITHOUT_ADAPTER, Gap
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.probe import find_strength
 
@@ -57,7 +59,8 @@ class SyncCanary(Callback):
        cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0,
        log-probabilities cannot tell such policies apart. So a few tokens are sampled, a strong random adapter (the
        probe adapter) is loaded, and tokens that are then sampled after the same prompts must have the log-probabilities
-       that the trainer's model has with the probe adapter.
+       that the trainer's model has with the probe adapter. A validation before the first rollout has no such check: the
+       engine has had one policy only, so there are no prefixes of an older one, and scores show an adapter left out.
     3. Scores, still less often. Engine and trainer compute the log-probabilities of text from the run's prompts and
        completions, with and without the adapter. (This does not test the prefix cache, which vLLM does not use for
        scoring.)
@@ -67,8 +70,9 @@ class SyncCanary(Callback):
     from the trainer by more than ``tolerance`` and by more than ``comparison.MARGIN`` times as much as these two
     computations differ. The strength of the probe adapter is found once, by the trainer alone: the adapter must change
     log-probabilities far more than rounding errors do, without making the model chaotic. If no strength does so, a
-    warning says it, and 2 is left out. The text begins with the completion of which the policy was least certain,
-    because an adapter hardly changes log-probabilities near 0.
+    warning says it, and 2 is left out. The text ends with those tokens of the rollout's completions of which the
+    policy was least certain: an adapter hardly changes log-probabilities near 0, so after text that is nearly certain
+    rounding errors would be as large as what the adapter changes.
 
     After the checks, the engine holds the run's adapter and noise again.
 
@@ -127,7 +131,8 @@ class SyncCanary(Callback):
     ) -> None:
         if batch_idx == 0:
             self._evaluation_strength = self._strength
-        due = Due(samples=is_due(batch_idx, self.sample_every), scores=batch_idx == 0)
+        comes_first = trainer.state.fn == TrainerFn.FITTING and self._strength is None
+        due = Due(samples=is_due(batch_idx, self.sample_every) and not comes_first, scores=batch_idx == 0)
         seed, rows = derive_seed(SEED, "canary/evaluation", batch_idx), [prompt.tokens for prompt in batch]
         known = self._evaluation_strength
         checked = self._check(pl_module, NormNoise(), rows, due, seed=seed, strength=known)
@@ -142,7 +147,7 @@ class SyncCanary(Callback):
         rows: list[tuple[int, ...]] = []
         if any(made):  # gathered, so that the text is the same for any number of ranks
             pairs = zip(batch.prompts, batch.completions, strict=True)
-            local = [(prompt.tokens + completion.tokens, _surprisal(completion)) for prompt, completion in pairs]
+            local = [until_least_certain(prompt, completion) for prompt, completion in pairs]
             gathered = ranks.gather_groups(local, batch.group_size)
             rows = [tokens for tokens, _ in sorted(gathered, key=lambda row: row[1], reverse=True)]
         seed, noise, before = derive_seed(SEED, "canary/rollout", index), pl_module.norm_noise, self._strength
@@ -220,10 +225,14 @@ class SyncCanary(Callback):
         return gaps, strength
 
 
-def _surprisal(completion: Completion) -> float:
-    """Return the mean of -log p over a completion's tokens in nats; 0 if it is not finite, or if there is no token."""
-    mean = -sum(completion.logprobs) / max(1, len(completion.logprobs))
-    return mean if math.isfinite(mean) else 0.0
+def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
+    """Return the tokens of prompt and completion up to the end of those ``LAST`` tokens of the completion of which the
+    policy was least certain, and the sum of their -log p in nats. A log-probability that is not finite counts as 0."""
+    surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
+    sums = list(accumulate(surprisals, initial=0.0))
+    ends = range(min(LAST, len(sums) - 1), len(sums))
+    surprisal, end = max((sums[end] - sums[max(0, end - LAST)], end) for end in ends)
+    return prompt.tokens + completion.tokens[:end], surprisal
 
 
 def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:

@@ -26,6 +26,7 @@ from qerl_pl.rollout.probe import probe_adapter
 # two completions per prompt, as rollouts have several
 ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)
 NUM_PROMPTS = 16
+LAST = 2 * NUM_PROMPTS - 1  # tokens at the end of the text that samples are compared after
 
 WITH_ADAPTER = "scores with the adapter"
 WITHOUT_ADAPTER = "scores without the adapter"
@@ -68,8 +69,10 @@ def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = ma
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Concatenate rows of tokens, again from the first row if they are too few, and return the first ``num_tokens``."""
-    return list(islice(cycle(chain.from_iterable(rows)), num_tokens))
+    """Return ``num_tokens`` tokens that end with the first row. Before it come the second row, the third and so on, as
+    many as are needed; if they are too few, they are repeated."""
+    backwards = cycle(chain.from_iterable(map(reversed, rows)))
+    return list(islice(backwards, num_tokens))[::-1]
 
 
 def wrong_ones(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
@@ -141,7 +144,7 @@ def probe_gap(
     The lengths of the prefixes differ by two tokens, so that some end soon after a cached block (of 16 tokens or more),
     where a stale prefix cache changes log-probabilities most.
     """
-    prompts = [tokens[:-shorter] for shorter in range(1, min(2 * NUM_PROMPTS, len(tokens)), 2)]
+    prompts = [tokens[:-shorter] for shorter in range(1, min(LAST + 1, len(tokens)), 2)]
     adapter = probe_adapter(policy, strength=strength, seed=seed)
     engine.generate(prompts[:1], ONE_TOKEN, 0)  # prefixes cached here must not be used below
     engine.load_adapter(adapter)

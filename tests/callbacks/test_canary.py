@@ -9,8 +9,9 @@ import torch
 from torch import distributed as dist
 
 from callbacks import canary
-from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected
+from callbacks.canary import SyncCanary, describe_fault, dtype_held, expected, until_least_certain
 from qerl_pl.common.checks import EARLY
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.model.family import PROJECTIONS
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
@@ -18,7 +19,7 @@ from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.shaken import shaken
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout import comparison
-from qerl_pl.rollout.comparison import MARGIN, Gap, gap_of, score_gaps, trainers_engine, wrong_ones
+from qerl_pl.rollout.comparison import LAST, MARGIN, Gap, gap_of, score_gaps, trainers_engine, wrong_ones
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.rollout.probe import STRENGTHS, USABLE, find_strength
@@ -155,6 +156,23 @@ class TestChecks:
         anew = [(length - 1) % block + 1 for length in sampled]  # tokens of its own
         assert min(anew) == 1
         assert max(anew) >= 15
+
+    @pytest.mark.parametrize("length", [0, 5, LAST, 200])
+    def test_the_text_ends_with_the_tokens_of_which_the_policy_was_least_certain(self, length):
+        prompt = Prompt((1, 2, 3), "")
+        logprobs = (-0.1 * torch.rand(length, generator=torch.Generator().manual_seed(0))).tolist()
+        logprobs[50 : 50 + LAST] = [-1.0] * len(logprobs[50 : 50 + LAST])
+        logprobs[100:102] = [-math.inf, math.nan] if length > 101 else []
+        tokens = tuple(range(10, 10 + len(logprobs)))
+        text, surprisal = until_least_certain(prompt, Completion(tokens, tuple(logprobs), finished=True))
+        assert text == prompt.tokens + tokens[: 50 + LAST]
+        assert surprisal == pytest.approx(-sum(logprobs[50 : 50 + LAST] if length > LAST else logprobs))
+
+    @pytest.mark.parametrize("num", [1, 4, 5, 8, 14])
+    def test_a_text_ends_with_the_first_row_and_repeats_rows_that_are_too_few(self, num):
+        assert (
+            comparison.own_text([[1, 2, 3], [], [4, 5]], num) == [3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3][-num:]
+        )
 
     @pytest.mark.parametrize(
         ("gap", "is_wrong"),
