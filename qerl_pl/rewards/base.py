@@ -134,10 +134,10 @@ class RewardTable(NamedTuple):
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """Return the most frequent reason for unscored rows; at least one row must be unscored."""
+        """Return the most frequent reason for unscored rows; empty if all rows are scored."""
         weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
-        missing = (verdict for verdicts in weighted for verdict in verdicts if verdict.score is None)
-        return Counter(verdict.reason for verdict in missing).most_common(1)[0][0]
+        reasons = Counter(verdict.reason for verdicts in weighted for verdict in verdicts if verdict.score is None)
+        return max(reasons, key=reasons.__getitem__, default="")
 
 
 def have_weight(rewards: Sequence[WeightedReward]) -> bool:

@@ -4,7 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -100,9 +101,10 @@ class DynamicSampling:
         Returns the groups that this rank trains on, or None. Only if ``may_move``, a rank may train on groups that
         another one has sampled. Raises CheckFailed if fewer groups have a signal and ``when_short`` is "error".
         """
-        shares, rank = ranks.gather_values(sampled.has_signal.tolist()), ranks.rank()
+        rank, num_ranks = ranks.rank(), ranks.num_ranks()
+        shares = ranks.gather_values(sampled.has_signal.tolist())
         places = sorted(
-            of_rank + index * len(shares)
+            of_rank + index * num_ranks
             for of_rank, flags in enumerate(shares)
             for index, flag in enumerate(flags)
             if flag
@@ -113,23 +115,18 @@ class DynamicSampling:
                 f"{sum(map(len, shares))}, and a batch needs {batch_size}: the problems are too easy or too hard for "
                 "the policy; change the data, raise model.dynamic_sampling.max_refills, or set when_short to smaller"
             )
-        sampled_by = [place % len(shares) for place in places]
-        trained_by = balanced(sampled_by, len(shares)) if may_move else sampled_by
+        sampled_by = [place % num_ranks for place in places]
+        trained_by = balanced(sampled_by, num_ranks) if may_move else sampled_by
 
-        moves = list(zip(places, sampled_by, trained_by, strict=True))
-        stay = [place // len(shares) for place, old, new in moves if old == rank == new]
-        leave = [place // len(shares) for place, old, new in moves if old == rank != new]
+        mine = [(place, new) for place, old, new in zip(places, sampled_by, trained_by, strict=True) if old == rank]
+        stay = [place // num_ranks for place, new in mine if new == rank]
         parts = [sampled.select(torch.tensor(stay))] if stay else []
         if trained_by != sampled_by:
-            offered = ranks.gather_values(sampled.select(torch.tensor(leave)) if leave else None)
-            taken: Counter[int] = Counter()
-            for _, old, new in moves:
-                part = offered[old]
-                if old == new or part is None:
-                    continue
-                if new == rank:
-                    parts.append(part.select(torch.tensor([taken[old]])))
-                taken[old] += 1
+            leave = [
+                (place, new, sampled.select(torch.tensor([place // num_ranks]))) for place, new in mine if new != rank
+            ]
+            moved = sorted(chain.from_iterable(ranks.gather_values(leave)), key=itemgetter(0))
+            parts += [group for _, new, group in moved if new == rank]
         return sum(parts[1:], parts[0]) if parts else None
 
 

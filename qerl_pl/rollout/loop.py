@@ -16,7 +16,7 @@ from qerl_pl.common.types import Experience, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.objective.advantages import AdvantageFunction, Baseline, batch_std, group_advantages
 from qerl_pl.quant.experts import Routing
-from qerl_pl.rewards.base import RewardTable, WeightedReward, score_rewards
+from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups, checked_routes
 from qerl_pl.rollout.decode import check_ends, completion_texts
@@ -120,7 +120,14 @@ class RolloutLoop:
             # A batch must not be empty: without groups to train on, one is passed on that is left out of the loss.
             in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
         with watch.phase("wait"):
-            self._check_scored(sampled.table)
+            unscored = 1 - ranks.gather(sampled.table.scored.float()).mean().item()
+            if unscored > self.max_unscored_share:
+                reasons = ranks.gather_values(sampled.table.common_reason())
+                raise CheckFailed(
+                    f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
+                    f"({self.max_unscored_share:.1%}); the most frequent reason: {next(filter(None, reasons))}. Look "
+                    "at the answers of these prompts, or raise the limit"
+                )
         experience = self._experience(chosen, in_loss=in_loss)
         rollout = Rollout(sampled, chosen, experience, num_refills, num_noisy_norms)
         for observe in self.observers:
@@ -168,16 +175,6 @@ class RolloutLoop:
             baseline=baseline,
             metric=None if self.dynamic_sampling is None else self.dynamic_sampling.metric,
         )
-
-    def _check_scored(self, table: RewardTable) -> None:
-        unscored = 1 - ranks.gather(table.scored.float()).mean().item()
-        if unscored > self.max_unscored_share:
-            reasons = ranks.gather_values("" if table.scored.all() else table.common_reason())
-            raise CheckFailed(
-                f"{unscored:.1%} of the completions could not be scored, more than max_unscored_share "
-                f"({self.max_unscored_share:.1%}); the most frequent reason: {next(filter(None, reasons))}. Look at "
-                "the answers of these prompts, or raise the limit"
-            )
 
     def _experience(self, chosen: ScoredBatch, *, in_loss: bool) -> Experience:
         std_of_batch = None
