@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
@@ -12,6 +13,7 @@ from qerl_pl.common import ranks
 from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.loggers import log_completions
+from qerl_pl.common.types import Experience
 from qerl_pl.module import QeRLModule
 from qerl_pl.rollout.token_file import RowTokens, write_tokens
 from qerl_pl.update import UpdateReport
@@ -96,7 +98,7 @@ def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: U
 def rows_of(update: UpdateReport) -> list[RowTokens]:
     """Copy the tokens of each completion, with their log-probabilities and the other values of ``RowTokens``, to the
     CPU."""
-    batch = update.experience.to(torch.device("cpu"))
+    batch: Experience = move_data_to_device(update.experience, "cpu")
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
     gap = logprobs - batch.sampler_logprobs
     teacher = None if update.teacher_logprobs is None else update.teacher_logprobs.cpu() - logprobs

@@ -20,7 +20,6 @@ from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
-from qerl_pl.quant.experts import replaying
 from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.training.metrics import gap
@@ -153,8 +152,8 @@ def trainer_logprobs(
     [B, S, L, k] are experts to use, None: the routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     for rows in _passes(sampled, micro_batch_tokens):
-        replay = replaying(routes, rows)
-        logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], temperature=1.0, replay=replay).logprobs
+        how = {"temperature": 1.0, "routes": None if routes is None else routes[rows]}
+        logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], **how).logprobs
     return logprobs
 
 
@@ -183,7 +182,7 @@ def sampled_margins(
     temperature."""
     margins = []
     for rows in _passes(sampled, micro_batch_tokens):
-        how = {"temperature": temperature, "replay": replaying(routes, rows)}
+        how = {"temperature": temperature, "routes": None if routes is None else routes[rows]}
         margins.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], **how))
     return torch.cat(margins)
 

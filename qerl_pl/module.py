@@ -37,7 +37,7 @@ from qerl_pl.memory.plan import Plan
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.noise.norm_noise import NormNoise
-from qerl_pl.policy.packing import describe_attention
+from qerl_pl.policy.attention import describe_attention
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.teacher import Teacher
 from qerl_pl.rewards.base import WeightedReward, check_answers, have_weight, ready_rewards

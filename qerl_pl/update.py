@@ -1,7 +1,7 @@
 """Policy updates: train the policy on the experience of one rollout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -159,17 +159,9 @@ def _gradient(
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):
         scores = batch.teacher
-        stats = batch.policy.token_stats(
-            part.tokens,
-            part.sampled,
-            temperature=batch.settings.temperature,
-            teacher=scores and scores.states_of(part),
-            replay=part.replay,
-        )
+        stats = batch.token_stats(part, teacher=scores and scores.states_at(part, part.read(experience.sampled)))
         if record:
-            batch.record_others(part)
-            part.write(batch.old, stats.logprobs.detach())
-            part.write(batch.entropy, stats.entropy.detach())
+            batch.record(part, stats)
         mask = part.read(experience.mask)
         old, sampler = part.read(batch.old), part.read(experience.sampler_logprobs)
         inputs = LossInputs(
@@ -208,4 +200,4 @@ def _kl_in_reward(batch: Batch, reference: Tensor, objective: ResolvedObjective)
         values.view(-1, batch.settings.group_size)
         for values in (experience.advantages, objective.kl_coefficient * kl, experience.scored)
     )
-    return replace(experience, advantages=less_penalty(advantages, penalty, scored, objective.baseline).flatten())
+    return experience._replace(advantages=less_penalty(advantages, penalty, scored, objective.baseline).flatten())

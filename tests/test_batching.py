@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_pl.common.batching import micro_batches, micro_batches_of_groups
+from qerl_pl.common.batching import micro_batches
+from qerl_pl.policy.packing import micro_batches_of_groups
 
 
 @settings(deadline=None)
@@ -45,7 +46,7 @@ def test_rows_of_a_group_share_their_prompt_within_the_limit(groups, max_tokens,
         lengths_of = {int(group[row]): int(prompts[row]) for row in batch}
         whole = int(lengths[batch].sum())
         shared = sum(lengths_of.values()) + whole - int(prompts[batch].sum())
-        is_shared = whole - shared >= least_saved * whole  # as in policy.shared_prompts
+        is_shared = whole - shared >= least_saved * whole  # as in share_prompts
         assert (shared if is_shared else whole) <= max_tokens
     sizes = [sum(completions) + prompt for prompt, completions in groups]
     if least_saved == 0 and all(size <= max_tokens for size in sizes):  # no group is divided

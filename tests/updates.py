@@ -25,7 +25,7 @@ def away_from_its_base(policy: Policy) -> Policy:
 
 def rows_of(experience: Experience, rows: Any) -> Experience:
     """Select rows, by any index of the first dimension, in a given order."""
-    return Experience(**{name: values[rows] for name, values in vars(experience).items() if values is not None})
+    return Experience(**{name: values[rows] for name, values in experience._asdict().items() if values is not None})
 
 
 def updated(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # processes that only compute rewards use these types, and importing torch would take them a second
-    import torch
     from torch import Tensor
 
 Message = dict[str, str]
@@ -73,8 +72,7 @@ class Completion:
     training does not replay routes. The rollout loop converts them to uint8 (int16 for more than 256 experts)."""
 
 
-@dataclass(frozen=True)
-class Experience:
+class Experience(NamedTuple):
     """One rollout as tensors: B rows, each a prompt and its completion, with advantages. In fields [B, S],
     position s is about token s (e.g. its log-probability), not about token s + 1."""
 
@@ -95,7 +93,3 @@ class Experience:
     routes: Tensor | None = None
     """[B, S, L, k] uint8 or int16, ``Completion.routes``; 0 for a row's last token and padding. None: training lets
     the routers choose, or the model has none."""
-
-    def to(self, device: torch.device) -> Experience:
-        """Return a copy of this experience with all its tensors on a device."""
-        return Experience(**{name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None})

@@ -17,11 +17,13 @@ On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` compute everything on 
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from qerl_pl.model.family import Family
 
 CHUNK_BYTES = 256 * 2**20
 HEAD_ROWS = 4096  # rows of the head converted to fp32 at a time on devices without a mixed-precision product
@@ -36,6 +38,15 @@ class Head(NamedTuple):
     """Divides the logits: the sampling temperature times the number by which the model divides its logits."""
     logit_cap: float | None = None
     """Soft cap of the model's logits; None: none."""
+
+
+def head_of(model: Any, family: Family, temperature: float) -> Head:
+    """Describe how a model's hidden states become the distribution that is sampled from at a temperature."""
+    divisor = 1.0 if family.logit_divisor is None else getattr(model.config, family.logit_divisor)
+    cap = None if family.logit_cap is None else getattr(model.config, family.logit_cap)
+    embeddings = model.get_output_embeddings()
+    assert embeddings is not None
+    return Head(embeddings.get_parameter("weight"), temperature * divisor, cap)
 
 
 def token_logprobs(

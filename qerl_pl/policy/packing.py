@@ -1,41 +1,49 @@
-"""Pack rows without padding into one sequence, with attention that does not cross the rows' boundaries.
+"""Pack rows without padding into one sequence, and compute hidden states of the packed tokens.
 
-The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention has to know where rows end.
-On CUDA in bf16 and fp16, attention is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, and for
-heads wider than this kernel supports, queries, keys and values are padded for torch's scaled_dot_product_attention, and
-its output is packed again. ``shared_prompts`` computes a prompt once for all rows of a pass that begin with it, if this
-saves enough tokens.
+The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention (``policy.attention``) has to
+know where rows end. A prompt that several rows of a pass share occurs, and is computed, only once if this saves enough
+tokens: a group of G completions of C tokens to a prompt of P tokens then takes P + G C tokens instead of G (P + C). The
+packed sequence holds all prompts, then all completions, those of the same prompt together. The tokens of a completion
+attend to its prompt and to the completion's earlier tokens.
 
-Two faster kernels were tried on an H200. cuDNN's, through torch 2.11, returns wrong gradients for packed rows of
-unequal lengths and takes a tenth of a second for every new set of lengths. FlashAttention 3, in the form that vLLM
-ships, has no backward.
+Letters: B rows, S columns, T packed tokens.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from inspect import signature
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PretrainedConfig, PreTrainedModel
 
-from qerl_pl.model.layers import head_dims
-from qerl_pl.policy.kept import kept_whole
-from qerl_pl.policy.shared_prompts import SharedPrompts, share_prompts, shared_attention
-from qerl_pl.quant.experts import Mixture, Replay, mixtures
+from qerl_pl.common.batching import micro_batches
+from qerl_pl.model.layers import attention_windows
+from qerl_pl.quant.experts import UNSEEN, Replay
 
-ATTENTION = "packed"  # name under which ``_attention`` is registered with transformers
-VARLEN_HEAD_DIM = 256  # widest heads that FlashAttention 2 supports
-# In torch 2.11, varlen_attn supports fewer key heads than query heads without an argument; later versions need the
-# argument ``enable_gqa``.
-_SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+WORTH = 1 / 16
+"""Smallest share of a pass's tokens for which sharing prompts pays; if it saves fewer tokens, the second attention call
+costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Boundaries, in a packed sequence, of shared prompts and of the completions that attend to them."""
+
+    num_prompt_tokens: int
+    """Number of tokens of all prompts together, which come first in the packed sequence."""
+    keys: Tensor
+    """[G + 1] int32, boundaries of the G prompts that have completions; these are the first prompts of the sequence."""
+    queries: Tensor
+    """[G + 1] int32, boundaries between the completions of one prompt and those of the next, as indices of completion
+    tokens (0 is the token after all prompts)."""
+    num_keys: int
+    """Tokens of the G prompts."""
+    longest_key: int
+    """Tokens of the longest prompt."""
+    longest_query: int
+    """Largest number of tokens that the completions of one prompt have together."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,93 @@ class Packed:
     longest: int
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
-    """Prompts that are shared by several rows; if given, ``starts`` has the boundaries of prompts and completions
-    instead of rows. None: no prompts are shared."""
+    """Boundaries of prompts that several rows share. If given, ``starts`` and ``longest`` are about prompts and
+    completions (those that have tokens) instead of rows. None: no token attends to a shared prompt."""
+
+
+class Layout(NamedTuple):
+    """Rows that are packed with shared prompts."""
+
+    packed: Packed
+    prompt_ends: Tensor
+    """[B] int64, packed index of the last token of each row's prompt."""
+    own_starts: Tensor
+    """[B] int64, packed index of the first token of each row's completion."""
+
+
+def attends_to_everything(config: PretrainedConfig) -> bool:
+    """Return whether every layer attends to all earlier tokens; layers with sliding windows or recurrent states cannot
+    share prompts."""
+    return all(window is None for window in attention_windows(config))
+
+
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether a pass computes a prompt that several rows share only once: on a GPU in 16 bits, if all layers have full
+    attention."""
+    return model.device.type == "cuda" and model.dtype != torch.float32 and attends_to_everything(model.config)
+
+
+def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
+    """Return, for each row of [B, S] int64, the index of the first row with the same prompt: [B] int64; ``prompts`` [B]
+    are the lengths of the rows' prompts."""
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    in_prompt = column < prompts.unsqueeze(1)  # [B, S]
+    mixed = (column + 1) * 0x5851F42D4C957F2D  # int64 products wrap around
+    sums = ((tokens + 1) * (mixed ^ (mixed >> 29))).masked_fill(~in_prompt, 0).sum(dim=1)  # [B]
+    _, group = sums.unique(return_inverse=True)
+    row = torch.arange(len(tokens), device=tokens.device)
+    first = torch.full_like(row, len(tokens)).scatter_reduce(0, group, row, "amin")[group]
+    equal = (prompts == prompts[first]) & ((tokens == tokens[first]) | ~in_prompt).all(dim=1)
+    return torch.where(equal, first, row)  # different prompts with equal sums are not shared
+
+
+def micro_batches_of_groups(
+    lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int, *, least_saved: float = WORTH
+) -> list[Tensor]:
+    """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
+
+    Each group is split into units of as many of its rows as fit into one micro-batch. ``micro_batches`` then divides
+    the units, as if each were a row. The policy shares prompts in a micro-batch only if this saves enough tokens
+    (``least_saved``). Where it does not, a micro-batch that fits only with shared prompts is dissolved, and its rows
+    are divided without sharing.
+
+    Args:
+        lengths: [B] int64, tokens of each row, the prompt included.
+        prompts: [B] int64, tokens of each row's prompt, the same for all rows of a group.
+        group: [B] int64, index of each row's group.
+        max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
+        least_saved: smallest share of a micro-batch's tokens that sharing must save to be done.
+
+    The result and the errors are those of ``micro_batches``.
+    """
+    lengths = lengths.cpu()
+    units: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[tuple[int, int], int] = {}
+    parts: dict[int, int] = {}
+    for row, (length, prompt, number) in enumerate(
+        zip(lengths.tolist(), prompts.tolist(), group.tolist(), strict=True)
+    ):
+        key = number, parts.setdefault(number, 0)
+        if key in units and sizes[key] + length - prompt > max_tokens:
+            parts[number] += 1
+            key = number, parts[number]
+        sizes[key] = sizes[key] + length - prompt if key in units else length
+        units.setdefault(key, []).append(row)
+    rows = list(units.values())
+    shared = torch.tensor(list(sizes.values()), dtype=torch.int64)
+    batches: list[tuple[int, Tensor]] = []  # tokens and rows
+    alone: list[Tensor] = []
+    for some in micro_batches(shared, max_tokens):
+        chosen = torch.tensor([row for unit in some.tolist() for row in rows[unit]])
+        tokens, whole = int(shared[some].sum()), int(lengths[chosen].sum())
+        if whole <= max_tokens or whole - tokens >= least_saved * whole:
+            batches.append((tokens, chosen))
+        else:
+            alone.append(chosen)
+    if alone:
+        left = torch.cat(alone)
+        batches += [(int(lengths[left[some]].sum()), left[some]) for some in micro_batches(lengths[left], max_tokens)]
+    return [chosen for _, chosen in sorted(batches, key=lambda batch: -batch[0])]
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
@@ -88,13 +181,79 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
         return packed, packed.starts[rows] + columns - 1
     behind_prompt = columns - 1 - prompts[rows]  # the index behind the prompt; -1: the prompt's last token
     before = torch.where(behind_prompt < 0, layout.prompt_ends[rows], layout.own_starts[rows] + behind_prompt)
-    parts = layout.tokens, layout.positions, layout.rows, layout.starts, layout.longest, layout.shared
-    return Packed(*parts), before
+    return layout.packed, before
+
+
+def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
+    """Pack rows such that equal prompts occur only once; return None if that would save less than a share ``WORTH`` of
+    the tokens. Micro-batches are planned by the same rule (``micro_batches_of_groups``).
+
+    Args:
+        tokens: [B, S] int64.
+        prompts: [B] int64, length of each row's prompt, at least 1.
+        lengths: [B] int64, number of tokens to take from each row, the prompt included.
+    """
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    in_prompt = columns < prompts.unsqueeze(1)  # [B, S]
+    heads, group = first_equal(tokens, prompts).unique(return_inverse=True)
+    num_own = lengths - prompts
+    saved, total = torch.stack([prompts.sum() - prompts[heads].sum(), lengths.sum()]).tolist()
+    if saved < WORTH * total:
+        return None
+    in_group = torch.zeros_like(heads).index_add_(0, group, num_own)
+    order = torch.argsort((in_group == 0).int(), stable=True)  # prompts without completion tokens come last
+    heads, in_group, group = heads[order], in_group[order], torch.argsort(order)[group]
+    rows = torch.argsort(group, stable=True)  # the completions of a prompt come one after another
+    prompt_ends, own_ends = prompts[heads].cumsum(0), num_own[rows].cumsum(0)
+    used = in_group > 0
+    numbers = prompt_ends[-1], used.sum(), (used * prompts[heads]).sum(), prompts.max(), num_own.max(), in_group.max()
+    num_prompt_tokens, num_used, num_keys, longest_prompt, longest_own, longest_group = torch.stack(numbers).tolist()
+    parts = (heads, in_prompt[heads]), (rows, ((columns < lengths.unsqueeze(1)) & ~in_prompt)[rows])
+    packed = Packed(
+        torch.cat([tokens[chosen][inside] for chosen, inside in parts]),
+        torch.cat([columns.expand_as(inside)[inside] for _, inside in parts]),
+        torch.cat([chosen.unsqueeze(1).expand_as(inside)[inside] for chosen, inside in parts]),
+        _boundaries(torch.cat([prompt_ends, num_prompt_tokens + own_ends]).unique_consecutive()),
+        max(longest_prompt, longest_own),
+        SharedPrompts(
+            num_prompt_tokens,
+            _boundaries(prompt_ends[:num_used]),
+            _boundaries(in_group[:num_used].cumsum(0)),
+            num_keys,
+            longest_prompt,
+            longest_group,
+        )
+        if num_used
+        else None,
+    )
+    own_starts = num_prompt_tokens + torch.zeros_like(num_own).index_copy_(0, rows, own_ends - num_own[rows])
+    return Layout(packed, (prompt_ends - 1)[group], own_starts)
+
+
+def predicting(
+    model: PreTrainedModel, tokens: Tensor, mask: Tensor, routes: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+    """Run a model over the rows that are needed to predict the N masked tokens [B, S].
+
+    Returns the indices of the masked tokens, and the hidden states [N, H] from which they are predicted. With routes
+    [B, S, L, k], the experts to use, it also returns for each token how many of them the routers would not have chosen,
+    [B, S, L] uint8; ``UNSEEN`` for tokens that were not computed.
+    """
+    packed, before = pack_for(tokens, mask, share=shares_prompts(model))
+    if routes is None:
+        others, hidden = None, packed_hidden_states(model.model, packed)  # [T, H]
+    else:
+        where = packed.rows, packed.positions
+        others = torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
+        replay = Replay(routes[where], others[where])
+        hidden = packed_hidden_states(model.model, packed, replay)
+        others[where] = replay.others
+    return mask.nonzero(as_tuple=True), hidden.index_select(0, before), others
 
 
 def packed_hidden_states(model: Callable[..., Any], packed: Packed, replay: Replay | None = None) -> Tensor:
     """Compute the last hidden states, [T, H], with a decoder that ``use_packed_attention`` has prepared. ``replay`` has
-    experts [T, L, k] for the L mixtures of a model that ``use_replay`` has prepared."""
+    experts [T, L, k] for the L mixtures of a model that ``quant.experts.use_replay`` has prepared."""
     starts, longest = packed.starts, packed.longest
     output = model(
         input_ids=packed.tokens.unsqueeze(0),
@@ -111,135 +270,5 @@ def packed_hidden_states(model: Callable[..., Any], packed: Packed, replay: Repl
     return output.last_hidden_state.squeeze(0)
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make a model's attention accept packed rows, given by ``cu_seq_lens_q``; calls without it use "sdpa"."""
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation(ATTENTION)
-
-
-def use_replay(model: PreTrainedModel) -> None:
-    """Make a model's blocks accept experts to use, given by ``replay``; calls without it use those that the routers
-    choose. The argument is one of the block's and not of its mixture, so that recomputation of the block gets it
-    too."""
-    found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
-
-    def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
-        replay: Replay | None = kwargs.get("replay")
-        mixture.replay = replay and replay.of_layer(number)
-
-    for number, (block, mixture) in enumerate(found):
-        block.register_forward_pre_hook(partial(hand_over, mixture, number), with_kwargs=True)
-
-
-def describe_attention(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Describe, for the log, which kernels compute attention over packed rows."""
-    kernels = {
-        "FlashAttention 2 (torch's varlen_attn)" if _has_varlen(device, dtype, width) else "padded rows in torch's SDPA"
-        for width in head_dims(config)
-    }
-    return f"attention in training: {' and '.join(sorted(kernels))}"
-
-
-def _has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim <= VARLEN_HEAD_DIM
-
-
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    longest: int,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Compute causal attention within each packed row, [T, heads, D].
-
-    Args:
-        query: [T, heads, D].
-        key: [T, key heads, D]; query heads share key heads evenly.
-        value: [T, key heads, D].
-        starts: [B + 1] int32, see ``Packed``.
-        longest: tokens of the longest row.
-        scale: factor of the scores q k^T; None means D^-0.5.
-        window: number of tokens that a token attends to, itself included; None means all tokens before it.
-    """
-    if _has_varlen(query.device, query.dtype, query.shape[-1]):
-        seen = (-1 if window is None else window - 1, 0)
-        output = varlen_attn(
-            query, key, value, starts, starts, longest, longest, scale=scale, window_size=seen, **_SHARE_HEADS
-        )
-        assert isinstance(output, Tensor)
-        return output
-    return _padded_attention(query, key, value, starts, longest, scale, window)
-
-
-def packed_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None, window: int | None = None
-) -> Tensor:
-    """Compute ``packed_attention`` row by row with full score matrices, as its definition."""
-    outputs = []
-    for start, end in pairwise(starts.tolist()):
-        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))  # [heads, S, D]
-        k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
-        scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        if window is not None:
-            hidden |= torch.ones_like(hidden).tril(-window)
-        outputs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def _padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
-) -> Tensor:
-    lengths = starts.diff()
-    inside = torch.arange(longest, device=starts.device) < lengths.unsqueeze(1)  # [B, S]
-
-    def pad(packed: Tensor) -> Tensor:
-        padded = packed.new_zeros(*inside.shape, *packed.shape[1:]).masked_scatter(inside[..., None, None], packed)
-        return padded.transpose(1, 2)  # [B, heads, S, D]
-
-    heads: dict[str, Any] = {"enable_gqa": True}
-    if query.is_cuda:  # torch's kernel for wide heads on CUDA needs as many key heads as query heads
-        heads, times = {}, query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
-    band = None
-    if window is not None and window < longest:
-        band = inside.new_ones(longest, longest).tril().triu(1 - window)  # [S, S], True where a token is seen
-    output = F.scaled_dot_product_attention(
-        pad(query), pad(key), pad(value), attn_mask=band, is_causal=band is None, scale=scale, **heads
-    )
-    return output.transpose(1, 2)[inside]
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    shared_prompts: SharedPrompts | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface: inputs [1, heads, T, D], output [1, T, heads, D]."""
-    if cu_seq_lens_q is None or max_length_q is None:
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
-        return sdpa(module, query, key, value, attention_mask, **kwargs)
-    if dropout:
-        raise ValueError(f"attention_dropout is {dropout}; packed attention has none: set it to 0 in config.json")
-    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [T, heads, D]
-    if shared_prompts is None:
-        attend = partial(packed_attention, q, k, v, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
-    else:
-        attend = partial(shared_attention, q, k, v, cu_seq_lens_q, max_length_q, shared_prompts, scaling)
-    return kept_whole(attend).unsqueeze(0), None
+def _boundaries(ends: Tensor) -> Tensor:
+    return F.pad(ends, (1, 0)).to(torch.int32)

@@ -15,18 +15,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl_pl.model.family import Family, family_of
 from qerl_pl.noise.fp32_norms import output_in_input_dtype
+from qerl_pl.policy.attention import use_packed_attention
 from qerl_pl.policy.delta_net import use_packed_delta_nets
 from qerl_pl.policy.divergence import divergence
 from qerl_pl.policy.elementwise import FusedSetting, fused_wanted, liger_elementwise, use_elementwise
 from qerl_pl.policy.evidence import alternative_logprobs
-from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, soft_capped, token_logprobs
+from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, head_of, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
 from qerl_pl.policy.lora_experts import adapt_experts
 from qerl_pl.policy.margins import keyed_noise, margins
-from qerl_pl.policy.packing import use_packed_attention, use_replay
+from qerl_pl.policy.packing import predicting, shares_prompts
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
-from qerl_pl.policy.scoring import head_of, predicting, shares_prompts
-from qerl_pl.quant.experts import Mixture, Replay, Routing, mixtures, packed_experts
+from qerl_pl.quant.experts import Mixture, Routing, mixtures, packed_experts, use_replay
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -43,6 +43,9 @@ class TokenStats(NamedTuple):
     """[B, S] fp32 in nats, log-probability of each token given the previous tokens."""
     entropy: Tensor
     """[B, S] fp32 in nats, entropy of the distribution of the token given the previous tokens."""
+    others: Tensor | None = None
+    """[B, S, L] uint8, number of the given experts that the routers would not have chosen; ``UNSEEN`` for tokens that
+    were not computed; None: no experts were given."""
     divergence: Tensor | None = None
     """[B, S] fp32 in nats, divergence from the teacher's distribution; None: no teacher was given."""
     agrees: Tensor | None = None
@@ -222,7 +225,7 @@ class Policy(nn.Module):
         temperature: float,
         targets: Tensor | None = None,
         teacher: TeacherStates | None = None,
-        replay: Replay | None = None,
+        routes: Tensor | None = None,
     ) -> TokenStats:
         """Compute log-probabilities and entropies of masked tokens, differentiable with respect to the adapter.
 
@@ -236,17 +239,17 @@ class Policy(nn.Module):
             targets: [N] int64, tokens whose log-probabilities are computed instead of those of the masked tokens, which
                 remain the model's input; None: the masked tokens.
             teacher: the teacher's hidden states at the masked tokens, to compute the divergence from it.
-            replay: experts [B, S, L, k] to use in the model's L mixtures, also by recomputation in backward; None: the
+            routes: [B, S, L, k], experts to use in the model's L mixtures, also by recomputation in backward; None: the
                 routers choose.
         """
-        wanted, hidden = self._predicting(tokens, mask, replay)
+        wanted, hidden, others = self._predicting(tokens, mask, routes)
         targets = tokens[wanted] if targets is None else targets
         head = self.head(temperature)
         logprobs, entropy = token_logprobs(
             hidden, head.weight, targets, temperature=head.temperature, logit_cap=head.logit_cap
         )
         zeros = logprobs.new_zeros(mask.shape)
-        stats = TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy))
+        stats = TokenStats(zeros.index_put(wanted, logprobs), zeros.index_put(wanted, entropy), others)
         if teacher is None:
             return stats
         distance, agrees = divergence(hidden, head, teacher.hidden, teacher.head, beta=teacher.beta)
@@ -262,37 +265,37 @@ class Policy(nn.Module):
         *,
         temperature: float,
         end_tokens: Sequence[int],
-        replay: Replay | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats."""
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         return torch.cat(
             [
                 alternative_logprobs(logits, targets, ends)
-                for logits, targets in self._logits(tokens, mask, temperature, replay)
+                for logits, targets in self._logits(tokens, mask, temperature, routes)
             ]
         )
 
     @torch.no_grad()
     def margins(
-        self, tokens: Tensor, mask: Tensor, seeds: Tensor, *, temperature: float, replay: Replay | None = None
+        self, tokens: Tensor, mask: Tensor, seeds: Tensor, *, temperature: float, routes: Tensor | None = None
     ) -> Tensor:
         """Compute ``margins.margins`` of the N masked tokens in row-major order, [N] fp32 in nats, for rows that were
         sampled with noise keyed by their seeds, [B] int64, and by the places of their tokens."""
         row, column = mask.nonzero(as_tuple=True)
         found, first = [], 0
-        for logits, targets in self._logits(tokens, mask, temperature, replay):
+        for logits, targets in self._logits(tokens, mask, temperature, routes):
             part = slice(first, first := first + len(targets))
             noise = keyed_noise(seeds[row[part]], column[part] - 1, logits.shape[1])
             found.append(margins(logits, noise, targets))
         return torch.cat(found)
 
     def _logits(
-        self, tokens: Tensor, mask: Tensor, temperature: float, replay: Replay | None
+        self, tokens: Tensor, mask: Tensor, temperature: float, routes: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield fp32 logits at a temperature, [n, V], and tokens, [n], for some of the masked tokens at a time, in
         row-major order."""
-        wanted, hidden = self._predicting(tokens, mask, replay)
+        wanted, hidden, _ = self._predicting(tokens, mask, routes)
         head = self.head(temperature)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
         for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
@@ -307,10 +310,11 @@ class Policy(nn.Module):
         """Return what turns hidden states into the distribution that is sampled from at a temperature."""
         return head_of(self.causal_lm, self.family, temperature)
 
-    def _predicting(self, tokens: Tensor, mask: Tensor, replay: Replay | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the indices of the N masked tokens, and the hidden states [N, H] from which they are predicted."""
+    def _predicting(
+        self, tokens: Tensor, mask: Tensor, routes: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
         with save_on_cpu(pin_memory=tokens.is_cuda) if self.recompute.offload else nullcontext():
-            return predicting(self.causal_lm, tokens, mask, replay)
+            return predicting(self.causal_lm, tokens, mask, routes)
 
 
 def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from qerl_pl.model.family import family_of
+from qerl_pl.policy.attention import use_packed_attention
 from qerl_pl.policy.delta_net import use_packed_delta_nets
-from qerl_pl.policy.logprobs import Head, token_logprobs
-from qerl_pl.policy.packing import use_packed_attention
-from qerl_pl.policy.scoring import head_of, predicting
+from qerl_pl.policy.logprobs import Head, head_of, token_logprobs
+from qerl_pl.policy.packing import predicting
 from qerl_pl.quant.loading import load_base
 
 Place = Literal["gpu", "host"]
@@ -71,7 +71,7 @@ class Teacher:
         Raises:
             ValueError: a token has no embedding in this model.
         """
-        wanted, hidden = predicting(self.model, tokens, mask)
+        wanted, hidden, _ = predicting(self.model, tokens, mask)
         head = head_of(self.model, self.family, temperature)
         logprobs, _ = token_logprobs(
             hidden, head.weight, tokens[wanted], temperature=head.temperature, logit_cap=head.logit_cap

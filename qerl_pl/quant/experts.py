@@ -24,7 +24,7 @@ from qerl_pl.quant.linear import FrozenLinear
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Names of the linears of an expert, y = down(silu(gate(x)) up(x))."""
 UNSEEN = 255
-"""Number in ``Replay.others`` of tokens that were not computed; no router chooses as many experts."""
+"""Number, in counts of experts that a router would not have chosen, for tokens that were not computed."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 """Pattern of the full name of an expert's linear; its groups are the experts' module and the linear's name in
 ``PARTS``."""
@@ -57,15 +57,6 @@ class Replay(NamedTuple):
     def of_layer(self, number: int) -> Self:
         """Return the part [T, k] of one mixture from that of all, [T, L, k], sharing its memory."""
         return type(self)(self.ids[:, number], self.others[:, number])
-
-
-def replaying(routes: Tensor | None, where: Any = ...) -> Replay | None:
-    """Return what makes a pass use the part ``where`` (an index) of routes [..., k], with ``others`` that are
-    ``UNSEEN``; None if there are no routes."""
-    if routes is None:
-        return None
-    ids = routes[where]
-    return Replay(ids, torch.full_like(ids[..., 0], UNSEEN, dtype=torch.uint8))
 
 
 def choose(probabilities: Tensor, chosen: int) -> Tensor:
@@ -217,6 +208,20 @@ class Mixture(nn.Module):
 def mixtures(model: nn.Module) -> list[Mixture]:
     """List the mixtures of experts of a model or a decoder block, in the order of the blocks."""
     return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
+def use_replay(model: Any) -> None:
+    """Make a model's blocks accept experts to use, given by ``replay``; calls without it use those that the routers
+    choose. The argument is one of the block's and not of its mixture, so that recomputation of the block gets it
+    too."""
+    found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
+
+    def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        replay: Replay | None = kwargs.get("replay")
+        mixture.replay = replay and replay.of_layer(number)
+
+    for number, (block, mixture) in enumerate(found):
+        block.register_forward_pre_hook(partial(hand_over, mixture, number), with_kwargs=True)
 
 
 def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch.dtype) -> None:

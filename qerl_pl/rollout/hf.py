@@ -26,7 +26,6 @@ from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.logprobs import fp32_logits
 from qerl_pl.policy.policy import Policy, check_same_tensors
-from qerl_pl.quant.experts import Replay
 from qerl_pl.rollout.base import Sampling, expected_fingerprint
 from qerl_pl.rollout.common import check_prompts, different, end_tokens, padded, trained_norms
 
@@ -130,12 +129,12 @@ class TransformersEngine:
         return logprobs[:, at].cpu()
 
     def alternative_logprobs(
-        self, tokens: Tensor, sampled: Tensor, *, temperature: float, replay: Replay | None = None
+        self, tokens: Tensor, sampled: Tensor, *, temperature: float, routes: Tensor | None = None
     ) -> Tensor:
         """Compute ``Policy.alternative_logprobs`` with this engine's adapter and noise."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
-            how = {"temperature": temperature, "replay": replay}
+            how = {"temperature": temperature, "routes": routes}
             return policy.alternative_logprobs(tokens, sampled, end_tokens=self._end_tokens, **how)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:

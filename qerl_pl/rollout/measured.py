@@ -12,7 +12,6 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
-from qerl_pl.quant.experts import replaying
 from qerl_pl.rollout.common import padded, padded_routes
 from qerl_pl.rollout.comparison import trainers_engine
 from qerl_pl.rollout.scored import ScoredBatch
@@ -85,7 +84,7 @@ def measure_some(
                         tokens[rows, :width].to(device),
                         mask.to(device),
                         temperature=temperature,
-                        replay=replaying(given),
+                        routes=given,
                     )
                 values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from qerl_pl.common.batching import micro_batches, micro_batches_of_groups
+from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
-from qerl_pl.policy.policy import Policy, TeacherStates
-from qerl_pl.policy.shared_prompts import WORTH, first_equal
+from qerl_pl.policy.packing import first_equal, micro_batches_of_groups
+from qerl_pl.policy.policy import Policy, TeacherStates, TokenStats
 from qerl_pl.policy.teacher import Teacher
-from qerl_pl.quant.experts import replaying
+from qerl_pl.quant.experts import UNSEEN
 
 T = TypeVar("T")
 
@@ -36,25 +37,21 @@ class UpdateSettings:
     """Optimizer steps per epoch, each on a different part of the prompts, as in PPO."""
 
 
-class Part:
-    """One micro-batch: R rows of a batch, cut to the length of the longest of them (``width`` tokens)."""
+class Part(NamedTuple):
+    """One micro-batch: R rows of a batch, cut to the length of the longest of them."""
 
-    def __init__(self, experience: Experience, rows: Tensor) -> None:
-        self.rows = rows
-        self.width = int(experience.lengths[rows].max())
-        self._where = rows, slice(self.width)
-        self.tokens = self.read(experience.tokens)
-        self.sampled = self.read(experience.sampled)
-        self.replay = replaying(experience.routes, self._where)
-        """The sampler's experts; None if the routers choose."""
+    rows: Tensor
+    """[R] int64, indices of the rows in the batch."""
+    width: int
+    """Tokens of the longest row."""
 
     def read(self, whole: Tensor) -> Tensor:
         """Take the rows of this micro-batch from a tensor of the whole batch: [B, S, ...] to [R, width, ...]."""
-        return whole[self._where]
+        return whole[self.rows, : self.width]
 
     def write(self, whole: Tensor, values: Tensor) -> None:
         """Store values [R, width, ...] of this micro-batch in a tensor [B, S, ...] of the whole batch."""
-        whole[self._where] = values
+        whole[self.rows, : self.width] = values
 
 
 class TeacherScores(NamedTuple):
@@ -67,13 +64,10 @@ class TeacherScores(NamedTuple):
     states: TeacherStates | None
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
-    def places_in(self, part: Part) -> Tensor:
-        """Return the rows in ``states.hidden`` of the N sampled tokens of a micro-batch, [N] int64."""
-        return part.read(self.places)[part.sampled]
-
-    def states_of(self, part: Part) -> TeacherStates | None:
-        """Return the hidden states at the sampled tokens of a micro-batch; None if they were not kept."""
-        return self.states and self.states._replace(hidden=self.states.hidden[self.places_in(part)])
+    def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
+        """Return the hidden states at the sampled tokens [R, width] bool of a micro-batch; None if they were not
+        kept."""
+        return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
 class Batch:
@@ -82,7 +76,7 @@ class Batch:
     def __init__(self, policy: Policy, experience: Experience, settings: UpdateSettings) -> None:
         device = next(policy.parameters()).device
         self.policy = policy
-        self.experience = experience.to(device)
+        self.experience: Experience = move_data_to_device(experience, device)
         self.settings = settings
         self.budget = MicroBatchBudget(settings.micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
@@ -92,9 +86,10 @@ class Batch:
         self.entropy = torch.zeros_like(self.old)
         """[B, S] fp32 nats, the policy's entropies before the first update; 0 for prompts and padding, and until they
         are computed."""
-        self.replay = replaying(self.experience.routes)
-        """The sampler's experts, and how many of them the trainer's routers would not have chosen before the first
-        update."""
+        routes = self.experience.routes
+        self.others = None if routes is None else torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
+        """[B, S, L] uint8, number of the sampler's experts that the trainer's routers would not have chosen before the
+        first update; ``UNSEEN`` for padding, and until it is counted. None: routers choose the experts."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
         self.teacher: TeacherScores | None = None
@@ -114,21 +109,40 @@ class Batch:
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)
             groups = first_equal(self.experience.tokens[rows], prompts)
-            chunks = micro_batches_of_groups(lengths, prompts, groups, max_tokens, least_saved=WORTH)
+            chunks = micro_batches_of_groups(lengths, prompts, groups, max_tokens)
         else:
             chunks = micro_batches(lengths, max_tokens)
         for chunk in chunks:
-            yield Part(self.experience, rows[chunk.to(rows.device)])
+            chosen = rows[chunk.to(rows.device)]
+            yield Part(chosen, int(self.experience.lengths[chosen].max()))
+
+    def token_stats(self, part: Part, *, teacher: TeacherStates | None = None) -> TokenStats:
+        """Score a micro-batch by the policy, which uses the sampler's experts if the experience has them."""
+        routes = self.experience.routes
+        return self.policy.token_stats(
+            part.read(self.experience.tokens),
+            part.read(self.experience.sampled),
+            temperature=self.settings.temperature,
+            teacher=teacher,
+            routes=None if routes is None else part.read(routes),
+        )
+
+    def record(self, part: Part, stats: TokenStats) -> None:
+        """Store the results of a pass over the policy before its first update."""
+        part.write(self.old, stats.logprobs.detach())
+        part.write(self.entropy, stats.entropy.detach())
+        if self.others is not None and stats.others is not None:
+            part.write(self.others, stats.others)
 
     def score(self, rows: Tensor) -> None:
-        """Fill in ``old`` and ``entropy`` of the given rows, without gradient."""
-        self._evaluate(rows, self.old, self.entropy)
+        """Fill in ``old``, ``entropy`` and ``others`` of the given rows, without gradient."""
+        self._evaluate(rows, self.record)
 
     def score_reference(self) -> None:
         """Fill in ``reference``: the log-probabilities of all rows under the policy at its start."""
-        self.reference = torch.zeros_like(self.old)
+        self.reference = reference = torch.zeros_like(self.old)
         with self.policy.as_reference():
-            self._evaluate(self.rows, self.reference)
+            self._evaluate(self.rows, lambda part, stats: part.write(reference, stats.logprobs))
 
     def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
         """Fill in ``teacher``, for all rows; with hidden states if a divergence over the whole vocabulary needs them
@@ -143,29 +157,20 @@ class Batch:
 
         def forward(max_tokens: int) -> None:
             for part in self.parts(self.rows, max_tokens):
-                logprobs, hidden = teacher.score(part.tokens, part.sampled, temperature=temperature)
+                mask = part.read(sampled)
+                logprobs, hidden = teacher.score(part.read(self.experience.tokens), mask, temperature=temperature)
                 part.write(scores.logprobs, logprobs)
                 if states is not None:
-                    states.hidden[scores.places_in(part)] = hidden
+                    states.hidden[part.read(places)[mask]] = hidden
 
         with teacher.ready():
             self.run(forward, with_gradient=False)
 
-    def record_others(self, part: Part) -> None:
-        """Store in ``replay`` what a pass over the policy before its first update found."""
-        if part.replay is not None and self.replay is not None:
-            part.write(self.replay.others, part.replay.others)
-
-    def _evaluate(self, rows: Tensor, logprobs: Tensor, entropies: Tensor | None = None) -> None:
+    def _evaluate(self, rows: Tensor, record: Callable[[Part, TokenStats], None]) -> None:
         def forward(max_tokens: int) -> None:
             for part in self.parts(rows, max_tokens):
                 with torch.no_grad():
-                    stats = self.policy.token_stats(
-                        part.tokens, part.sampled, temperature=self.settings.temperature, replay=part.replay
-                    )
-                part.write(logprobs, stats.logprobs)
-                if entropies is not None:
-                    part.write(entropies, stats.entropy)
-                    self.record_others(part)
+                    stats = self.token_stats(part)
+                record(part, stats)
 
         self.run(forward, with_gradient=False)

@@ -20,11 +20,11 @@ def checked_routing(batch: Batch) -> dict[str, Tensor]:
     """Return metrics [] of the sampler's experts that a batch replays, over the tokens and layers of all ranks; empty
     if it replays none. CheckFailed if in a layer more than a share ``MOST_OTHERS`` of them are not the experts that the
     trainer's router chooses."""
-    if batch.replay is None:
+    routes, others_of = batch.experience.routes, batch.others
+    if routes is None or others_of is None:
         return {}
-    routes, found = batch.replay
-    seen = found != UNSEEN  # [B, S, L]
-    sums = seen, found * seen, (found > 0) & seen
+    seen = others_of != UNSEEN  # [B, S, L]
+    sums = seen, others_of * seen, (others_of > 0) & seen
     counts, others, changed = ranks.mean(torch.stack([values.sum(dim=(0, 1)) for values in sums]).double())  # [L]
     share = others / (counts * routes.shape[-1])
     assert batch.policy.routing is not None

@@ -89,7 +89,7 @@ def test_noise_that_is_kept_leaves_noise_free_rollouts_corrected(policy):
 
 def test_a_batch_without_tokens_in_the_loss_changes_nothing_and_measures_nothing(policy):
     experience, _ = sampled_elsewhere(policy)
-    empty = replace(experience, mask=torch.zeros_like(experience.mask))
+    empty = experience._replace(mask=torch.zeros_like(experience.mask))
     report, gradient = updated(policy, empty, Objective(correction="truncate", rejection=Rejection()))
     assert not gradient.any()
     assert not [name for name in report.metrics if name.startswith("correction/")]
@@ -98,7 +98,7 @@ def test_a_batch_without_tokens_in_the_loss_changes_nothing_and_measures_nothing
 
 def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coefficients_size(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
-    equal = replace(experience, advantages=torch.zeros(ROWS))
+    equal = experience._replace(advantages=torch.zeros(ROWS))
     in_reward = Objective(kl_in="reward", kl_coefficient=1.0)
     _, tenth = updated(policy, equal, replace(in_reward, kl_coefficient=0.1))
     report, thousandth = updated(policy, equal, replace(in_reward, kl_coefficient=0.001))
@@ -112,7 +112,7 @@ def test_equal_rewards_with_the_kl_in_the_reward_give_a_gradient_of_the_coeffici
 def test_a_kl_in_the_reward_of_small_weight_is_next_to_none(policy, baseline):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
     pairs = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), experience.scored.view(-1, 2)
-    experience = replace(experience, advantages=group_advantages(*pairs, baseline).flatten())
+    experience = experience._replace(advantages=group_advantages(*pairs, baseline).flatten())
     _, plain = updated(policy, experience, Objective(baseline=baseline))
     _, small = updated(policy, experience, Objective(baseline=baseline, kl_in="reward", kl_coefficient=1e-8))
     torch.testing.assert_close(small, plain, rtol=1e-4, atol=1e-6 * plain.abs().max().item())
@@ -211,7 +211,7 @@ def test_the_kl_to_the_base_is_reported_where_it_was_measured_alone(policy):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
     assert "policy/kl_ref" not in updated(policy, experience, Objective())[0].metrics
     assert updated(policy, experience, Objective(kl_coefficient=0.1))[0].metrics["policy/kl_ref"] > 0
-    silent = replace(experience, advantages=torch.zeros(ROWS))
+    silent = experience._replace(advantages=torch.zeros(ROWS))
     report, _ = updated(policy, silent, Objective())
     assert not any(name.startswith("policy/") for name in report.metrics), "no token carried the loss"
 
@@ -237,7 +237,7 @@ def test_a_rejected_row_weighs_nothing_and_leaves_the_divisor_if_so_said(policy)
     out = (means < bounds.bounds[0]) | (means > bounds.bounds[1])
     assert 0 < out.sum() < ROWS
     assert report.metrics["correction/rejected_share"] == pytest.approx(out.float().mean().item())
-    without = replace(experience, mask=experience.mask & ~out.unsqueeze(1))
+    without = experience._replace(mask=experience.mask & ~out.unsqueeze(1))
     _, expected = updated(policy, without, Objective(aggregation="sequence"))
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
 
@@ -364,11 +364,11 @@ def test_an_update_without_signal_is_one_step_with_a_zero_gradient(policy, why):
     experience, _ = sampled_elsewhere(away_from_its_base(policy))
     objective = Objective()
     if why == "no live row":
-        experience = replace(experience, advantages=torch.zeros(ROWS))
+        experience = experience._replace(advantages=torch.zeros(ROWS))
     elif why == "all rejected":
         objective = Objective(rejection=Rejection(low=1.0, high=1.0 + 1e-9))
     else:
-        experience = replace(experience, mask=torch.zeros_like(experience.mask))
+        experience = experience._replace(mask=torch.zeros_like(experience.mask))
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     steps: list[list[Tensor]] = []
 

@@ -2,7 +2,6 @@
 finite."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -94,8 +93,7 @@ def test_padding_may_hold_anything(policy, teacher, objective):
         inside = torch.arange(wide.shape[1]) < experience.lengths.unsqueeze(1)
         return torch.where(inside, wide, torch.full_like(wide, fill))
 
-    filled = replace(
-        experience,
+    filled = experience._replace(
         tokens=padded(experience.tokens, 7),
         sampled=padded(experience.sampled, 0),
         mask=padded(experience.mask, 0),
@@ -145,7 +143,7 @@ def test_without_advantages_the_sampled_term_is_the_policy_gradient_of_the_log_r
     policy = away_from_its_base(policy)
     experience = batch(policy)
     objective = Objective(preset="grpo", teacher=TeacherTerm(coefficient=0.5))
-    report, gradient = updated(policy, replace(experience, advantages=torch.zeros(6)), objective, teacher)
+    report, gradient = updated(policy, experience._replace(advantages=torch.zeros(6)), objective, teacher)
     stats = policy.token_stats(experience.tokens, experience.sampled, temperature=1.0)
     taught, _ = teacher.score(experience.tokens, experience.sampled, temperature=1.0)
     loss, kl, count = torch.zeros(()), 0.0, 0
@@ -166,7 +164,7 @@ def test_without_advantages_the_sampled_term_is_the_policy_gradient_of_the_log_r
 @pytest.mark.parametrize(("divergence", "share"), [("forward", 0.0), ("jensen_shannon", 0.5), ("reverse", 1.0)])
 def test_without_advantages_the_other_terms_are_means_of_the_divergence(policy, teacher, divergence, share):
     policy = away_from_its_base(policy)
-    experience = replace(batch(policy), advantages=torch.zeros(6))
+    experience = batch(policy)._replace(advantages=torch.zeros(6))
     objective = Objective(preset="dapo", teacher=TeacherTerm(coefficient=2.0, divergence=divergence))
     report, gradient = updated(policy, experience, objective, teacher)
     _, hidden = teacher.score(experience.tokens, experience.sampled, temperature=1.0)

@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qerl_pl.policy.attention import use_packed_attention
 from qerl_pl.policy.delta_net import CHUNK, GROUP_TOKENS, grouped, use_packed_delta_nets
-from qerl_pl.policy.packing import pack, packed_hidden_states, use_packed_attention
+from qerl_pl.policy.packing import pack, packed_hidden_states
 from qerl_pl.policy.recompute import apply_recompute, recompute_of
 from tests.families import tiny_config
 from tests.reference.delta_net import delta_net

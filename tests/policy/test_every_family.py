@@ -12,9 +12,8 @@ from qerl_pl.model.family import FAMILIES, family_of
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.lora_experts import adapted
-from qerl_pl.policy.packing import Packed, pack, packed_hidden_states
+from qerl_pl.policy.packing import attends_to_everything, pack, packed_hidden_states, share_prompts
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.policy.shared_prompts import attends_to_everything, share_prompts
 from qerl_pl.quant.experts import PARTS, FrozenExperts, packed_experts
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
@@ -132,8 +131,7 @@ def test_a_shared_prompt_is_what_it_is_in_each_row_alone(policy):
     some = 8 + some % 56  # no control tokens
     layout = share_prompts(some, prompts, lengths)
     assert layout is not None
-    packed = Packed(layout.tokens, layout.positions, layout.rows, layout.starts, layout.longest, layout.shared)
-    together = packed_hidden_states(policy.causal_lm.model, packed)
+    together = packed_hidden_states(policy.causal_lm.model, layout.packed)
     weights = torch.randn(together.shape[1], generator=torch.Generator().manual_seed(3))
     found = torch.cat([together[places(layout, row, prompts, lengths)] for row in range(len(some))]) @ weights
     found.sin().sum().backward()

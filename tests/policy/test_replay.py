@@ -12,7 +12,7 @@ from qerl_pl.common.types import Completion, Experience, Prompt
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.quant.experts import UNSEEN, Replay, choose, mixtures, replaying
+from qerl_pl.quant.experts import UNSEEN, choose, mixtures
 from qerl_pl.rollout.scored import collate
 from tests.rollout.conftest import random_adapter, save_mixture
 from tests.updates import updated
@@ -27,12 +27,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
     save_mixture(folder, num_hidden_layers=4)
     return folder / "nvfp4"
-
-
-def replay_of(routes: Tensor) -> Replay:
-    replay = replaying(routes)
-    assert replay is not None
-    return replay
 
 
 def load(base: Path, recompute: Any = "none") -> Policy:
@@ -73,14 +67,15 @@ def own_routes(policy: Policy, tokens: Tensor) -> Tensor:
     return torch.stack(found, dim=1).unflatten(0, tokens.shape).to(torch.uint8)
 
 
-def outcome(policy: Policy, replay: Replay | None) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of the completions, and the gradient of a sum that weighs them differently."""
+def outcome(policy: Policy, routes: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute log-probabilities of the completions, the gradient of a sum that weighs them differently, and how many
+    of the given experts the routers would not have chosen."""
     tokens, mask = rows()
-    logprobs = policy.token_stats(tokens, mask, temperature=0.8, replay=replay).logprobs
-    (logprobs * torch.arange(1, 16)).sum().backward()
+    stats = policy.token_stats(tokens, mask, temperature=0.8, routes=routes)
+    (stats.logprobs * torch.arange(1, 16)).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     policy.zero_grad()
-    return logprobs.detach(), gradient
+    return stats.logprobs.detach(), gradient, stats.others
 
 
 def random_routes(seed: int) -> Tensor:
@@ -90,40 +85,41 @@ def random_routes(seed: int) -> Tensor:
 
 
 def test_replaying_the_policys_own_experts_changes_no_bit(policy):
-    expected, gradient = outcome(policy, None)
-    replay = replay_of(own_routes(policy, rows()[0]))
-    found, found_gradient = outcome(policy, replay)
+    expected, gradient, none = outcome(policy, None)
+    assert none is None
+    found, found_gradient, others = outcome(policy, own_routes(policy, rows()[0]))
     assert torch.equal(found, expected)
     assert torch.equal(found_gradient, gradient)
     computed = torch.arange(15) < torch.tensor([sum(both) - 1 for both in LENGTHS]).unsqueeze(1)
-    assert torch.equal(replay.others, torch.where(computed, 0, UNSEEN).unsqueeze(2).expand(4, 15, 3).to(torch.uint8))
+    assert others is not None
+    assert torch.equal(others, torch.where(computed, 0, UNSEEN).unsqueeze(2).expand(4, 15, 3).to(torch.uint8))
 
 
 def test_given_experts_give_the_same_gradient_whatever_is_recomputed_and_shared(base, policy, monkeypatch):
     routes = random_routes(0)
-    replay = replay_of(routes)
-    expected, gradient = outcome(load(base), replay)
+    expected, gradient, expected_others = outcome(load(base), routes)
     live = outcome(policy, None)[0]
     assert (expected - live).abs().max() > 0.1  # the experts matter
-    found, found_gradient = outcome(policy, replaying(routes))
+    found, found_gradient, _ = outcome(policy, routes)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm()
-    monkeypatch.setattr("qerl_pl.policy.scoring.shares_prompts", lambda model: True)
-    shared = replay_of(routes)
-    found, found_gradient = outcome(policy, shared)
+    monkeypatch.setattr("qerl_pl.policy.packing.shares_prompts", lambda model: True)
+    found, found_gradient, others = outcome(policy, routes)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm()
-    assert (shared.others[1, :9] == UNSEEN).all()  # the prompt is computed in row 0
-    seen = shared.others != UNSEEN
-    assert torch.equal(shared.others[seen], replay.others[seen])
+    assert others is not None
+    assert expected_others is not None
+    assert (others[1, :9] == UNSEEN).all()  # the prompt is computed in row 0
+    seen = others != UNSEEN
+    assert torch.equal(others[seen], expected_others[seen])
 
 
 def test_one_row_alone_has_the_log_probabilities_of_the_batch(base):
     policy, routes, (tokens, mask) = load(base), random_routes(1), rows()
-    whole = policy.token_stats(tokens, mask, temperature=1.0, replay=replaying(routes)).logprobs
+    whole = policy.token_stats(tokens, mask, temperature=1.0, routes=routes).logprobs
     for row in range(4):
         part = slice(row, row + 1)
-        alone = policy.token_stats(tokens[part], mask[part], temperature=1.0, replay=replaying(routes[part])).logprobs
+        alone = policy.token_stats(tokens[part], mask[part], temperature=1.0, routes=routes[part]).logprobs
         torch.testing.assert_close(alone[0], whole[row], atol=1e-5, rtol=1e-5)
 
 

@@ -6,17 +6,15 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from qerl_pl.common.batching import micro_batches_of_groups
-from qerl_pl.policy.packing import pack_for
-from qerl_pl.policy.shared_prompts import (
+from qerl_pl.policy.attention import shared_attention, shared_attention_reference
+from qerl_pl.policy.packing import (
     WORTH,
     Layout,
     attends_to_everything,
     first_equal,
-    reused_tokens,
+    micro_batches_of_groups,
+    pack_for,
     share_prompts,
-    shared_attention,
-    shared_attention_reference,
 )
 from tests.memory.conftest import policy_of, small_config
 from tests.policy.test_packing import trained_gradients
@@ -55,27 +53,27 @@ def places(layout: Layout, row: int, prompts: Tensor, lengths: Tensor) -> list[i
 def test_every_prompt_occurs_once_and_every_row_is_found_again():
     tokens, prompts, lengths = rows()
     layout = layout_of(tokens, prompts, lengths)
-    assert len(layout.tokens) == 9 + 4 + 7 + int((lengths - prompts).sum())
+    assert len(layout.packed.tokens) == 9 + 4 + 7 + int((lengths - prompts).sum())
     for row in range(len(tokens)):
         found = places(layout, row, prompts, lengths)
-        assert torch.equal(layout.tokens[found], tokens[row, : lengths[row]])
-        assert layout.positions[found].tolist() == list(range(int(lengths[row])))
-    assert layout.longest == 9
-    assert layout.shared is not None
-    assert layout.shared.longest_query == 15
-    assert layout.shared.num_keys == 13  # the prompt without a completion is the last, and none attends to it
-    assert layout.shared.num_prompt_tokens == 20
+        assert torch.equal(layout.packed.tokens[found], tokens[row, : lengths[row]])
+        assert layout.packed.positions[found].tolist() == list(range(int(lengths[row])))
+    assert layout.packed.longest == 9
+    assert layout.packed.shared is not None
+    assert layout.packed.shared.longest_query == 15
+    assert layout.packed.shared.num_keys == 13  # the prompt without a completion is the last, and none attends to it
+    assert layout.packed.shared.num_prompt_tokens == 20
 
 
 def test_prompts_of_completions_without_tokens_are_packed_once():
     tokens, prompts, _ = rows()
     layout = layout_of(tokens, prompts, prompts)
-    assert layout.shared is None
-    assert len(layout.tokens) == 9 + 4 + 7
-    assert sorted(layout.starts.diff().tolist()) == [4, 7, 9]
+    assert layout.packed.shared is None
+    assert len(layout.packed.tokens) == 9 + 4 + 7
+    assert sorted(layout.packed.starts.diff().tolist()) == [4, 7, 9]
     for row in range(len(tokens)):
         end = int(layout.prompt_ends[row]) + 1
-        assert torch.equal(layout.tokens[end - int(prompts[row]) : end], tokens[row, : prompts[row]])
+        assert torch.equal(layout.packed.tokens[end - int(prompts[row]) : end], tokens[row, : prompts[row]])
 
 
 @pytest.mark.parametrize("own", [1, 2])
@@ -83,14 +81,13 @@ def test_a_pass_of_short_completions_keeps_the_limit_that_it_was_planned_with(ow
     tokens, mask = torch.ones(16, 500 + own, dtype=torch.int64), torch.zeros(16, 500 + own, dtype=torch.bool)
     mask[:, 500:] = True
     lengths, prompts, group = torch.full((16,), 500 + own), torch.full((16,), 500), torch.zeros(16, dtype=torch.int64)
-    for chosen in micro_batches_of_groups(lengths, prompts, group, 1000, least_saved=WORTH):
+    for chosen in micro_batches_of_groups(lengths, prompts, group, 1000):
         assert len(pack_for(tokens[chosen], mask[chosen], share=True)[0].tokens) <= 1000
 
 
 def test_rows_are_shared_where_prompts_are_equal_and_it_pays():
     tokens, prompts, lengths = rows()
     assert first_equal(tokens, prompts).tolist() == [0, 1, 0, 3, 1, 0, 1]
-    assert reused_tokens(tokens, prompts).tolist() == [0, 0, 9, 0, 4, 9, 4]
     assert share_prompts(tokens[:2], prompts[:2], lengths[:2]) is None  # two different prompts
     wide = torch.ones(2, 100, dtype=torch.int64)
     short, long = torch.tensor([12, 12]), torch.tensor([12, 13])
@@ -105,11 +102,12 @@ def test_attention_is_that_of_each_row_alone(scale):
     tokens, prompts, lengths = rows()
     layout = layout_of(tokens, prompts, lengths)
     generator = torch.Generator().manual_seed(1)
-    assert layout.shared is not None
+    assert layout.packed.shared is not None
     q, k, v = (
-        torch.randn(len(layout.tokens), heads, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2)
+        torch.randn(len(layout.packed.tokens), heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (6, 2, 2)
     )
-    y = shared_attention(q, k, v, layout.starts, layout.longest, layout.shared, scale)
+    y = shared_attention(q, k, v, layout.packed.starts, layout.packed.longest, layout.packed.shared, scale)
     for row in range(len(tokens)):
         found = places(layout, row, prompts, lengths)
         keys, values = (part[found].repeat_interleave(3, dim=1) for part in (k, v))
@@ -133,17 +131,17 @@ def test_windows_are_not_shared():
 def test_the_kernels_equal_the_definition(dtype, head, scale):
     layout = layout_of(*(tensor.cuda() for tensor in rows()))
     generator = torch.Generator().manual_seed(0)
-    assert layout.shared is not None
+    assert layout.packed.shared is not None
     inputs = [
-        torch.randn(len(layout.tokens), heads, head, generator=generator, dtype=torch.float64).to("cuda", dtype)
+        torch.randn(len(layout.packed.tokens), heads, head, generator=generator, dtype=torch.float64).to("cuda", dtype)
         for heads in (6, 2, 2)
     ]
     q, k, v = (tensor.requires_grad_() for tensor in inputs)
-    y = shared_attention(q, k, v, layout.starts, layout.longest, layout.shared, scale)
+    y = shared_attention(q, k, v, layout.packed.starts, layout.packed.longest, layout.packed.shared, scale)
     dy = torch.randn_like(y)
     results = y, *torch.autograd.grad(y, (q, k, v), dy)
     q, k, v = (tensor.detach().double().requires_grad_() for tensor in inputs)
-    exact = shared_attention_reference(q, k, v, layout.starts, layout.shared, scale)
+    exact = shared_attention_reference(q, k, v, layout.packed.starts, layout.packed.shared, scale)
     exact_results = exact, *torch.autograd.grad(exact, (q, k, v), dy.double())
     for found, value in zip(results, exact_results, strict=True):
         error = (found.double() - value).norm() / value.norm()

@@ -19,7 +19,6 @@ from qerl_pl.memory.shape import config_shape
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
-from qerl_pl.quant.experts import replaying
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling, checked_routes
 from qerl_pl.rollout.vllm import VLLMEngine
@@ -97,11 +96,10 @@ def replayed(policy: Policy, prompt: list[int], row: Completion) -> tuple[Tensor
     mask = torch.arange(tokens.shape[1]).unsqueeze(0) >= len(prompt)
     assert row.routes is not None
     routes = torch.cat([row.routes, row.routes[-1:]]).unsqueeze(0)  # those of the last token are not used
-    replay = replaying(routes)
-    assert replay is not None
     with torch.no_grad():
-        logprobs = policy.token_stats(tokens, mask, temperature=1.0, replay=replay).logprobs
-    return logprobs[mask], replay.others[0, :-1]
+        stats = policy.token_stats(tokens, mask, temperature=1.0, routes=routes)
+    assert stats.others is not None
+    return stats.logprobs[mask], stats.others[0, :-1]
 
 
 @pytest.mark.parametrize("stop", [(), ("w9",)])

@@ -77,8 +77,6 @@ def test_rows_are_padded_to_the_longest_and_hold_their_experts():
     assert experience.routes.shape == (4, 6, 3, 2)
     known = torch.arange(6) < experience.lengths.unsqueeze(1) - 1
     assert torch.equal(experience.routes, (7 * known)[..., None, None].expand(4, 6, 3, 2).short())
-    moved = experience.to(torch.device("cpu"))
-    assert moved.routes is not None
 
 
 @pytest.mark.parametrize(
