@@ -38,8 +38,7 @@ NO_WINDOW = (
 
 
 class Due(NamedTuple):
-    """The comparisons of log-probabilities that a check makes: of samples under a probe adapter, and of scores of given
-    text."""
+    """The comparisons of log-probabilities that a check makes: of samples under a probe adapter, and of scores."""
 
     samples: bool
     scores: bool
@@ -284,8 +283,7 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
 
 
 def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, int]:
-    """Compute the checksums, by tensor name, that adapter and noisy norms should have in an engine with this compute
-    dtype."""
+    """Compute the checksums, by tensor name, of adapter and noisy norms in an engine with this compute dtype."""
     adapter = policy.adapter_state()
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
     noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))

@@ -96,8 +96,7 @@ def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: U
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:
-    """Copy the tokens of each completion, with their log-probabilities and the other values of ``RowTokens``, to the
-    CPU."""
+    """Copy to the CPU each completion's tokens and their values (see ``RowTokens``)."""
     batch: Experience = move_data_to_device(update.experience, "cpu")
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
     gap = logprobs - batch.sampler_logprobs

@@ -146,8 +146,7 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Tell whether two states of callbacks are equal in types and values: nested dicts and lists of tensors, arrays and
-    plain values."""
+    """Compare, by types and values, two states of callbacks: nested dicts and lists of tensors and plain values."""
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):

@@ -196,8 +196,7 @@ class RolloutEvidence(Callback):
         self._check_gaps(gaps, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout before the update; raises CheckFailed if its completions are no independent draws from the
-        policy."""
+        """Check a rollout before the update; CheckFailed: its completions are no independent draws from the policy."""
         index, batch = pl_module.rollout_index, rollout.sampled
         self._check_order(pl_module, batch)
         self._check_copies(pl_module, batch)
@@ -304,8 +303,7 @@ class RolloutEvidence(Callback):
         *,
         index: int,
     ) -> None:
-        """Log the gaps and check them against their limits; ``names`` maps ``KINDS`` to names of metrics. Raises
-        CheckFailed."""
+        """Log the gaps, by the names that ``names`` has for ``KINDS``; CheckFailed if one exceeds its limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and pl_module.settings.lora.dropout > 0:
             return  # the update computes log-probabilities with dropout, the engine without
@@ -349,8 +347,7 @@ class RolloutEvidence(Callback):
             self._gaps[name] = [*history, value][-self.window :]
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
-        """Warn if the groups' mean lengths, rewards and other numbers differ from the rollout before by more than
-        chance."""
+        """Warn if the groups' numbers differ from the rollout before by more than chance."""
         numbers: defaultdict[str, list[float]] = defaultdict(list)
         for part in ranks.gather_values(batch.group_numbers()):
             for name, values in part.items():

@@ -1,5 +1,4 @@
-"""Say in words at the end of training in how many groups completions earned different rewards, and what each reward
-gave."""
+"""Say, at the end of training, how many groups had different rewards, and what each reward gave."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -13,8 +13,7 @@ ROWS = 1024  # rows that are converted at a time
 
 
 def parquet_rows(path: str) -> Iterator[dict[str, object]]:
-    """Read the rows of a Parquet file; ValueError if the file is no Parquet, is damaged, has no rows, or has two
-    columns of one name."""
+    """Read the rows of a Parquet file; ValueError if it is damaged, has no rows, or two columns of one name."""
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows == 0:
@@ -31,8 +30,7 @@ def parquet_rows(path: str) -> Iterator[dict[str, object]]:
 
 
 def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
-    """Return the rows of a ``datasets.Dataset``; a class label is given as its name, which the hub shows, and not its
-    number."""
+    """Return the rows of a ``datasets.Dataset``; a class label is given as its name and not as its number."""
     for table in dataset.with_format("arrow").iter(ROWS):
         for row in table_rows(table):
             yield {name: _with_labels(value, dataset.features[name]) for name, value in row.items()}

@@ -1,5 +1,4 @@
-"""Restrict the rows of a table to given values, or ranges of numbers, in some columns; a row with null there is left
-out."""
+"""Restrict the rows of a table to values, or ranges of numbers, in some columns; rows with null there are left out."""
 
 from __future__ import annotations
 

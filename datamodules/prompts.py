@@ -182,8 +182,7 @@ class PromptDataModule(LightningDataModule):
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
-        """Return words for why the prompts differ from the checkpoint's: which inputs changed, or the date; empty if
-        unknown."""
+        """Say why the prompts differ from the checkpoint's: which inputs changed, or the date; empty if unknown."""
         before = self._saved.get("inputs") or {}
         differ = [name for name, digest in self._inputs.items() if before.get(name, digest) != digest]
         if PROBLEMS in differ and IN_ANY_ORDER not in differ:
@@ -213,8 +212,7 @@ class PromptDataModule(LightningDataModule):
         return numbered((prompt for prompt in others if (prompt.tokens, prompt.answer) not in taken), served)
 
     def val_dataloader(self) -> EvaluationLoader:
-        """Create the loader of this rank's share of the held-out prompts, or of the validation prompts if none are held
-        out."""
+        """Create the loader of this rank's share of the held-out prompts; without any, of the validation prompts."""
         return EvaluationLoader(
             self._held_out if self.held_out else self._validation, self.val_batch_size, **self._rank()
         )

@@ -27,8 +27,7 @@ class NoColumnError(ValueError):
 
 
 class Row(NamedTuple):
-    """One row of a data set as it is stored, with its location for error messages: file and line, or data set and row
-    number."""
+    """One row of a data set as it is stored, with its location (file and line, or data set and row number)."""
 
     where: str
     columns: dict[str, object]
@@ -61,13 +60,11 @@ class Row(NamedTuple):
         return True
 
     def text(self, column: str) -> str:
-        """Return the text or number in a column as text; ValueError if the column is missing, empty or of another
-        type."""
+        """Return the value of a column as text; ValueError if it is missing, empty or neither text nor number."""
         return self._filled(self.value(column), column)
 
     def answer(self, column: str) -> str:
-        """Return the known answer in a column as text; the column may hold a text, a number, or a list of one of
-        these."""
+        """Return the known answer in a column as text; a list with one entry counts as this entry."""
         return self._filled(only_entry(self.value(column)), column)
 
     def optional_text(self, column: str) -> str | None:
@@ -117,8 +114,7 @@ def read_rows(
 
 
 class BadRows:
-    """Receives the errors of rows that cannot be used: with the action "refuse" it raises the first error, with "drop"
-    it counts them."""
+    """Receives the errors of rows that cannot be used: "refuse" raises the first error, "drop" counts them."""
 
     def __init__(self, action: OnBadRows) -> None:
         if action not in ("refuse", "drop"):
@@ -163,8 +159,7 @@ def read_problems(
 
 
 def in_share(question: str, share: float) -> bool:
-    """Tell by a hash of its text whether a question belongs to a fixed random ``share`` of all questions, e.g. of those
-    held out."""
+    """Tell, by a hash of its text, whether a question belongs to a fixed random ``share`` of all questions."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "little") < share * 2**64
 

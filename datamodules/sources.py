@@ -41,8 +41,7 @@ class Pair:
 
 
 def check_problems(problems: Any, source: str) -> list[Problem]:
-    """Return the problems of a source as a list; ValueError if one is no ``Problem`` whose question and answer are
-    texts."""
+    """Return the problems of a source; ValueError if one is no ``Problem`` with question and answer as texts."""
     if not isinstance(problems, Iterable):
         raise ValueError(f"{source} gives {str(problems)[:80]!r}; expected a list of qerl_pl.common.types.Problem")
     problems = list(problems)
