@@ -20,8 +20,7 @@ EXTENDED = (
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List the requirements of the native kernels that this machine, the base's format or the compute dtype does not
-    meet."""
+    """List the requirements of the native kernels that machine, format or compute dtype do not meet."""
     vllm = find_spec("vllm")
     folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = driver.is_available(torch.device("cuda"))

@@ -218,8 +218,7 @@ class DecodingGraphs:
 
     @contextmanager
     def capturing(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-        """Capture, and do not run, what is launched within the context; unlike ``torch.cuda.graph``, without waiting
-        for the GPU."""
+        """Capture, without running it, what is launched in the context; ``torch.cuda.graph`` would wait for the GPU."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -237,8 +236,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
-    """Return whether each sequence of a batch gets its next token, all have equally many drafts, and the model's blocks
-    run as one CUDA graph."""
+    """Whether all sequences are decoding, with equally many drafts, and the model's blocks run as one CUDA graph."""
     drafts, num = state.num_draft_tokens_np, len(state.req_ids)
     if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
         return False

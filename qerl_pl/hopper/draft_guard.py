@@ -17,8 +17,7 @@ from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 CLASSES = tuple(number for number in VERIFICATION if number <= DRAFTS_BY_SEQUENCES[-1][0])
 """Largest number of sequences of each class of decoding steps; steps are counted by class."""
 KNOWN = 512
-"""Fewest verifications of a class for its drafts to be left out; the mean of fewer numbers of tokens is too
-uncertain."""
+"""Fewest verifications of a class for its drafts to be left out; the mean of fewer is too uncertain."""
 
 
 def by_class(counts: DraftCounts) -> list[list[int]]:

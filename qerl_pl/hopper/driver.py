@@ -1,5 +1,4 @@
-"""Compile CUDA C++ kernels for Hopper with NVRTC, cache the binaries on disk and launch them; no CUDA toolkit is
-needed."""
+"""Compile CUDA C++ kernels for Hopper with NVRTC, without a CUDA toolkit; cache the binaries and launch them."""
 
 import ctypes
 import hashlib
@@ -47,8 +46,7 @@ def has_compiler() -> bool:
 
 
 def compiled(kernel: Kernel) -> bytes:
-    """Compile a kernel to a cubin, in about a second and without a GPU; RuntimeError with the compiler's log if it does
-    not compile."""
+    """Compile a kernel to a cubin, in about a second and without a GPU; RuntimeError has the compiler's log."""
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
     [program] = checked(nvrtc.nvrtcCreateProgram(_text(kernel).encode(), kernel.source.encode(), 0, [], []))
     options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"-std=c++17"]
@@ -81,8 +79,7 @@ def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """Return the driver's function handle of a kernel; the first call compiles and loads it, and must not be made
-    during a capture."""
+    """Return the driver's handle of a kernel. The first call compiles it, and must not be made during a capture."""
     driver: Any = import_module("cuda.bindings.driver")
     path = _cubin(kernel).result()
     with torch.cuda.device(device):
@@ -131,8 +128,7 @@ def launch(
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """Return the values of a call of the CUDA bindings without its status; RuntimeError if that says that the call
-    failed."""
+    """Return the values of a call of the CUDA bindings; RuntimeError if the call's status is not success."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error!r}")

@@ -50,8 +50,7 @@ class Schedule(NamedTuple):
 
     tokens: int  # tokens per tile of h = x A^T; a thread block computes one tile at a time
     clusters: int
-    """Clusters per 32 ranks of the adapter. The tiles are divided among them, and each computes its tiles one after
-    another."""
+    """Clusters per 32 ranks of the adapter; each computes its share of the tiles one after another."""
 
 
 class SpareSMs(NamedTuple):

@@ -197,8 +197,7 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose the schedules by which the batch GEMM adds the adapter; None if it cannot, or if adding it afterwards is
-    faster."""
+    """Choose schedules by which the batch GEMM adds the adapter; None if it cannot, or adding it later is faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None

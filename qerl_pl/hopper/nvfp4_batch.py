@@ -184,8 +184,7 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predict the GEMM's seconds on the GPU that ``costs`` describes; infinite if K is split into more parts than it
-    has pipeline stages."""
+    """Predict the GEMM's seconds on the GPU of ``costs``; infinite if K has fewer pipeline stages than parts."""
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:

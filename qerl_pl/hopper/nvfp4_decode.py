@@ -39,8 +39,7 @@ class Variant(NamedTuple):
 
     @property
     def x_stages(self) -> int:
-        """Pipeline stages whose inputs x are copied together; with more, ``blocks`` thread blocks would not fit on an
-        SM."""
+        """Pipeline stages whose inputs x are copied together; limited so that ``blocks`` thread blocks fit on an SM."""
         return {8: 4, 16: 2}.get(self.tokens, 1)
 
     @property
@@ -62,8 +61,7 @@ class Schedule(NamedTuple):
 
     variant: Variant
     splits: int
-    """Number of parts into which K is divided. The thread blocks that compute these parts for the same 256 outputs form
-    a cluster."""
+    """Number of parts into which K is divided; the blocks that compute the parts of the same outputs form a cluster."""
 
 
 WIDE = {
@@ -258,6 +256,5 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] as Humming has it: of each 32 outputs first those with n % 8 in (0, 1), then (2, 3), and so
-    on."""
+    """Reorder a bias [N] for Humming: of 32 outputs first those with n % 8 in (0, 1), then (2, 3), and so on."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

@@ -83,8 +83,7 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
 
 
 def give(layer: Any) -> None:
-    """Fill a linear that vLLM has not read with a copy of the trainer's weight in row order, before vLLM converts
-    it."""
+    """Give a linear that vLLM has not read a copy of the trainer's weight in row order, before it is converted."""
     if vars(layer).pop("is_empty", False):
         rows = to_row_order(layer.trainers_weight)
         codes, scales = packed_codes(layer), layer.weight_scale
@@ -92,8 +91,7 @@ def give(layer: Any) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """Set a converted linear's parameters to the trainer's memory if this holds the same bits; return whether it
-    does."""
+    """Point a converted linear's parameters to the trainer's memory, and return True, if it holds the same bits."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
         return False

@@ -22,8 +22,7 @@ WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multi
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the native kernels can compute the linear into which the engine fuses linears of these shapes (N,
-    K)."""
+    """Return whether the native kernels support the linear that fuses linears of these shapes (N, K)."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
@@ -113,8 +112,7 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return the fused weight whose rows are exactly the given views in this order, as ``fused`` makes them, or
-    None."""
+    """Return the weight made by ``fused`` whose rows are exactly these views, in this order, or None."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

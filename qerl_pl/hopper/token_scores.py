@@ -58,8 +58,7 @@ def _sum(values):
 
 @triton.jit(do_not_specialize=["plane"])
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
-    """Write per row and block: the highest logit z, the sum of exp(z - highest), and the count of z >= the token's
-    logit."""
+    """Write per row and block: the highest logit, the sum of exp(z - highest), and the count of z >= the token's."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < V

@@ -1,2 +1,1 @@
-"""GPU kernels in Triton that any GPU runs, each with a function in plain PyTorch that defines its result; see
-``docs/kernels.md``."""
+"""GPU kernels in Triton, each with a function in plain PyTorch that defines its result; see ``docs/kernels.md``."""

@@ -52,8 +52,7 @@ class ExpandTiles(NamedTuple):
     tokens: int
     outputs: int
     steps: int
-    """Number of output tiles that a program computes one after another from the same x A^T, which it sums over splits
-    once; a power of 2."""
+    """Number of output tiles, a power of 2, that a program computes from the same x A^T, summed over splits once."""
 
 
 @lru_cache(1024)

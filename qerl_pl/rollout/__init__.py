@@ -1,2 +1,1 @@
-"""Rollouts: engines that sample completions from the policy, and the loop that samples, scores and turns completions
-into training data."""
+"""Rollouts: engines that sample completions, and the loop that scores them and turns them into training data."""

@@ -191,8 +191,7 @@ class RolloutEngine(Protocol):
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Compute, for each sequence, the log-probabilities of all its tokens but the first, in nats at temperature
-        1."""
+        """Compute the log-probabilities of each sequence's tokens but the first, in nats at temperature 1."""
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:

@@ -186,8 +186,7 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows, longest first, into batches of at most ``batch_tokens`` tokens including padding, or of one
-        row."""
+        """Divide rows, longest first, into batches of at most ``batch_tokens`` tokens with padding, or of one row."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -288,8 +287,7 @@ class SampledLogprobs(LogitsProcessor):
         return scores
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """Return the log-probabilities [B, N] fp32, in nats, of the N sampled tokens per row of ``generate``'s
-        result."""
+        """Return the log-probabilities [B, N] fp32, in nats, of the N tokens per row that ``generate`` sampled."""
         self._note(sequences)
         return torch.cat(self._columns, dim=1)
 

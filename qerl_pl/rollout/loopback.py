@@ -1,5 +1,4 @@
-"""Check of the loopback network interface (127.0.0.1), over which the processes of one machine connect to each
-other."""
+"""Check of the loopback network interface (127.0.0.1), by which the processes of one machine connect."""
 
 import socket
 

@@ -34,8 +34,7 @@ class ScoredBatch:
     in_loss: Tensor
     """[B] bool, True for rows that count in the loss: they have a score and were not filtered out."""
     has_signal: Tensor
-    """[P] bool, True for groups with a signal: those in which a row that counts in the loss has an advantage other than
-    0."""
+    """[P] bool, True for groups with a signal: a row that counts in the loss has an advantage other than 0."""
 
     @classmethod
     def of(

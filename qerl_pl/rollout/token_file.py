@@ -20,8 +20,7 @@ class RowTokens:
     ids: Tensor
     """[N] int64, token ids."""
     logprobs: Tensor
-    """[N] log-probabilities in nats at the sampling temperature, computed by the trainer before the first update on
-    this rollout."""
+    """[N] log-probabilities in nats at the sampling temperature, by the trainer before the first update."""
     gap: Tensor
     """[N] log-probability of the trainer minus that of the sampler, in nats."""
     entropy: Tensor
@@ -33,8 +32,7 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """Per-token values (see ``RowTokens``) of B completions with N sampled tokens in all, concatenated completion by
-    completion."""
+    """Per-token values (see ``RowTokens``) of B completions with N sampled tokens in all, one after another."""
 
     ids: Tensor
     """[N] int32."""

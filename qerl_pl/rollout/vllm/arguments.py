@@ -86,8 +86,7 @@ def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
 def policy_arguments(
     policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy; ValueError if vLLM does not support adapters of
-    its rank."""
+    """Build the arguments of ``vllm.LLM`` that depend on the policy; ValueError: vLLM supports no adapter so large."""
     from vllm.platforms import current_platform
 
     from qerl_pl.rollout.vllm.expert_slots import RANK

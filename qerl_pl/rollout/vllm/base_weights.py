@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class Fused(NamedTuple):
-    """Linear of vLLM's model, with the trainer's linears whose weights it concatenates, e.g. q_proj, k_proj and
-    v_proj."""
+    """Linear of vLLM's model, with the trainer's linears that it fuses, e.g. q_proj, k_proj and v_proj."""
 
     name: str
     layer: Any
@@ -103,8 +102,7 @@ def check_same_base(
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of the packed base weights trainer and vLLM share; nothing for a base that is not
-    quantised."""
+    """Log how many bytes of packed base weights trainer and vLLM share; nothing for a dense base."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
@@ -158,8 +156,7 @@ def check_rows(
 
 
 def note_experts(model: nn.Module) -> None:
-    """Store ``expert_sums`` of experts whose packed weights vLLM has rearranged, as their attribute
-    ``loaded_sums``."""
+    """Store ``expert_sums``, as ``loaded_sums``, of experts whose packed weights vLLM has rearranged."""
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
             weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it

@@ -58,8 +58,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         weight_loader: Callable[..., None],
         **_: object,
     ) -> None:
-        """Create the parameters of a packed linear under their names in the checkpoint, so that vLLM's loader can fill
-        them."""
+        """Create a packed linear's parameters under their names in the checkpoint, for vLLM's loader."""
         self.part_rows, self.dtype = output_partition_sizes, params_dtype
         num_rows, num_columns = sum(output_partition_sizes), input_size_per_partition
         codes = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
@@ -73,8 +72,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Dequantise each part of a fused linear with its own tensor scale; vLLM's GPU kernels would use the largest
-        one for all parts."""
+        """Dequantise each part of a fused linear by its own tensor scale; vLLM's GPU kernels use the largest."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()

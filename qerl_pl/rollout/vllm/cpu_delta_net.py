@@ -1,5 +1,4 @@
-"""Gated delta nets of vLLM on a CPU in fp32, by transformers' functions in torch: vLLM's CPU kernels support only
-bf16."""
+"""Gated delta nets of vLLM on a CPU in fp32, by transformers' functions; vLLM's CPU kernels have bf16 only."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
-"""Mixtures of experts on vLLM's CPU platform, by the trainer's functions, with bf16, fp32 or dequantised NVFP4
-weights."""
+"""Mixtures of experts on vLLM's CPU platform, by the trainer's functions; bf16, fp32 or dequantised NVFP4."""
 
 from collections.abc import Callable
 from typing import Any
@@ -89,8 +88,7 @@ class NVFP4Experts(UnquantizedFusedMoEMethod):
 
 
 def in_torch(select: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], tuple[Any, Any]]:
-    """Replace vLLM's function that chooses the kernel of unquantised experts; the new one always chooses
-    ``TorchExperts``."""
+    """Replace vLLM's choice of the kernel of unquantised experts by one that is always ``TorchExperts``."""
 
     def select_in_torch(moe_config: Any) -> tuple[Any, Any]:
         return UnquantizedMoeBackend.CPU, TorchExperts

@@ -190,8 +190,7 @@ class VLLMEngine:
         return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Copy the base's norm weights, reserve the adapter's slots, and prepare kernels and the graphs of decoding
-        steps."""
+        """Copy the base's norm weights, reserve adapter slots, and prepare kernels and graphs of decoding steps."""
         faster = native.for_vllm()
         self._scheduler().draft_counts = self.draft_counts
         if faster:

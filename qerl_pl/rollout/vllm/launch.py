@@ -100,8 +100,7 @@ def launch(
 
 
 def refusal(error: Exception) -> ValueError:
-    """Turn the error with which vLLM failed to start into a ValueError of one line, and write its traceback to a
-    file."""
+    """Turn the error with which vLLM failed to start into a one-line ValueError; its traceback goes to a file."""
     with NamedTemporaryFile("w", prefix="qerl-vllm-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
     text = " ".join(str(error).split())[:500]

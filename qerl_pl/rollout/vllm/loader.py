@@ -86,8 +86,7 @@ def register_loader(
 
 
 def forget() -> None:
-    """Register a loader without the trainer's tensors, because vLLM never releases the class that was registered
-    last."""
+    """Register a loader without the trainer's tensors; vLLM never releases the class registered last."""
     register_loader({}, {}, {})
 
 

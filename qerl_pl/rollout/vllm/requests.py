@@ -20,8 +20,7 @@ COOLEST, HOTTEST = 0.01, 2.0  # vLLM replaces temperatures below COOLEST by COOL
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature (ValueError) that vLLM does not support; vLLM itself would use a higher one instead of one
-    that is too low."""
+    """Refuse (ValueError) a temperature that vLLM does not support; vLLM would raise one that is too low."""
     if temperature != 0 and not COOLEST <= temperature <= HOTTEST:
         raise ValueError(f"temperature is {temperature}; vLLM samples at 0 or {COOLEST} to {HOTTEST}")
 

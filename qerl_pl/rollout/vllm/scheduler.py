@@ -37,8 +37,7 @@ class RolloutScheduler(AsyncScheduler):
         self._routes: dict[str, Tensor] = {}
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return and forget the log-probabilities collected so far, in nats per sampled token, by the caller's request
-        id."""
+        """Return and forget the log-probabilities, in nats per sampled token, by the caller's request id."""
         return _taken(self._logprobs)
 
     def take_routes(self) -> dict[str, Tensor]:

@@ -196,8 +196,7 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Check the base's tensor scales before vLLM starts on a GPU (``check_fused_scales``), and prepare and log the use
-    of vLLM's own kernels."""
+    """Check the base's tensor scales before vLLM starts on a GPU, and prepare and log the use of vLLM's kernels."""
     check_fused_scales(policy.base)
     if by_vllms_kernels(policy.packed_format, kernel):
         load_humming()

@@ -85,8 +85,7 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy an adapter, given by PEFT's names, into vLLM's slots; B is multiplied by the scaling before it is rounded,
-    as in the trainer."""
+    """Copy an adapter, by PEFT's names, into vLLM's slots; B is scaled before it is rounded, as in the trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
@@ -117,8 +116,7 @@ def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, T
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return the weights of the norms that get noise in vLLM's model by name; writing to these tensors changes the
-    model."""
+    """Return, by name, the weights of vLLM's norms that get noise; writing to them changes the model."""
     norms = FAMILIES[worker.model_config.hf_text_config.model_type].noise_norms
     return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_noise_norm(name, norms)}
 
