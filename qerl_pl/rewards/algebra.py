@@ -96,8 +96,7 @@ def equal_equations(gold: Sequence[str], answer: Sequence[str]) -> bool:
 
 
 def is_readable(text: str) -> bool:
-    """Tell whether a known answer (expression, interval, relation or equation) can be parsed, so that answers can be
-    compared with it."""
+    """Tell whether a known answer (expression, interval, relation or equation) can be parsed."""
     try:
         equal_expressions(text, "1")
     except Unreadable:
@@ -106,8 +105,7 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, answer: str) -> bool:
-    """Tell whether two inequalities or intervals have the same solutions. Raises ``Unreadable`` if ``gold`` cannot be
-    parsed."""
+    """Tell whether two inequalities or intervals have the same solutions; ``Unreadable``: ``gold`` cannot be parsed."""
     gold, answer = _ascending(gold), _ascending(answer)
     if letters(gold) == letters(answer):
         return True
@@ -201,8 +199,7 @@ def _ascending(chain: str) -> str:
 
 
 def _solution_set(text: str) -> Set | None:
-    """Read intervals, or solve inequalities in one unknown; returns the set of real solutions, or None if that
-    fails."""
+    """Return the real solutions of intervals, or of inequalities in one unknown; None if that fails."""
     # "x is not 1 and not 2" excludes both numbers, also if a comma or "or" joins the two
     conjunction = re.search(r"\band\b", text) is not None or text.count("\\neq") > 1
     union = None

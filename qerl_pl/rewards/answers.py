@@ -1,5 +1,4 @@
-"""Find the marked answer in a completion's text, e.g. between ``<answer>`` tags, in time linear in the text's
-length."""
+"""Find the marked answer in a completion's text, e.g. between ``<answer>`` tags, in linear time."""
 
 from __future__ import annotations
 
@@ -173,8 +172,7 @@ def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Patte
 
 
 def last_hash(text: str) -> str | None:
-    """Return the rest of the line after the last ``####`` that does not start a Markdown heading; None if there is
-    none."""
+    """Return the rest of the line after the last ``####`` that does not start a Markdown heading, or None."""
     answer, end = None, 0
     for mark in _HASH.finditer(text):
         start = mark.end()

@@ -31,8 +31,7 @@ class Progress(NamedTuple):
 
 
 class _State:
-    """Stands for the run's ``transformers.TrainerState``, which is made when an attribute is first read, because its
-    import takes seconds."""
+    """Stands for ``transformers.TrainerState``, whose import takes seconds, until an attribute is first read."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -117,15 +116,13 @@ def call(
 
 
 def check_columns(name: str, reward: Callable[..., Any], prompts: Sequence[Prompt]) -> None:
-    """Check, without calling a reward, that the data set has the columns that the reward's parameters name; ValueError
-    if one is missing."""
+    """Raise ValueError if the data set lacks a column that the reward's parameters name."""
     others = () if takes_objects(name, reward) else (*SAMPLED, "trainer_state", "log_extra", "log_metric")
     _bound(name, reward, dict.fromkeys((*_columns(prompts), *sorted(OBJECTS), *others)))
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the columns of the data set, each with B values; ``answer`` is the known answer if the data set has no
-    such column."""
+    """Return the data set's columns [B]; ``answer`` is the known answer if no column has this name."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.row if name not in _NO_COLUMN)
     columns = {name: [prompt.row.get(name) for prompt in prompts] for name in names}
     return {"answer": [prompt.answer for prompt in prompts], **columns}

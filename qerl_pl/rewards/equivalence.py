@@ -171,8 +171,7 @@ def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
 
 
 def _bare_solutions(text: str) -> str:
-    """Reduce an answer to its values, by removing set builder notation, names of points, ``k \\in \\mathbb{Z}`` and the
-    like."""
+    """Reduce an answer to its values: drop set builder notation, names of points, ``k \\in \\mathbb{Z}`` and such."""
     text = _NAMED_INTERVAL.sub("", text)
     builder, family = _BUILDER.match(text), _FAMILY.match(text)
     text = builder["condition"] if builder else family["member"] if family else text
@@ -288,8 +287,7 @@ def _same_unordered(gold: list[str], answer: list[str]) -> bool:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    """Tell whether two single values are equal: numbers are compared exactly, words as text, other values by
-    algebra."""
+    """Tell whether two values are equal: numbers exactly, words as text, other values by algebra."""
     if letters(gold) == letters(answer):
         return True
     if "\\approx" in gold + answer:
@@ -319,8 +317,7 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Drop the left side of answers such as ``x = 5`` if the other answer has no left side or the same one; returns
-    both answers."""
+    """Drop the left side of both answers, as in ``x = 5``, if they have the same one or only one has any."""
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
         names = [letters(match["name"]).lower() for match in (known, given)]
@@ -392,8 +389,7 @@ def _other_names(gold: str, answer: str) -> bool:
 
 
 def _same_factors(gold: str, answer: str) -> bool:
-    """Tell whether an answer such as ``m g h`` is the product of the letters of the known answer ``mgh``, which looks
-    like a word."""
+    """Tell whether an answer such as ``m g h`` is the product of the letters of the known answer ``mgh``."""
     product = re.fullmatch(r"[A-Za-z](?:(?:\s|\\cdot|\*)+[A-Za-z])+", answer)
     factors = re.findall("[A-Za-z]", _COMMAND.sub("", answer))
     return product is not None and sorted(factors) == sorted(gold) and not _other_names(gold, answer)

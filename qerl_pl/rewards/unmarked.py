@@ -56,8 +56,7 @@ _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last mark that closes thoughts, such as ``</think>``; the empty text if thoughts are
-    still open at the end."""
+    """Return the text after the last mark that closes thoughts (``</think>``); empty if thoughts are still open."""
     end, are_open = thoughts_of(text)
     return "" if are_open else text[end:]
 
@@ -79,8 +78,7 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
 
 
 def final_part(text: str) -> str:
-    """Return the last ``_TAIL`` characters of the text after the thoughts; the empty text if thoughts were never
-    closed."""
+    """Return the last ``_TAIL`` characters of the text after the thoughts; empty if they were never closed."""
     end, are_open = thoughts_of(text)
     return "" if are_open and not end else text[end:][-_TAIL:]
 
