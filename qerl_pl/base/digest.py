@@ -13,8 +13,7 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import Phase, phase
 
 KEPT = ".qerl-pl-digests.json"
-"""File in the base's folder that holds, for every weight file, its size, modification and change times and SHA-256
-digest."""
+"""File in the base's folder with size, modification and change times and SHA-256 digest of every weight file."""
 
 
 def base_digest(base: str | Path) -> str:

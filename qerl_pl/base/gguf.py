@@ -37,8 +37,7 @@ RECORD = "gguf.json"
 """File of the dequantised folder and its copies: the GGUF file's name, bits per weight and weights by type."""
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 BYTES_PER_WEIGHT = 6
-"""Host memory at the peak: all weights in bfloat16 (2 bytes), and one tensor, which may hold most of the weights, in
-fp32 (4 bytes)."""
+"""Host memory at the peak: all weights in bfloat16, and one tensor, perhaps most of the weights, in fp32."""
 SAME_MATRIX = 0.2
 """Embeddings and output head with a smaller relative difference are taken for one matrix stored at two precisions.
 Rounding to the coarsest type, 2 bits per weight, causes about this difference; matrices that are really different

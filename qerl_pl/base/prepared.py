@@ -1,5 +1,4 @@
-"""Prepare the checkpoint folder that a run loads: the base that its settings name, downloaded, quantised or converted
-if necessary."""
+"""Prepare the checkpoint folder that a run loads: the base, downloaded, quantised or converted if necessary."""
 
 import hashlib
 import os

@@ -12,8 +12,7 @@ LARGEST_GPU = 4096
 
 
 def check_gpu_memory(gib: float | None, name: str) -> None:
-    """Raise ValueError if the setting ``name`` is no plausible number of GiB, such as nan; None means that it is not
-    set."""
+    """Raise ValueError if the setting ``name`` is no plausible number of GiB; None means that it is not set."""
     if gib is not None and not 0 < gib <= LARGEST_GPU:
         raise ValueError(f"{name} is {gib}; expected GiB, more than 0 and at most {LARGEST_GPU}")
 

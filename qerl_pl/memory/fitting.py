@@ -65,8 +65,7 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """Level of gradient checkpointing, with the largest micro-batch size that fits with it or, if none fits, the
-    smallest possible one."""
+    """Level of gradient checkpointing, with the largest micro-batch that fits or, if none does, the smallest one."""
 
     how: Recompute
     setting: Setting
@@ -120,8 +119,7 @@ def usable(gpu_bytes: int) -> int:
 
 
 def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
-    """Return the smallest GPU memory, in whole GiB, on which the run fits; settings that the run leaves open are chosen
-    anew for each size."""
+    """Return the smallest GPU memory, in whole GiB, on which the run fits if its open settings are chosen for it."""
 
     def fits(gib: int) -> bool:
         return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)
@@ -182,6 +180,5 @@ def extra_work(how: Recompute, num_layers: int, *, fused: bool = False, dropout:
 def time_per_token(
     how: Recompute, num_layers: int, tokens: int, *, fused: bool = False, dropout: bool = False
 ) -> float:
-    """Return the time per token of a training pass, in units of the time per token of an infinitely long pass without
-    recomputation."""
+    """Return the time per token of a pass, relative to that of an infinitely long pass without recomputation."""
     return (1 + extra_work(how, num_layers, fused=fused, dropout=dropout)) * (1 + OVERHEAD / tokens)

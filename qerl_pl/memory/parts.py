@@ -22,8 +22,7 @@ CONTEXT = 1 * 2**30
 GRAPHS_PER_LAYER = 20 * 2**20
 """Bytes of the engine's CUDA graphs per decoder block, for steps with a fixed number of drafts per sequence."""
 FRAGMENTATION = 0.05
-"""Bytes that torch's allocator reserves and cannot use because of fragmentation, as a share of the bytes of a pass's
-tensors."""
+"""Bytes lost to fragmentation in torch's allocator, as a share of the bytes of a pass's tensors."""
 SCAN_BYTES = 52
 """Bytes that backward through the recurrence of a delta net takes per token and per element of queries and values."""
 
@@ -35,8 +34,7 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the number of LoRA parameters of one block at rank 1: the sum of N + K over the linears with an
-    adapter."""
+    """Return the LoRA parameters of one block at rank 1: the sum of N + K over the linears with an adapter."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
@@ -49,8 +47,7 @@ def adapted_experts(shape: ModelShape) -> int:
 def adapter_values(
     shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool, expert_rank: int = 0
 ) -> int:
-    """Return the number of trained parameters: those of LoRA, with ``expert_rank`` on experts, and the weights of
-    trained norms."""
+    """Return the number of trained parameters: LoRA's, those of adapters on experts, and trained norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
     values = shape.num_layers * (rank * adapted(shape, targets) + norms)
     return values + shape.experts.layers * expert_rank * adapted_experts(shape)

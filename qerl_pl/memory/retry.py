@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 
 class MicroBatchBudget:
-    """Limit on the tokens of one forward and backward pass. It is halved when a pass runs out of memory, and never
-    grows again."""
+    """Limit on the tokens of one pass; halved when a pass runs out of memory, and never raised again."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens

@@ -39,13 +39,11 @@ class Recurrent(NamedTuple):
     num_layers: int = 0
     """Number of such layers."""
     conv_width: int = 0
-    """Number of elements of a token's queries, keys and values together, which pass through a convolution over
-    tokens."""
+    """Elements of a token's queries, keys and values together, which pass through a convolution over tokens."""
     conv_tokens: int = 0
     """Number of earlier tokens that the convolution reads for each token."""
     query_width: int = 0
-    """Number of value heads times the dimension of a query; queries and keys are repeated so that each value head has
-    one."""
+    """Number of value heads times a query's dimension; queries and keys are repeated for the value heads."""
     value_width: int = 0
     """Number of value heads times the dimension of a value."""
     state_values: int = 0
@@ -113,8 +111,7 @@ class ModelShape:
     other_bytes: int
     """Bytes of norms, biases and convolutions."""
     largest_packed: int
-    """Number of weights of the largest packed linear, where the same linear of all experts counts as one; 0 for a dense
-    base."""
+    """Weights of the largest packed linear (that of all experts counts as one); 0 for a dense base."""
     recurrent: Recurrent
     """Layers without attention."""
     positions: int | None

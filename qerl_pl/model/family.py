@@ -48,8 +48,7 @@ class Family:
     logit_divisor: str | None = None
     """Name in config.json of the number by which the model divides its logits; None: it does not."""
     logit_cap: str | None = None
-    """Key in config.json of c in the logits' soft cap c tanh(logits / c). If this is None, or the key's value is null,
-    there is no soft cap."""
+    """Key in config.json of c in the logits' soft cap c tanh(logits / c); None, or a null value: no soft cap."""
     keys_as_values: bool = False
     """Whether blocks without v_proj use k_proj's output, LoRA's part included, as values; the norm of the values then
     differs from the norm of the keys."""
@@ -64,8 +63,7 @@ class Family:
     one_window: bool = False
     """True if vLLM supports this family only with a sliding window in all blocks or in no block."""
     experts: Experts | None = None
-    """Keys of config.json for mixtures of experts, in which experts may get adapters and other MLPs get none; None: the
-    family has no experts."""
+    """Keys of config.json for mixtures of experts, whose other MLPs get no adapters; None: the family has none."""
 
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear, given by its full name, is one of ``dense``."""

@@ -34,8 +34,7 @@ _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch
 
 
 class _Place(NamedTuple):
-    """File that holds a tensor, the name under which it is stored and, for a part of stacked experts, the index of the
-    expert and its rows."""
+    """File and name of a stored tensor and, for a part of stacked experts, the expert's index and its rows."""
 
     file: str
     stored: str

@@ -34,8 +34,7 @@ def is_hub_name(base: str) -> bool:
 
 
 def hub_config(name: str) -> Path:
-    """Download a model's config.json, and ModelOpt's configuration file if it has one; return and raise as
-    ``hub_folder`` does."""
+    """Download config.json, and ModelOpt's configuration if there is one; return and raise as ``hub_folder`` does."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     with suppress(ValueError):
         _fetched(name, lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))

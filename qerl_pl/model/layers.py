@@ -15,8 +15,7 @@ def block_of(name: str) -> str | None:
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per layer; if all layers of the family have the same sizes, each is the model's
-    configuration."""
+    """Return one configuration per layer: the model's own for each if all layers have the same sizes."""
     per_layer = getattr(config, "per_layer_config", None)  # older versions of transformers do not have it
     return [config if per_layer is None else per_layer[index] for index in range(config.num_hidden_layers)]
 

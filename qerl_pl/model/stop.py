@@ -1,5 +1,4 @@
-"""End completions at stop strings, such as ``</answer>``, as if the token that completes the string were an
-end-of-sequence token."""
+"""End completions at stop strings, such as ``</answer>``, as if the token that completes one were an end token."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -59,8 +58,7 @@ class StopStrings(StoppingCriteria):
         self._kept = max(map(len, stop)) - 1
         self._num_tokens = 0
         self.lengths: list[int | None] = [None] * len(prompts)
-        """Number of tokens of each row's completion up to the end of its first stop string; None if no stop string was
-        sampled."""
+        """Tokens of each row's completion up to the end of its first stop string; None if it has none."""
 
     def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:
         """Return which rows have ended, [B] bool, given prompt and completion of all rows, [B, S] int64."""

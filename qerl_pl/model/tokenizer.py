@@ -62,8 +62,7 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or from the hub, with the chat template of ``OF_PROCESSOR`` or ``TEMPLATES`` if
-    its own files have none."""
+    """Load a tokenizer; one without a chat template gets that of ``OF_PROCESSOR`` or ``TEMPLATES``, if any."""
     # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon: its client retries for a
     # minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
@@ -77,8 +76,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _template_in(path: str | Path, name: str, local: bool) -> Any:
-    """Return the chat template in a processor's file, or several by their names; None if there is no file or no
-    template."""
+    """Return the chat template in a processor's file, or several by name; None if there is none."""
     file = cached_file(path, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
@@ -127,8 +125,7 @@ def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Pat
 
 
 def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Raise ValueError for a tokenizer with which encoding and decoding changes more than white space of the text
-    ``PROBE``."""
+    """Raise ValueError if encoding and decoding changes more than white space of the text ``PROBE``."""
     tokens = tokenizer(PROBE, add_special_tokens=False).input_ids
     back = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
     if "".join(str(back).split()) != "".join(PROBE.split()):

@@ -185,8 +185,7 @@ class ResolvedObjective:
 
     @property
     def every_row_counts(self) -> bool:
-        """Whether completions with advantage 0 have a gradient too, from a KL or entropy term of the loss or from a
-        teacher."""
+        """Whether completions with advantage 0 have a gradient too, by a KL or entropy term or a teacher."""
         bonus = self.entropy_coefficient != 0 or self.teacher is not None
         return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
 

@@ -44,8 +44,7 @@ class Groups:
         """[T] int64, index of each packed token among the tokens of all groups."""
 
     def of(self, starts: Tensor) -> Groups:
-        """Group the rows that begin at ``starts`` (see ``packing.Packed``); a call with the same tensor as the last
-        call returns at once."""
+        """Group the rows that begin at ``starts`` (see ``packing.Packed``); a repeated call returns at once."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()

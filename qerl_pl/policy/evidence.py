@@ -36,12 +36,10 @@ SHARES = (1.0, 1 / 4, 1 / 16)
 COPY_RATES = (0.9, 0.5, 0.1, 0.01)
 REDRAW_RATES = (0.9, 0.5)
 LEAST_LEFT = 1e-3
-"""Lower bound for the probability of all completions that a group has not drawn yet; smaller values are raised to
-it."""
+"""Lower bound for the probability of all completions that a group has not drawn yet."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
 STEEPNESS = 4
-"""Number k of the alternatives for sorted groups, in which a rank is the largest, or the smallest, of k uniform
-draws."""
+"""Number k of the alternatives for sorted groups: a rank is the largest, or smallest, of k uniform draws."""
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
 """Completions of the same prompt that a completion may be a copy of."""
 

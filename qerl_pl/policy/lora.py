@@ -149,8 +149,7 @@ class LoraLinear(nn.Module, LoraLayer):
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
         self.keeps_result = True
-        """Whether selective gradient checkpointing stores this layer's output; False if backward does not need the
-        output."""
+        """Whether selective gradient checkpointing stores this layer's output, because backward needs it."""
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         # PEFT casts a new adapter to the base's dtype, so it is cast back to fp32: bf16 master weights would lose
         # updates smaller than 2^-8 of a weight.

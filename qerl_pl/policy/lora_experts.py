@@ -20,8 +20,7 @@ from qerl_pl.quant.grouped import Factors, Routes
 PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Names, in transformers, of the stacked weights that an adapter on experts adapts."""
 MULTIPLE = 8
-"""Ranks are padded with 0 to a multiple of this in products, because grouped products on a GPU need rows of whole 16
-bytes."""
+"""Ranks are padded to a multiple of this, because grouped products on a GPU need rows of whole 16 bytes."""
 
 
 def expert_rank(rank: int, setting: int | None, targets: Collection[str], chosen: int) -> int:
@@ -33,8 +32,7 @@ def expert_rank(rank: int, setting: int | None, targets: Collection[str], chosen
 
 
 def adapted(names: Iterable[str]) -> list[str]:
-    """Return the LoRA targets that an adapter with tensors of these names adapts, sorted; experts count as gate_proj,
-    up_proj and down_proj."""
+    """List, sorted, the LoRA targets of an adapter with tensors of these names; experts count as ``MLP``."""
     linears = {name.split(".")[-3] for name in names if name.endswith(".lora_A.weight")}
     return sorted(linears - {"experts", "base_layer"} | (set(MLP) if "experts" in linears else set()))
 
@@ -79,8 +77,7 @@ class LoraExperts(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [E, R, K] and B times the scaling [E, N, R] in fp32, differentiable; R is a multiple of
-        ``MULTIPLE``."""
+        """Return A [E, R, K] and scaled B [E, N, R] in fp32, differentiable; R is a multiple of ``MULTIPLE``."""
         (name,) = self.active_adapters
         a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
         a, b = stacked(a, self.scaling[name] * b, self.number)

@@ -32,8 +32,7 @@ def lora_product_reference(
 
 
 def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Compute s B from the fp32 master weights B and round it once to ``dtype``; trainer and rollout engines use this
-    matrix."""
+    """Return s B of the fp32 master weights B, rounded once to ``dtype``, as trainer and engines use it."""
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 

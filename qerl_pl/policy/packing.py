@@ -76,14 +76,12 @@ class Layout(NamedTuple):
 
 
 def attends_to_everything(config: PretrainedConfig) -> bool:
-    """Return whether every layer attends to all earlier tokens; layers with sliding windows or recurrent states cannot
-    share prompts."""
+    """Return whether every layer attends to all earlier tokens, so that rows can share prompts."""
     return all(window is None for window in attention_windows(config))
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether a pass computes a prompt that several rows share only once: on a GPU in 16 bits, if all layers have full
-    attention."""
+    """Whether a pass may share prompts: on a GPU in 16 bits, if all layers attend to all earlier tokens."""
     return model.device.type == "cuda" and model.dtype != torch.float32 and attends_to_everything(model.config)
 
 

@@ -170,8 +170,7 @@ class Policy(nn.Module):
                 parameter.data = current[name]
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Return the norms that AQN's noise is added to (``Family.noise_norms``) by name; PEFT's trained copies if
-        norms are trained."""
+        """Return the norms that get AQN's noise (``Family.noise_norms``) by name; trained norms are PEFT's copies."""
         modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -204,8 +203,7 @@ class Policy(nn.Module):
         return Routing(len(found), *found[0].sizes[:2]) if found else None
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
-        """Return the base's packed linears, also those of experts, by the names in its checkpoint; empty for a dense
-        base."""
+        """Return the packed linears, also of experts, by their names in the base's checkpoint; empty if it is dense."""
         modules = self.causal_lm.named_modules()
         linears = {
             name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
@@ -293,8 +291,7 @@ class Policy(nn.Module):
     def _logits(
         self, tokens: Tensor, mask: Tensor, temperature: float, routes: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield fp32 logits at a temperature, [n, V], and tokens, [n], for some of the masked tokens at a time, in
-        row-major order."""
+        """Yield fp32 logits at a temperature, [n, V], and tokens, [n], of some masked tokens, in row-major order."""
         wanted, hidden, _ = self._predicting(tokens, mask, routes)
         head = self.head(temperature)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time

@@ -25,8 +25,7 @@ from qerl_pl.policy.lora import LoraLinear
 from qerl_pl.quant.experts import FrozenExperts
 
 Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
-"""Values of ``model.gradient_checkpointing`` in the YAML file; true means blocks, false none, a number that many
-blocks."""
+"""Values of ``model.gradient_checkpointing``; true means blocks, false none, a number that many blocks."""
 SHARES = 8
 """Number of values of n, equally spaced, for which the level "n blocks" is considered."""
 

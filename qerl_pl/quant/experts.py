@@ -26,8 +26,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 UNSEEN = 255
 """Number, in counts of experts that a router would not have chosen, for tokens that were not computed."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
-"""Pattern of the full name of an expert's linear; its groups are the experts' module and the linear's name in
-``PARTS``."""
+"""Pattern of an expert's linear; its groups are the experts' module and the linear's name in ``PARTS``."""
 
 
 class Routing(NamedTuple):
@@ -60,14 +59,12 @@ class Replay(NamedTuple):
 
 
 def choose(probabilities: Tensor, chosen: int) -> Tensor:
-    """Choose k experts per token: those of the largest probabilities [T, E], of equal ones that with the lower index;
-    returns [T, k] int64."""
+    """Choose the k most probable experts per token, of equal ones that with the lower index: [T, k] int64."""
     return probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
 
 
 def weigh(probabilities: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
-    """Return the weights [T, k] of the experts ``ids`` [T, k] int64: their probabilities, if ``normalised`` divided by
-    their sum."""
+    """Return the probabilities [T, k] of experts ``ids`` [T, k] int64, if ``normalised`` divided by their sum."""
     weights = probabilities.gather(1, ids)
     return weights / weights.sum(-1, keepdim=True) if normalised else weights
 
@@ -151,16 +148,14 @@ class StackedLinear(nn.Module):
 
 
 class FrozenExperts(nn.Module):
-    """Experts with stacked weights, built from ``SeparateExperts``. For backward they keep the outputs of gate_proj and
-    up_proj."""
+    """Experts with stacked weights. For backward they keep the outputs of gate_proj and up_proj."""
 
     def __init__(self, experts: SeparateExperts) -> None:
         super().__init__()
         stack = [StackedLinear([expert.get_submodule(part) for expert in experts]) for part in PARTS]  # pyright: ignore[reportArgumentType]
         self.gate_proj, self.up_proj, self.down_proj = stack
         self.around: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()
-        """Function that calls its argument, which computes the experts, and returns the result; gradient checkpointing
-        replaces it."""
+        """Function that calls its argument, which computes the experts; gradient checkpointing replaces it."""
 
     def forward(
         self, x: Tensor, weights: Tensor, routes: Routes, factors: Callable[[], Factors | None] = lambda: None
@@ -244,8 +239,7 @@ def check_alike(packed: Collection[str], model: nn.Module) -> None:
 
 
 def stack_experts(block: nn.Module) -> None:
-    """Replace the ``SeparateExperts`` of a decoder block, or of a model, whose weights have been read, by
-    ``FrozenExperts``."""
+    """Replace ``SeparateExperts`` whose weights have been read, in a block or model, by ``FrozenExperts``."""
     for mixture in mixtures(block):
         if isinstance(mixture.experts, SeparateExperts):
             mixture.experts = FrozenExperts(mixture.experts)

@@ -48,15 +48,13 @@ class Format:
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps fp32 weights and the factors of their blocks (both broadcast to one shape) to uint8 codes of nearest
-    values."""
+    """Maps fp32 weights and their blocks' factors, broadcast to one shape, to uint8 codes of the nearest values."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the largest magnitude of each block and the tensor scale to the bits of the block's min-max scale."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the bits of block scales and the tensor scale to the factor of each block's values."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Maps the bits of min-max block scales to candidates that may round with smaller errors; the first candidate is
-    the given scales."""
+    """Maps the bits of min-max block scales to candidates, first these scales, that may round with smaller errors."""
     tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
     """Maps the largest magnitude [] of all tensors that share one tensor scale to this tensor scale, [] fp64."""
     fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None

@@ -44,8 +44,7 @@ class Layout:
     redundant: tuple[str, ...] = ()
     """Suffixes of a packed linear's tensors that are not needed for reading it."""
     table: str | None = None
-    """Suffix of a tensor with the values of the 16 codes, which must be those of the format; None: no tensor stores
-    them."""
+    """Suffix of a tensor with the values of the 16 codes, which must be the format's; None: there is none."""
 
 
 def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:

@@ -77,8 +77,7 @@ def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to [N, K] of ``dtype``; the result equals ``dequantize_reference``, rounded once, bit for
-    bit."""
+    """Dequantise a weight to [N, K] of ``dtype``; bit for bit ``dequantize_reference``, rounded once."""
     if weight.codes.dtype != torch.uint8:
         return native.dequantize(weight, dtype)
     if weight.codes.is_cuda:

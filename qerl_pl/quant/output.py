@@ -1,5 +1,4 @@
-"""Write a checkpoint folder file by file. It gets its final name only when it is complete, and an interrupted write can
-be continued."""
+"""Write a checkpoint folder file by file. It gets its name only when complete; an interrupted write can go on."""
 
 import json
 import os

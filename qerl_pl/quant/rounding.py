@@ -144,8 +144,7 @@ class LayerReport:
     outlier_ratio: float
     """Largest magnitude of a weight, divided by the root mean square of the weights."""
     output_error: float | None = None
-    """Relative error of the outputs for calibration data that has passed the packed previous blocks; None: not
-    measured."""
+    """Relative error of the outputs for calibration data from the packed previous blocks; None: not measured."""
 
 
 def report_layer(

@@ -1,5 +1,4 @@
-"""Decide, for the quantiser, which linears are packed, which of them share a tensor scale, and which tensors each
-output file has."""
+"""Decide which linears are packed, which share a tensor scale, and which tensors each output file has."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

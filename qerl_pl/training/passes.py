@@ -65,8 +65,7 @@ class TeacherScores(NamedTuple):
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
-        """Return the hidden states at the sampled tokens [R, width] bool of a micro-batch; None if they were not
-        kept."""
+        """Return the hidden states at the sampled tokens [R, width] bool of a micro-batch, if they were kept."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
@@ -81,11 +80,9 @@ class Batch:
         self.budget = MicroBatchBudget(settings.micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
-        """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 for prompts and padding, and
-        until they are computed."""
+        """[B, S] fp32 nats, the trainer's log-probabilities before the update; 0 if not sampled or not yet known."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, the policy's entropies before the first update; 0 for prompts and padding, and until they
-        are computed."""
+        """[B, S] fp32 nats, the policy's entropies before the first update; 0 if not sampled or not yet known."""
         routes = self.experience.routes
         self.others = None if routes is None else torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
         """[B, S, L] uint8, number of the sampler's experts that the trainer's routers would not have chosen before the
