@@ -216,8 +216,7 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Set the optimizer's settings to those of the configuration again, because loading a checkpoint replaced
-        them."""
+        """Set the optimizer's settings to the configuration's again; loading a checkpoint replaced them."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)

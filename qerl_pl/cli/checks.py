@@ -28,8 +28,7 @@ OTHER_TRAINING = {
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
-    """Refuse a plain value or a list, such as ``sampling: [1]``, for a setting that is a group of named settings, such
-    as model.sampling."""
+    """Refuse a plain value or a list for a group of named settings, as in ``sampling: [1]``."""
     for name in groups:
         value = config.get(name)
         if not isinstance(value, Namespace | Mapping | None):

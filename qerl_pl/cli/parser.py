@@ -45,8 +45,7 @@ class Parser(LightningArgumentParser):
         return super().dump(namespace, *args, **named)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program with a short error, in place of jsonargparse's, which begins with a hundred lines of
-        usage."""
+        """End the program with a short error; jsonargparse's begins with a hundred lines of usage."""
         if not self.exit_on_error:
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self

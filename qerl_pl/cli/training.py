@@ -208,8 +208,7 @@ class QeRLCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
-        """Build the trainer, and let checkpoints go to the run's folder. By default, Lightning writes them to the first
-        logger's folder."""
+        """Build the trainer, with checkpoints in the run's folder instead of the first logger's."""
         try:
             trainer = super().instantiate_trainer(**settings)
         except (RuntimeError, TypeError) as error:  # Lightning's for hardware, or for variables of Slurm
@@ -240,8 +239,7 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger has a logger twice, and both would write the same files: leave one out")
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing. Lightning's method would read hyperparameters from the checkpoint, but those of a run are in its
-        config.yaml."""
+        """Do nothing: hyperparameters are read from the run's config.yaml and not from the checkpoint."""
 
 
 def _default_of(class_path: str, name: str) -> Any:

@@ -6,8 +6,7 @@ import math
 LARGEST = 2.0**127 * (2 - 2.0**-23)
 """Largest 32-bit float. Settings are used in fp32 arithmetic, in which a larger number is infinite."""
 EARLY = 4
-"""Number of rollouts at the start of a run that all get the time-consuming checks, because most faults show from the
-start."""
+"""Number of rollouts at the start of a run, when most faults show, that all get the time-consuming checks."""
 EXIT_STATUS = 4
 """Exit status of a run that a check ended."""
 

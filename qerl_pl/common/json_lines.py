@@ -64,8 +64,7 @@ def read_json_lines(
 
 
 def object_in_text(text: str) -> dict[str, object] | None:
-    """Parse a text that is a JSON object, with numbers that keep the digits of the text; None if the text is not
-    one."""
+    """Parse a text that is a JSON object, with numbers that keep their digits; None for any other text."""
     try:
         value = json.loads(text, parse_float=Written) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):

@@ -9,8 +9,7 @@ COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "fi
 
 
 def log_at(loggers: Iterable[Logger], values: Mapping[str, float], *, step: int) -> None:
-    """Log scalars at one step only. Lightning's ``self.log`` would log the same values again at every later step until
-    they are updated."""
+    """Log scalars at one step only; Lightning's ``self.log`` would repeat them at every step until they change."""
     for logger in loggers:
         logger.log_metrics(dict(values), step=step)
 

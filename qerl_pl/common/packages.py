@@ -17,8 +17,7 @@ records. ``tests/test_dependencies.py`` checks the versions in pyproject.toml, t
 
 
 def requirement(package: str) -> str:
-    """Return the requirement, in pip's syntax, that admits the tested versions of a package and all versions between
-    them."""
+    """Return pip's requirement that admits a package's tested versions and all versions between them."""
     first, last = TESTED[package][0], TESTED[package][-1]
     return f"{package}=={first}" if first == last else f"{package}>={first},<={last}"
 
@@ -52,8 +51,7 @@ EXTRAS = {
 
 
 def not_installed(module: str) -> str | None:
-    """Say in a sentence which command installs the optional package that has a module; None if no optional package has
-    it."""
+    """Name the command that installs the optional package with a module; None if no optional package has it."""
     requirement = EXTRAS.get(module.partition(".")[0])
     if requirement is None:
         return None

@@ -11,8 +11,7 @@ from typing import NoReturn
 
 
 def called_as(command: str) -> str:
-    """Return how to call a command, in the way in which the user started the program: ``qerl COMMAND`` or ``python -m
-    qerl_pl COMMAND``."""
+    """Return how to call a command, as the user did: ``qerl COMMAND`` or ``python -m qerl_pl COMMAND``."""
     return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"
 
 
@@ -43,8 +42,7 @@ def quoted_from_environment(error: Exception) -> str:
 
 
 def use_expandable_segments() -> None:
-    """Let torch allocate GPU memory in expandable segments, unless the environment already configures torch's
-    allocator."""
+    """Let torch use expandable segments of GPU memory, unless the environment configures its allocator."""
     # Otherwise, passes of different sizes fragment the allocator's cache: a run that was planned at 75 of 79 GiB ran
     # out of memory while 9 GiB were free in pieces that were too small. torch reads the variable when it first
     # allocates GPU memory.

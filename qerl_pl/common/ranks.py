@@ -68,8 +68,7 @@ def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace each parameter's gradient by its mean over the ranks. A gradient that is None counts as zero, and is a
-    tensor afterwards."""
+    """Replace each parameter's gradient by its mean over the ranks; a missing gradient counts as zero."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     if num_ranks() == 1:
         for parameter, gradient in zip(parameters, gradients, strict=True):

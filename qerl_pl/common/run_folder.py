@@ -92,15 +92,13 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
 
 
 def date_in(config: Mapping[str, Any]) -> str | None:
-    """Return, from the content of a run's config.yaml, the date that its chat template writes into prompts; None if the
-    template writes no date."""
+    """Return the date in a run's config.yaml; None if the chat template writes no date into prompts."""
     date = (config.get("data") or {}).get("date")
     return None if date is None else str(date)  # YAML reads a date without quotes as a date
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a process is training in the folder, which it shows by holding a lock on the folder's file
-    ``LOCK``."""
+    """Return whether a process trains in the folder, that is, holds a lock on its file ``LOCK``."""
     try:
         with (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

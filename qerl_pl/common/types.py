@@ -19,8 +19,7 @@ class Problem(NamedTuple):
     question: str
     answer: str
     messages: tuple[Message, ...] = ()
-    """Chat messages that the policy gets instead of the question, if the data source has messages; the last message has
-    the role "user"."""
+    """Chat messages, the last of the role "user", that the policy gets instead of the question; empty: none."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
 
@@ -59,8 +58,7 @@ class Completion:
     """Log-probability of each token in nats at the sampling temperature, under the distribution that was sampled from,
     i.e. the policy's with AQN's noise if the rollout has noise."""
     finished: bool
-    """Whether the completion ended at an end-of-sequence token or stop string; False if it was cut off at
-    max_tokens."""
+    """Whether the completion ended at an end token or stop string, and was not cut off at max_tokens."""
     text: str = ""
     """Text with special tokens, but without the token that ended the completion; the rollout loop fills it in."""
     seed: int | None = None

@@ -1,5 +1,4 @@
-"""A cache of an evaluation's finished batches, so that an interrupted evaluation can be resumed, and the cache's
-key."""
+"""A cache of an evaluation's finished batches, with which an interrupted one is resumed, and the cache's key."""
 
 import hashlib
 import inspect
@@ -33,8 +32,7 @@ class EvaluationCache:
         self.folder = folder / _digest(identity)
 
     def read(self, prompts: Sequence[Prompt], *, num_rows: int) -> list[dict[str, Any]] | None:
-        """Return the ``num_rows`` stored records of a batch, or None if there is no file of the batch, or it is
-        damaged."""
+        """Return the ``num_rows`` stored records of a batch, or None if its file is missing or damaged."""
         try:
             rows = [json.loads(line) for line in read_lines(self._path(prompts))]
         except (FileNotFoundError, ValueError):  # not UTF-8, or no JSON

@@ -90,8 +90,7 @@ class Evaluation:
 
 
 def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether a reward gave positive values but never 1, so that it does not tell which completions are
-    right."""
+    """Return whether a reward gave positive values but never 1, so that no completion counts as right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     return 1 not in values and any(value > 0 for value in values)
 

@@ -1,5 +1,4 @@
-"""Settings of the YAML section ``model``, except engine and rewards. They and the run's length are checked before any
-model is loaded."""
+"""Settings of the YAML section ``model``, except engine and rewards, checked before a model is loaded."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property

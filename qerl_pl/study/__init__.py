@@ -1,2 +1,1 @@
-"""Studies: train every arm (a named configuration) with every seed, in ordinary runs, and compare the arms
-statistically."""
+"""Studies: train every arm (a named configuration) with every seed, and compare the arms statistically."""

@@ -36,8 +36,7 @@ class Group(NamedTuple):
     point: str
     """Values of the grid's options as text."""
     runs: dict[int, dict[str, float]]
-    """Readouts (numbers that summarise a run, by name) of each run, by seed. Runs of two arms with equal seeds are a
-    pair."""
+    """Readouts (numbers that summarise a run) by name, by seed; two arms' runs of equal seeds are a pair."""
     curves: dict[int, Curves]
 
     @property
@@ -98,8 +97,7 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare, in one readout, each pair of arms that the study names, at each point of the grid at which both arms
-    have finished runs."""
+    """Compare, in one readout, the study's pairs of arms at each point of the grid at which both have finished runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -146,8 +144,7 @@ def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
 
 
 def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
-    """List, as lines of Markdown, the runs that have a readout that is NaN or infinite, with the names of those
-    readouts."""
+    """List, as lines of Markdown, the runs with readouts that are NaN or infinite, and these readouts."""
     runs = [
         f"- {group.name}, seed {seed}: {', '.join(lost)}"
         for group in groups
@@ -162,8 +159,7 @@ def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
 
 
 def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], collapsed: Sequence[str] = ()) -> str:
-    """Format the whole analysis as Markdown; ``collapsed`` has lines about readouts that are not finite, from
-    ``not_finite``."""
+    """Format the whole analysis as Markdown; ``collapsed`` has the lines of ``not_finite``."""
     runs, metric = study.runs(), study.analysis.metric
     left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
     lines = [
@@ -201,8 +197,7 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Name, for each arm with runs at several points of the grid, the point with the highest mean of the readout that
-    decides the study."""
+    """Name, for each arm with runs at several points, the point with the highest mean of the deciding readout."""
     metric, lines = study.analysis.metric, []
     for arm in study.arms:
         means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}

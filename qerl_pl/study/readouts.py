@@ -1,5 +1,4 @@
-"""Compute the readouts of a run from its event files. A readout is a number that summarises a run, such as its last
-accuracy."""
+"""Compute the readouts of a run, numbers such as its last accuracy that summarise it, from its event files."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""Execute the runs of a study, several at the same time and each in its own process; an interrupted run continues from
-its checkpoint."""
+"""Execute the runs of a study, several at a time, each in its own process; an interrupted one is resumed."""
 
 import ctypes
 import os
@@ -28,8 +27,7 @@ TIME_IS_UP = 3  # exit status
 
 @dataclass
 class Slot:
-    """Place in which one run at a time is executed, by one process; the number of slots limits how many runs execute
-    concurrently."""
+    """Place in which one run at a time is executed; the number of slots limits how many execute concurrently."""
 
     gpu: str | None
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
@@ -120,8 +118,7 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Give a slot the first waiting run that no other process works on and that need not wait for another run to
-        finish."""
+        """Give a slot the first waiting run that no process works on and that need not wait for another run."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)
@@ -230,6 +227,5 @@ class Runner:
 
 
 def _end_with_parent() -> None:
-    """Called in a new process, asks Linux to send this process SIGTERM when its parent, the runner, dies for any
-    reason."""
+    """Called in a new process: ask Linux to send it SIGTERM when its parent, the runner, dies."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

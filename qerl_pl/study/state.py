@@ -39,8 +39,7 @@ def keep(folder: Path, **changes: Any) -> None:
 
 
 def succeeded(folder: Path, name: str, seconds: float) -> None:
-    """Record that a command of a run succeeded, and that its last start took ``seconds``; removes the record of an
-    earlier failure."""
+    """Record that a command of a run succeeded in ``seconds``, and remove the record of an earlier failure."""
     state = _read(folder)
     spent = state.get("spent", {})
     done = state.get("done", {}) | {name: seconds + spent.pop(name, 0.0)}

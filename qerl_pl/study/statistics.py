@@ -57,8 +57,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def compare(values: Sequence[float]) -> Comparison:
-    """Estimate the mean of paired differences, and test whether it is 0; differences that are not finite are left
-    out."""
+    """Estimate the mean of paired differences, and test whether it is 0; values that are not finite are left out."""
     finite = _finite(values)
     if len(finite) < 2:
         return Comparison(mean(finite.tolist()), math.nan, math.nan)
@@ -83,8 +82,7 @@ def smallest_p(pairs: int) -> float:
 
 
 def pairs_to_accept(comparisons: int) -> int:
-    """Return the smallest number of pairs with which a comparison can be significant after Holm's adjustment for
-    ``comparisons`` tests."""
+    """Return the fewest pairs with which one of ``comparisons`` can be significant after Holm's adjustment."""
     pairs = 1
     while comparisons * smallest_p(pairs) > ALPHA:
         pairs += 1
@@ -167,8 +165,7 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
 
 
 def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
-    """Compute the interval of true means that the test does not reject; its ends are two of the sorted means of
-    subsets."""
+    """Compute the interval of true means that the test does not reject, from the sorted means of subsets."""
     means = np.sort(sums / _subsets(pairs).sum(axis=1))
     rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
     if rejected < 1:  # five pairs or fewer reject no mean

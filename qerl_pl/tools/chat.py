@@ -132,8 +132,7 @@ class SafeStreamer(TextStreamer):
         self._ends = ends
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive the tokens of the prompt, which are not printed, or one sampled token, and print the text that it
-        completes."""
+        """Print the text that one sampled token completes; the prompt's tokens are not printed."""
         if value.numel() > 1 or value.item() not in self._ends:
             super().put(value)
 
@@ -143,7 +142,6 @@ class SafeStreamer(TextStreamer):
 
 
 def printable(text: str) -> str:
-    """Replace control characters other than line feed and tab, and characters that change the text's direction, by
-    ``?``."""
+    """Replace control characters other than line feed and tab, and marks of text direction, by ``?``."""
     controls = {letter for letter in text if unicodedata.category(letter) == "Cc" and letter not in "\n\t"}
     return "".join("?" if letter in TURNS or letter in controls else letter for letter in text)

@@ -121,8 +121,7 @@ def versions() -> str:
 
 
 def _cuda() -> str:
-    """Return words for the CUDA version that torch was built for, read from torch's file version.py without importing
-    torch."""
+    """Return the CUDA version that torch was built for, from torch's file version.py, without importing torch."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
@@ -131,8 +130,7 @@ def _cuda() -> str:
 
 
 def _gpus(driver: Path) -> list[str]:
-    """Return a line for each GPU that NVIDIA's driver lists, and one for the driver's version; without a driver, the
-    line "gpu none"."""
+    """Return a line for each GPU that NVIDIA's driver lists, or "gpu none", and one for the driver's version."""
     files = sorted(driver.glob("gpus/*/information"))
     models = [match[1] for file in files if (match := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE))]
     release = driver / "version"
@@ -192,8 +190,7 @@ def _package(name: str) -> str:
 
 
 def with_advice(name: str, version: str) -> str:
-    """Return a package's version, followed by the tested versions if this release of the program was not tested with
-    it."""
+    """Return a package's version, followed by the tested versions if it is none of them."""
     if name not in TESTED or is_tested(name, version):
         return version
     listed = ", ".join(known if known.count(".") > 1 else f"{known}.x" for known in TESTED[name])

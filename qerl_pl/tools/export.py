@@ -45,8 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
-    """Yield a sentence for each part of an exported adapter that PEFT loads and vLLM's own LoRA loader ignores or
-    refuses."""
+    """Yield a sentence for each part of an exported adapter that vLLM's own LoRA loader ignores or refuses."""
     if settings.train_norms:
         yield "it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not"
     if settings.expert_rank:

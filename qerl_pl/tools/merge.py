@@ -134,8 +134,7 @@ def write_merged(policy: Policy, folder: Path) -> None:
 
 @torch.no_grad()
 def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of every tensor of the model (weights, biases, norms, buffers); the adapter is added to the
-    weights that it adapts."""
+    """Yield name and value of every tensor of the model; the adapter is added to the weights that it adapts."""
     adapter = policy.adapter_state()
     norms = policy.norm_weights()
     linears: dict[str, nn.Module] = {

@@ -54,8 +54,7 @@ def output_folder(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """Check that a picture can be saved at a path, whose ending names the format. Raises ArgumentTypeError
-    otherwise."""
+    """Check that a picture can be saved at a path, whose ending names the format; ArgumentTypeError otherwise."""
     path = output_file(text)
     if path.suffix.lower() not in PICTURES:
         raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
@@ -106,8 +105,7 @@ def existing_base(text: str) -> Path:
 
 
 def existing_run(text: str) -> Path:
-    """Check that a path is that of a run's folder, that is, one with a config.yaml. Raises ArgumentTypeError
-    otherwise."""
+    """Check that a path is that of a run's folder, with a config.yaml; ArgumentTypeError otherwise."""
     path = existing_folder(text)
     if not (path / "config.yaml").is_file():
         raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")

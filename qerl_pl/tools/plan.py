@@ -85,8 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_settings(arguments: list[str]) -> dict[str, Any]:
-    """Parse command-line arguments of ``fit`` to the whole configuration, defaults included, without building any
-    object."""
+    """Parse arguments of ``fit`` to the whole configuration, defaults included, without building any object."""
     printed = StringIO()
     try:
         with redirect_stdout(printed), restored_arguments():
@@ -183,8 +182,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
 
 
 def print_plan(plan: Plan, gpu_bytes: int) -> None:
-    """Print a table of the planned GiB by part (e.g. weights) and moment of a step (e.g. rollout), and one bar per
-    moment."""
+    """Print a table of the planned GiB by part and moment of a step, and one bar per moment."""
     table = Table("GiB", *plan.moments)
     for name, sizes in plan.parts.items():
         table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in plan.moments))
@@ -199,8 +197,7 @@ def print_plan(plan: Plan, gpu_bytes: int) -> None:
 
 
 def print_choices(plan: Plan, shape: ModelShape) -> None:
-    """Print the micro-batch size, KV-cache size and level of gradient checkpointing that the plan chose or was
-    given."""
+    """Print the plan's micro-batch size, KV-cache size and level of gradient checkpointing."""
     run, engine = plan.run, plan.run.engine
     print(f"model.micro_batch_tokens: {plan.micro_batch_tokens}")
     if engine is not None:
@@ -228,8 +225,7 @@ def print_options(offered: list[Option], gpu_bytes: int) -> None:
 
 
 def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> None:
-    """Print a table of the longest completions that a run can train on, with a row for each GPU memory, in bytes, of
-    ``gpus``."""
+    """Print a table of the longest completions that a run can train on, by GPU memory in bytes."""
     table = Table("GPU, GiB", "tokens per completion", "checkpointing", "tokens per pass", "sequences in the KV cache")
     for gpu_bytes in gpus:
         tokens = longest_completion(shape, run, gpu_bytes)
@@ -246,8 +242,7 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
 
 
 def as_json(plan: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
-    """Convert the plan to JSON-serialisable values. Sizes are in bytes, except that of the smallest sufficient GPU, in
-    GiB."""
+    """Convert the plan to JSON-serialisable values, in bytes, except the smallest sufficient GPU, in GiB."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),

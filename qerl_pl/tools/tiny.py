@@ -187,8 +187,7 @@ def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Seq
 def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
-    """Tell for each of B expressions whether greedy decoding would produce exactly the given solution; returns [B]
-    bool."""
+    """Tell, [B] bool, for which expressions greedy decoding would produce exactly the given solution."""
     # One forward pass suffices: a text is produced if each token is the most likely one after those before it.
     tokens, mask = encode(tokenizer, expressions, solutions)
     most_likely = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)  # [B, S - 1]
