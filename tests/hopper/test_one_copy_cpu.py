@@ -30,6 +30,7 @@ from tests.rollout.conftest import (
 )
 
 one_copy = pytest.importorskip("qerl_pl.hopper.one_copy")
+base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(torch.cuda.is_available(), reason="needs vLLM's CPU platform")]
 PROMPTS = some_prompts(1, 40, 70)
 SAMPLING = Sampling(num_completions=2, max_tokens=6)
@@ -102,7 +103,7 @@ def assert_shared(engine: VLLMEngine, policy: Policy) -> None:
     assert {weight.data_ptr() for weight in words} == codes
     assert len(words) == len(codes) == 8
     assert not [name for name, weight in parameters.items() if weight.dtype == torch.uint8]
-    assert engine._call(vllm_worker.check_base, policy.packed_linears()) == 8
+    assert engine._call(base_weights.check_rows, policy.packed_linears()) == 8
 
 
 def test_vllm_computes_with_the_trainers_memory(engine, policy):

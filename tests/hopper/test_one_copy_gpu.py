@@ -23,6 +23,7 @@ from tests.rollout.conftest import (
 )
 from tests.rollout.leaks import held_in_vllms_pool, is_inside
 
+base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
@@ -58,7 +59,7 @@ def test_vllm_computes_with_the_trainers_memory(engine):
     words = [weight for weight in parameters.values() if weight.dtype == torch.int32]
     assert {weight.data_ptr() for weight in words} == codes
     assert len(words) == len(codes) == 8
-    assert engine._call(vllm_worker.check_base, engine._policy.packed_linears()) == 8
+    assert engine._call(base_weights.check_rows, engine._policy.packed_linears()) == 8
     assert not any(is_inside(weight) for weight in words)
 
 
@@ -84,7 +85,7 @@ def test_a_closed_engine_and_a_start_that_fails_leave_the_trainers_base_alone(en
         VLLMEngine(kv_cache_bytes=1024, enforce_eager=True).start(policy, max_model_len=MAX_MODEL_LEN)
     assert_unchanged(engine, dense, policy)
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    assert engine._call(vllm_worker.check_base, policy.packed_linears()) == 8
+    assert engine._call(base_weights.check_rows, policy.packed_linears()) == 8
     assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
 
 

@@ -267,8 +267,10 @@ class VLLMEngine:
 
     def fingerprint(self) -> dict[str, int]:
         """Compute checksums of vLLM's adapter and norms, and check that vLLM's base weights equal the trainer's."""
+        from qerl_pl.rollout.vllm.base_weights import check_rows
+
         known = self._policy.adapter_state() if self._running() else {}
-        self._call(worker.check_base, self._policy.packed_linears(), self._policy.router_weights())
+        self._call(check_rows, self._policy.packed_linears(), self._policy.router_weights())
         slots = self._call(worker.read_adapter, self._policy.peft_config.r, self._policy.expert_rank)
         held = {name: matrix for name, matrix in slots.items() if name in known or matrix.any()}
         return checksums(held | self._call(worker.live_norms))

@@ -20,7 +20,6 @@ from qerl_pl.model.family import FAMILIES
 from qerl_pl.noise.norm_noise import is_noise_norm
 from qerl_pl.policy.lora_experts import stacked
 from qerl_pl.policy.lora_product import scaled
-from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.rollout.common import PEFT_PREFIX
 
 if TYPE_CHECKING:
@@ -147,16 +146,6 @@ def samples_by_keyed_noise(worker: WorkerBase) -> bool:
     return type(worker.model_runner).__module__ == "vllm.v1.worker.gpu.model_runner"
 
 
-def check_base(
-    worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
-) -> int:
-    """Compare vLLM's packed linears and routers with the trainer's by ``base_weights.check_rows``; returns the number
-    compared."""
-    from qerl_pl.rollout.vllm.base_weights import check_rows
-
-    return check_rows(worker, linears, routers)
-
-
 def _manager(worker: WorkerBase) -> WorkerLoRAManager:
     # Both classes of vLLM's model runner have ``lora_manager``, but WorkerBase declares no type for ``model_runner``.
     return worker.model_runner.lora_manager  # pyright: ignore[reportOptionalMemberAccess, reportReturnType]
@@ -172,8 +161,7 @@ def _flags(worker: WorkerBase) -> dict[str, Tensor]:
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
     """Return vLLM's adapter slots by PEFT's name of the linear or experts whose adapter they hold. A linear has two
-    slots if it computes attention keys that are also values, three if it computes the queries, keys and values of a
-    delta net."""
+    slots if its attention keys are also values, three if it computes queries, keys and values of a delta net."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
