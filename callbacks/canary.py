@@ -248,8 +248,7 @@ def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
-    """Find the compute dtype in which the policy's adapter and noisy norms have the checksums ``held`` by the engine;
-    None if they have them in no dtype."""
+    """Find the compute dtype in which adapter and noisy norms have the checksums ``held`` by the engine, or None."""
     dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
     return next((dtype for dtype in dtypes if held == expected(policy, noise, dtype)), None)
 

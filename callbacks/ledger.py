@@ -178,8 +178,7 @@ def sampled_margins(
     micro_batch_tokens: int,
 ) -> Tensor:
     """Compute the margins (``qerl_pl.policy.margins``) of the N sampled tokens, [N] fp32 in nats. Arguments are as in
-    ``trainer_logprobs``, with the seeds [B] int64 that the engine sampled the rows with, and the sampling
-    temperature."""
+    ``trainer_logprobs``, with the engine's seeds of the rows, [B] int64, and the sampling temperature."""
     margins = []
     for rows in _passes(sampled, micro_batch_tokens):
         how = {"temperature": temperature, "routes": None if routes is None else routes[rows]}
