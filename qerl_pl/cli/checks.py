@@ -36,8 +36,7 @@ def check_groups(groups: Iterable[str], config: Namespace) -> None:
 
 
 def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
-    """Refuse, before anything is loaded, a checkpoint path that is no file. Each of ``words``, such as "last", is
-    accepted, and so is None."""
+    """Refuse, before anything is loaded, a checkpoint path that is neither a file, one of ``words``, nor None."""
     if path is None or path in words or Path(path).is_file():
         return
     if path == "best":

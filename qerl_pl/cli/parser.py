@@ -36,8 +36,7 @@ class Parser(LightningArgumentParser):
         return super().format_help(*args, **named)
 
     def dump(self, namespace: Namespace, *args: Any, **named: Any) -> str:
-        """Dump a configuration as jsonargparse does, but with the values that follow from the other settings in place
-        of the objective's nulls."""
+        """Dump a configuration with the values that follow from other settings in place of the objective's nulls."""
         namespace = namespace.clone()
         for key in [key for key, value in namespace.items(branches=True) if isinstance(value, Namespace)]:
             if key.endswith("model.objective"):

@@ -50,8 +50,7 @@ def shorten(config: Namespace) -> None:
 
 
 def free_folder(folder: str) -> str:
-    """Return the first of the folders FOLDER, FOLDER-2, FOLDER-3, ... that does not exist or is empty. A start that
-    failed may have left an empty one."""
+    """Return the first of the folders FOLDER, FOLDER-2, FOLDER-3, ... that does not exist or is empty."""
     names = itertools.chain([folder], (f"{folder}-{number}" for number in itertools.count(2)))
     return next(name for name in names if not Path(name).exists() or (Path(name).is_dir() and not os.listdir(name)))
 

@@ -280,8 +280,7 @@ def command_line(args: list[str]) -> list[str]:
 
 def exit_status(args: list[str]) -> int | str:
     """Run the program. Returns its exit status: 0, 4 if a check ended the run, or 128 plus the number of the signal
-    that ended it. For an error that the user can fix, returns the message instead (the process then exits with status
-    1)."""
+    that ended it; for an error that the user can fix, its message (the process then exits with status 1)."""
     try:
         cli = main(args)
     except CheckFailed as stop:

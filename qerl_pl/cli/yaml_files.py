@@ -87,8 +87,7 @@ def check_yaml_files(arguments: Sequence[str]) -> None:
 
 
 def fault_in_files(arguments: Sequence[str]) -> str | None:
-    """Return the error message about the configurations that a command line names (files, or shipped ones by name);
-    None if they have no fault."""
+    """Return the error message about the configurations that a command line names; None if they have no fault."""
     try:
         check_yaml_files(with_paths(arguments))
     except ValueError as error:
@@ -97,8 +96,7 @@ def fault_in_files(arguments: Sequence[str]) -> str | None:
 
 
 def check_yaml(path: Path) -> None:
-    """Refuse a YAML file with unknown top-level keys, empty sections or a fault that ``mapping_in`` finds. ValueError
-    names the file and the line."""
+    """Refuse (ValueError with file and line) unknown top-level keys, empty sections and what ``mapping_in`` refuses."""
     if path.suffix in DATA:
         raise ValueError(
             f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "

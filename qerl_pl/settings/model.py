@@ -244,8 +244,7 @@ def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, eng
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError if advantages and importance ratios cannot be computed: sampling is greedy or truncated by top_p
-    or top_k, or a group has one completion."""
+    """Raise ValueError if sampling is greedy or truncated by top_p or top_k, or if a group has one completion."""
     if sampling.temperature == 0:
         raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
     if sampling.num_completions < 2:
@@ -280,9 +279,8 @@ def check_run_length(
     batch_size: int,
     objective: Objective,
 ) -> None:
-    """Raise ValueError unless the run is a whole number of rollouts, every rollout can be divided into mini-batches,
-    and the run is not shorter than its warm-up. The arguments are the settings of these names; ``max_steps`` is -1 if
-    it is not set."""
+    """Raise ValueError unless the run is a whole number of rollouts, rollouts can be divided into mini-batches, and the
+    warm-up is not longer. The arguments are the settings of these names; ``max_steps`` is -1 if it is not set."""
     steps = updates_per_rollout * mini_batches
     if max_steps < 1:
         raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")

@@ -117,8 +117,7 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[float]:
-    """Compute the differences of a readout in pairs of runs with equal seeds, ``one`` minus ``other``; a run whose
-    partner is missing is left out."""
+    """Compute a readout's differences, ``one`` minus ``other``, in the pairs of finished runs with equal seeds."""
     seeds = sorted(one.runs.keys() & other.runs.keys())
     return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
 

@@ -115,8 +115,7 @@ def smallest_size(pairs: int, comparisons: int = 1) -> float:
 
 def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
     """Return the number of pairs with which a true difference is found significant with a probability of 80 %, if the
-    differences have the standard deviation ``spread``; None if the true difference is 0, or if more than 10 000 pairs
-    are needed."""
+    differences have the standard deviation ``spread``; None if the difference is 0 or takes over 10 000 pairs."""
     if difference == 0:
         return None
     least = pairs_to_accept(comparisons)

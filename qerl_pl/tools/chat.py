@@ -61,9 +61,8 @@ def main(argv: list[str]) -> int:
 
 
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
-    """Load the trained policy of a run in evaluation mode, onto the GPU if the machine has one; returns the policy and
-    the run's configuration. ValueError: there is no such run or checkpoint, or the checkpoint belongs to another
-    base."""
+    """Load the trained policy of a run in evaluation mode, onto a GPU if there is one; returns it and the
+    configuration. ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base."""
     config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = read_run_config(config_file, "data")
     model = config["model"]

@@ -107,9 +107,8 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Create a byte-level tokenizer, which can encode any text: the text is normalised to Unicode form C, and each of
-    its UTF-8 bytes is a token. Each of the tags ``<think>``, ``<answer>`` and their closing tags is one token, which
-    decoding does not skip."""
+    """Create a byte-level tokenizer: a text is normalised to Unicode form C, and each of its UTF-8 bytes is a token.
+    Each of the tags ``<think>``, ``<answer>`` and their closing tags is one token, which decoding does not skip."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
     tokenizer = Qwen2Tokenizer(
