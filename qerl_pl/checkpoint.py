@@ -314,9 +314,8 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> None:
-    """Refuse to resume from a checkpoint that lacks part of the training state, or that has done more than
-    ``max_steps`` optimizer steps. ValueError: says which part is missing or of a wrong type, or how many steps the
-    checkpoint has done."""
+    """Refuse (ValueError) to resume from a checkpoint in which a part of the training state is missing or of a wrong
+    type, or that has done more than ``max_steps`` optimizer steps."""
     parts = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int}
     for name, kind in parts.items():
         part = checkpoint.get(name)

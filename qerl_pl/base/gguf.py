@@ -40,8 +40,7 @@ BYTES_PER_WEIGHT = 6
 """Host memory at the peak: all weights in bfloat16, and one tensor, perhaps most of the weights, in fp32."""
 SAME_MATRIX = 0.2
 """Embeddings and output head with a smaller relative difference are taken for one matrix stored at two precisions.
-Rounding to the coarsest type, 2 bits per weight, causes about this difference; matrices that are really different
-differ by more than 1."""
+Rounding to 2 bits per weight causes about this difference; two different matrices differ by more than 1."""
 ROPE_TENSOR, ROPE_TYPE = "rope_freqs.weight", ".rope.scaling.type"
 """Metadata keys under which a GGUF file says that the model scales its rotary positions, as Llama 3.1 and models with
 YaRN do."""

@@ -50,8 +50,7 @@ def plain_yaml(file: Path) -> dict[str, Any]:
 
 def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
-    ArgumentTypeError: the path is empty, has unprintable characters, or names an unknown environment variable or
-    user."""
+    ArgumentTypeError: the path is empty, unprintable, or names an unknown variable or user."""
     if not text.strip():
         raise ArgumentTypeError("run_dir is empty; expected a folder, e.g. runs/first")
     if not text.isprintable():
@@ -63,9 +62,8 @@ def run_folder(text: str) -> str:
 
 
 def check_places(run: Path) -> None:
-    """Check that a run can write its files into its folder, which need not exist yet. ValueError names a path where
-    something else than the needed folder or regular file exists. The check takes no time, so it comes before the model
-    is loaded."""
+    """Check, before the model is loaded, that a run can write its files into its folder, which need not exist yet.
+    ValueError names a path where something else than the needed folder or regular file exists."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
@@ -80,8 +78,7 @@ def check_places(run: Path) -> None:
 
 
 def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
-    """Return the paths of a run's config.yaml and of a checkpoint: ``last``, ``best``, or the path of a file.
-    ValueError: one of them does not exist."""
+    """Return the paths, which must exist, of a run's config.yaml and a checkpoint: ``last``, ``best``, or a path."""
     config = run / "config.yaml"
     if not config.is_file():
         raise ValueError(f"{run} is no run folder: it has no config.yaml")

@@ -32,8 +32,7 @@ class Prompt(NamedTuple):
     """The whole chat prompt, including the generation prompt."""
     answer: str
     copy: int = 0
-    """Number of earlier prompts with the same tokens in the rollout or evaluation. Seeds depend on it, so that equal
-    prompts get different completions."""
+    """Number of earlier prompts with the same tokens in the rollout or evaluation, by which their seeds differ."""
     text: str = ""
     """The tokens as text, special tokens included."""
     messages: tuple[Message, ...] = ()

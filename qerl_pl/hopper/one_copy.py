@@ -138,8 +138,7 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
 
 def tell_next_weights(model: nn.Module) -> None:
-    """Give each linear that native kernels compute the weight of the next one, which its kernel fetches to L2 while the
-    layers between the two run."""
+    """Give each native linear the weight of the next one, which its kernel fetches to L2 in advance."""
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
         linear.native = linear.native._replace(next_weight=following.weight)

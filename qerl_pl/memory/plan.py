@@ -83,8 +83,7 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the GPU memory of a run whose micro-batch size, gradient checkpointing and KV cache size are given;
-    ``fitting.fitted`` chooses them."""
+    """Predict the GPU memory of a run with the given settings; ``fitting.fitted`` chooses those left open."""
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
     sizes |= _adapter(shape, run)

@@ -60,7 +60,7 @@ class TeacherMemory:
 
     shape: ModelShape
     keep: Literal["auto", "gpu", "host"]
-    """Where the teacher's weights are while it does not score; "auto": on the GPU if the run then fits, else host."""
+    """Place of the teacher's weights while it does not score; "auto": the GPU if the run then fits, else the host."""
     states: bool
     """Whether the teacher's hidden states at all sampled tokens are kept during the updates."""
 

@@ -96,8 +96,7 @@ class ModelShape:
     last_linear: str
     """Name of the last linear of a block (e.g. ``down_proj``), whose output backward does not need."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, output size N and input size K of each linear of a block that LoRA may adapt, without experts; if blocks
-    differ, the largest of all."""
+    """Name, output size N and input size K of each linear of a block that LoRA may adapt; the largest of all blocks."""
     linear_bytes: int
     """Bytes of the trainer's linears except the head."""
     engine_linear_bytes: int

@@ -87,8 +87,7 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads, without huggingface_hub's warnings about each retry; turn its known errors into
-    ValueErrors that say what to do."""
+    """Call ``fetch``, which downloads, without warnings about retries; known errors become ValueErrors with advice."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -132,8 +132,7 @@ class Objective:
 
     def resolve(self) -> ResolvedObjective:
         """Return the objective with values in place of nulls and functions in place of import paths. ValueError: a
-        value is out of range, contradicts another or has no effect with it, or an import path names no suitable
-        function."""
+        value is out of range, contradicts another or has no effect with it, or a path names no suitable function."""
         values = completed(vars(self))
         del values["preset"]
         bounds = {name: values[name] for name in ("clip_low", "clip_high", "max_ratio") if values[name] is not None}

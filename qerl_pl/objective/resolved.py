@@ -63,8 +63,7 @@ class LossInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ResolvedObjective:
-    """An ``Objective`` with values in place of nulls and functions in place of import paths; the docstring of
-    ``Objective`` explains the fields."""
+    """An ``Objective`` with values in place of nulls and functions in place of import paths; see ``Objective``."""
 
     surrogate: Callable[..., PolicyLoss]
     aggregation: Aggregation

@@ -49,8 +49,7 @@ def liger_elementwise() -> Elementwise:
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Return whether to use liger-kernel on a GPU, given ``model.fused_elementwise``; raises ValueError if that is true
-    and the library is not installed."""
+    """Return whether to use liger-kernel on a GPU; ValueError: the setting is true and it is not installed."""
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
         raise ValueError(f"model.fused_elementwise is true and {not_installed(PACKAGE)}, or say auto")

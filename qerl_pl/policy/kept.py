@@ -52,8 +52,7 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Compute a value that only functions passed to ``whole`` use; in the recomputation, which does not call these
-        functions, return ``instead``."""
+        """Compute a value that only functions passed to ``whole`` use; recomputation returns ``instead``."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):

@@ -23,8 +23,7 @@ from qerl_pl.model.layers import attention_windows
 from qerl_pl.quant.experts import UNSEEN, Replay
 
 WORTH = 1 / 16
-"""Smallest share of a pass's tokens for which sharing prompts pays; if it saves fewer tokens, the second attention call
-costs more than it saves."""
+"""Smallest share of a pass's tokens for which sharing prompts pays for the second attention call."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,7 @@ def quantises_cache(config: Mapping) -> bool:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """Return the layout of a checkpoint's packed linears, or None if it is not quantised; raise ValueError if it cannot
-    be loaded without conversion."""
+    """Return the layout of a checkpoint's packed linears, None if it has none; ValueError: it needs conversion."""
     config = quantization_config(path)
     if config is None:
         return None

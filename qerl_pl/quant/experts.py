@@ -207,8 +207,7 @@ def mixtures(model: nn.Module) -> list[Mixture]:
 
 def use_replay(model: Any) -> None:
     """Make a model's blocks accept experts to use, given by ``replay``; calls without it use those that the routers
-    choose. The argument is one of the block's and not of its mixture, so that recomputation of the block gets it
-    too."""
+    choose. The argument is the block's and not the mixture's, so that recomputation of the block gets it too."""
     found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
 
     def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:

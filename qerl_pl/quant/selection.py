@@ -55,9 +55,8 @@ class BlockWeight(NamedTuple):
 
 
 def block_weights(model: nn.Module) -> Iterator[BlockWeight]:
-    """Yield each parameter of a model's decoder blocks once, in the model's order; raise ValueError for a matrix that
-    is not the weight of a linear or convolution, such as stacked experts, which would otherwise stay dense without a
-    message."""
+    """Yield each parameter of a model's decoder blocks once, in the model's order; ValueError: a matrix is not the
+    weight of a linear or convolution, such as stacked experts, which would otherwise silently stay dense."""
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{leaf}"

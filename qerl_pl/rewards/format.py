@@ -31,9 +31,8 @@ EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))
 def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
-    """Raise ValueError, before training, if ``think_answer_format`` cannot score 1, because stop strings or the
-    decoding of tokens change every completion in its format. ``as_sampled`` maps a text that the policy writes to the
-    text that rewards get."""
+    """Raise ValueError, before training, if ``think_answer_format`` cannot score 1, because stop strings or decoding
+    change every completion in its format. ``as_sampled`` maps what the policy writes to what rewards get."""
     for term in rewards:
         if term.reward is not think_answer_format or term.weight == 0:
             continue

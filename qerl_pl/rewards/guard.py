@@ -77,8 +77,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
 def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
     """Convert what a reward returned (a sequence, iterator, tensor or array with a number or None per row) to a list of
-    numbers and None. RewardError if there are not ``num_rows`` finite numbers or None; it names the reward and the
-    row."""
+    numbers and None. RewardError names the reward and row if there are not ``num_rows`` finite numbers or None."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):

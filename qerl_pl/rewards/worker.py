@@ -49,8 +49,7 @@ def main() -> None:
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes. (The value of ``getrusage`` would include the parent's
-    memory, from before the exec.)"""
+    """Return this process's peak resident memory in bytes; ``getrusage`` would count the parent's before the exec."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 

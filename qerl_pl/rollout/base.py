@@ -206,9 +206,8 @@ class RolloutEngine(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the adapter and norm weights that the engine holds, to be compared with
-        ``expected_fingerprint``; raises CheckFailed if the engine's copy of the base's weights differs from the
-        policy's."""
+        """Compute checksums of the adapter and norm weights that the engine holds, for comparison with
+        ``expected_fingerprint``; CheckFailed: its copy of the base's weights differs from the policy's."""
         ...
 
     def sleep(self) -> None:

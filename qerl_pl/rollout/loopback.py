@@ -6,8 +6,7 @@ WAIT = 5.0  # seconds until the check fails; a working loopback interface answer
 
 
 def check_loopback() -> None:
-    """Raise OSError if this machine cannot connect to itself at 127.0.0.1, because creating a process group of torch
-    would then hang for minutes."""
+    """Raise OSError if this machine cannot connect to 127.0.0.1; torch's process groups would hang for minutes."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=WAIT).close()

@@ -48,8 +48,7 @@ def referred_to() -> list[Tensor]:
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those tensors that lie in ``segments`` of vLLM's pool, given as sizes in bytes by address.
-    Shapes and dtypes of the tensors stay."""
+    """Free the memory of those tensors that lie in ``segments`` of vLLM's pool (sizes in bytes by address)."""
     starts = sorted(segments)
     for tensor in tensors:
         if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():
@@ -89,9 +88,8 @@ def given_back() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Make vLLM ignore memory of ended engines when it checks, before loading weights, that its pool is empty. Memory
-    of an engine that still runs is counted. If a start within the context fails, later starts ignore the memory that
-    this start has not freed."""
+    """Make vLLM ignore memory of ended, not of running, engines when it checks before loading weights that its pool is
+    empty. If a start within the context fails, later starts ignore the memory that it has not freed."""
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
     count = pool.get_current_usage if pool else None

@@ -27,8 +27,7 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
 
 
 def widen(model: nn.Module, norms: Sequence[str]) -> None:
-    """Convert to fp32 the weights of the norms of a loaded model whose names are in ``norms``
-    (``Family.noise_norms``)."""
+    """Convert the weights of those norms of a loaded model that ``norms`` names (``Family.noise_norms``) to fp32."""
     for name, module in model.named_modules():
         if is_noise_norm(f"{name}.weight", norms):
             module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)
