@@ -19,7 +19,8 @@ class Change:
     key: str
     """Key of the setting in the YAML file, such as ``model.micro_batch_tokens``."""
     value: Any
-    """New value of the setting; of a number v, the largest of v/2, v/4, ... with which the run fits."""
+    """New value of the setting. If the setting is a number v, it is the largest of v/2, v/4, ... with which the run
+    fits."""
     peak: int
     """Peak bytes of the run with this change and the changes listed before it."""
 

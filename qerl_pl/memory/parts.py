@@ -2,7 +2,7 @@
 
 Letters: T tokens of a micro-batch; c bytes per value of the compute dtype; r LoRA's rank; L blocks; H hidden size; N
 outputs and K inputs of a linear. The formulas for activations count the tensors that autograd keeps for backward in
-``policy/lora_product.py``, ``policy/packing.py``, ``policy/logprobs.py`` and the decoder blocks of transformers.
+``policy/lora_product.py``, ``policy/attention.py``, ``policy/logprobs.py`` and the decoder blocks of transformers.
 """
 
 from collections.abc import Collection
@@ -34,51 +34,54 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the LoRA parameters of one block at rank 1: the sum of N + K over the linears with an adapter."""
+    """Return the number of LoRA parameters of one block at rank 1: outputs plus inputs of each adapted linear."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
 def adapted_experts(shape: ModelShape) -> int:
-    """Return the number of LoRA parameters of all experts of one block at rank 1: A that gate and up share, B of both,
-    and A and B of down."""
+    """Return the number of LoRA parameters of all experts of one block at rank 1: one matrix A for gate and up
+    together, a B for each of the two, and A and B of down."""
     return shape.experts.num * (2 * shape.hidden + 3 * shape.experts.inner)
 
 
 def adapter_values(
     shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool, expert_rank: int = 0
 ) -> int:
-    """Return the number of trained parameters: LoRA's, those of adapters on experts, and trained norms."""
+    """Return the number of trained parameters: those of LoRA (``expert_rank`` is its rank on experts) and of trained
+    norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
     values = shape.num_layers * (rank * adapted(shape, targets) + norms)
     return values + shape.experts.layers * expert_rank * adapted_experts(shape)
 
 
 def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
-    """Return the bytes of the LoRA matrices of one block's experts in products, where the rank is padded."""
+    """Return the bytes of the LoRA matrices of one block's experts, with the rank padded as in matrix products."""
     return itemsize * ceil(expert_rank / MULTIPLE) * MULTIPLE * adapted_experts(shape)
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of the inputs that are kept for the n blocks that backward recomputes completely: c n T H. If
-    these inputs are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
+    """Return the bytes of the inputs [T, H] of the blocks that backward recomputes completely. If they are offloaded to
+    host memory, about four of them are on the GPU at a time, in use or being copied."""
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
 def experts_kept(shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes per token that a mixture of experts keeps: for each of the k chosen experts the outputs of two
-    linears, two int64 indices and an fp32 weight; and two fp32 copies of the probabilities of all experts."""
+    """Return the bytes per token that a mixture of experts keeps for backward: for each expert that computes the token,
+    the outputs of two linears, two int64 indices and an fp32 weight; and two fp32 copies of the probabilities of all
+    experts."""
     sizes = shape.experts
     return sizes.chosen * (2 * itemsize * sizes.inner + 20) + 8 * sizes.num
 
 
 def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
-    """Return the bytes of the experts that the engine chose, of all tokens of a rollout, with a byte per token and
-    layer for the comparison with the trainer's; and of two copies for the tokens of a pass."""
+    """Return the bytes that ``Completion.routes`` take as tensors, with a byte per token and layer that counts
+    differences from the trainer's routers: for all tokens of a rollout, and two copies for the tokens of a pass."""
     return (shape.experts.route_bytes + shape.experts.layers) * (run_tokens + 2 * pass_tokens)
 
 
 def recorded_routes(shape: ModelShape, slots: int) -> int:
-    """Return the bytes in which vLLM's experts are recorded: int16 for each slot of the KV cache."""
+    """Return the bytes of the buffer that records the experts chosen in vLLM: an int16 each, for every slot of the KV
+    cache."""
     return 2 * shape.experts.layers * shape.experts.chosen * (slots + 1)
 
 
@@ -165,8 +168,8 @@ def blocks_kept(
     dropout: bool = False,
 ) -> tuple[int, int]:
     """Return the bytes of the activations that all blocks keep for backward, except what ``checkpoints`` counts, at two
-    moments: before backward, and during backward of the last block, after its activations have been recomputed. During
-    backward of earlier blocks they are no more, since the completely recomputed blocks are the first ones."""
+    moments: before backward, and during backward of the last block, after its activations have been recomputed.
+    Backward of an earlier block needs no more, since the completely recomputed blocks are the first ones."""
     options = {"targets": targets, "expert_rank": expert_rank, "fused": fused, "dropout": dropout}
     full = block_kept(shape, tokens, itemsize, rank=rank, **options)
     if not how.selective:
@@ -191,13 +194,13 @@ def block_backward(
 ) -> int:
     """Return the bytes that backward through one block needs in addition to the activations kept for it.
 
-    They are the gradient of the block's output, and the larger of two moments in the MLP. In backward of the last
-    linear: the gradient of its input, and its dequantised weight. In backward of SwiGLU's product silu(gate) * up: the
-    gradients of the two factors, which overwrite the factors if SwiGLU is fused. The product's gradient does not count
-    at this moment, because it takes the memory of the product, which is no longer needed. In a recurrent layer there
-    is a third moment, backward of the recurrence of one group of rows. In a mixture of experts, each of the k rows of a
-    token has four tensors of the inner size, and two gradients of its input; adapters on experts have two copies of
-    their gradients in fp32.
+    They are the gradient of the block's output, and what the larger of two moments in the MLP needs. In backward of the
+    last linear: the gradient of its input, and its dequantised weight. In backward of SwiGLU's product silu(gate) * up:
+    the gradients of the two factors, which overwrite the factors if SwiGLU is fused. The product's gradient does not
+    count at this moment, because it takes the memory of the product, which is no longer needed. In a recurrent layer
+    there is a third moment, backward of the recurrence of one group of rows. In a mixture, each expert that computes a
+    token has four tensors of the inner size and two gradients of its input per token; the gradients of adapters on
+    experts exist twice in fp32.
     """
     scanned = min(tokens, max(GROUP_TOKENS, longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
@@ -210,9 +213,10 @@ def block_backward(
 def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the bytes that forward and backward through the final norm and the language-model head need.
 
-    They are the norm's input in fp32, and the larger of two moments. In forward of the head: the hidden states, the
-    gradient of the log-probabilities with respect to them, and one chunk of logits in fp32 with its gradient in the
-    compute dtype. In backward of the norm: the gradient of its output, and three fp32 tensors of the same shape.
+    They are the norm's input in fp32, and what the larger of two moments needs. In forward of the head: the hidden
+    states, the gradient of the log-probabilities with respect to them, and one chunk of logits in fp32 with its
+    gradient in the compute dtype. In backward of the norm: the gradient of its output, and three fp32 tensors of the
+    same shape.
     """
     chunk = min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     vocabulary = 2 * itemsize * tokens * shape.hidden + chunk + (chunk // 2 if itemsize == 2 else chunk)
@@ -237,7 +241,7 @@ def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto
 
 
 def recurrent_state(shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes of one sequence's state in one recurrent layer: fp32, and the convolution's last inputs."""
+    """Return the bytes of one sequence in one recurrent layer: its state in fp32, and the convolution's last inputs."""
     sizes = shape.recurrent
     return 4 * sizes.state_values + itemsize * sizes.conv_width * sizes.conv_tokens
 
@@ -287,8 +291,9 @@ def engine_pass(
 
 
 def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -> int:
-    """Return the bytes that vLLM's kernels for experts allocate once for their results: for each of the k rows of a
-    token, the larger of gate and up together and of the output, and the larger of their product and of the output."""
+    """Return the bytes that vLLM's kernels for experts allocate once, for two results per token and chosen expert. The
+    first is as large as the outputs of gate and up together, the second as large as SwiGLU's product; each is at least
+    as large as the expert's output."""
     sizes, hidden = shape.experts, shape.hidden
     return itemsize * batched_tokens * sizes.chosen * (max(2 * sizes.inner, hidden) + max(sizes.inner, hidden))
 
@@ -298,8 +303,8 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
 
     These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
     graphs of decoding steps keep; and, for each sequence, an int32 and a bit per entry of the vocabulary. An engine
-    that speculates has another set of the model's graphs for each number of drafts; its steps have a row of logits for
-    each draft, too; and drafts are looked for in a table of all sequences' tokens, up to ``length`` int32 each.
+    that speculates also has a set of the model's graphs for each number of drafts, logits for each draft, and a table
+    of all sequences' tokens in which it looks for drafts, with up to ``length`` int32 per sequence.
     """
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     sets, rows = 1, num_seqs
@@ -312,7 +317,7 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
 
 
 def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
-    """Return the bytes of vLLM's adapter slots. Those of experts have A of gate and up, which share it, twice."""
+    """Return the bytes of vLLM's adapter slots. A slot of experts holds the matrix A that gate and up share twice."""
     values = slot_rank(rank) * shape.num_layers * adapted(shape, targets)
     if expert_rank:
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden

@@ -179,9 +179,9 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
-    """Predict the memory of a teacher's weights and passes, and of a divergence over the vocabulary: the teacher's
-    hidden states for the rollout, a copy of its head if its weights are in host memory, and five tensors of a chunk of
-    logits."""
+    """Predict the memory of a teacher: its weights, its passes and, for a divergence over the whole vocabulary, its
+    hidden states at all completion tokens of the rollout, a copy of its head if its weights are in host memory, and
+    five tensors of a chunk of logits."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

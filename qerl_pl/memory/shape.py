@@ -169,9 +169,9 @@ def checkpoint_shape(
 def planned_shape(
     base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
 ) -> ModelShape:
-    """Find the dimensions of ``model.base`` with ``base_format`` and ``quantize`` in its folder, in the table of known
-    models, or in config.json on the hub, in this order. A folder that does not exist may have a known model's name.
-    ValueError: the base was found in none of these places, or a run cannot use it."""
+    """Find the dimensions of the base that ``model.base``, ``base_format`` and ``quantize`` describe: from its folder,
+    else from the table of known models, else from config.json on the hub. A folder that does not exist may have a known
+    model's name. ValueError: the base was found in none of these places, or a run cannot use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
     fmt = WRITERS[name].fmt if name else None

@@ -57,8 +57,8 @@ def fused_wanted(setting: FusedSetting) -> bool:
 
 
 def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
-    """Make the norms, MLPs and attention modules of a model, as instances and without changing classes, use the given
-    operations.
+    """Make the norms, MLPs and attention modules of a model use the given operations. The ``forward`` of each module is
+    replaced; classes stay as they are.
 
     Modules keep their own forward if in their family they compute another function (``Family.elementwise``), if they
     are MLPs with an activation other than SiLU, or, in the case of attention, while a KV cache is in use (sampling).

@@ -76,8 +76,8 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     above_one += [total(square), total(square.square())]
     masses = zip(POWERS, below_one + above_one, strict=True)
     columns = [log_q_target, *(power * log_q_target - mass.log() for power, mass in masses)]
-    # In descending order of q, a token occupies the part [likelier, at_least] of the interval [0, 1]; tokens of equal q
-    # share one part evenly.
+    # If the probabilities of all tokens lie end to end on [0, 1] in descending order, that of the target occupies the
+    # part [likelier, at_least]. Tokens of equal q share one part evenly.
     likelier, at_least = (total(q.where(mask, 0)) for mask in (log_q > log_q_target, log_q >= log_q_target))
     width = (at_least - likelier).clamp(min=torch.finfo(q.dtype).tiny)
     for mass in NUCLEI:
@@ -96,8 +96,8 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
 
 
 def in_shares(evidence: Tensor) -> Tensor:
-    """Combine evidence [K, N] in nats of N independent units (rows or groups) for K alternatives that change each unit
-    with probability s, for each s of ``SHARES``: [len(SHARES) * K], in the order of the shares."""
+    """Combine the evidence [K, N], in nats, of N independent units (rows or groups) for K alternatives, supposing that
+    each unit is changed with probability s only. Returns [len(SHARES) * K], for each s of ``SHARES`` in order."""
     shares = torch.tensor(SHARES, dtype=evidence.dtype).reshape(-1, 1, 1)
     return torch.logaddexp((1 - shares).log(), shares.log() + evidence).sum(dim=2).flatten()
 
@@ -119,8 +119,8 @@ class Draw(NamedTuple):
     prompt: int
     """Number that identifies the prompt."""
     equal: tuple[float, ...]
-    """Share of the completions that each entry of ``COPIED`` names which equal this one; NaN if there are none of
-    them."""
+    """Shares of the completions that equal this one, among those that each entry of ``COPIED`` names; NaN if it names
+    none."""
     logprob: float
     """Log-probability of the completion in nats."""
     left: float

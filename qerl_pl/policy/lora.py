@@ -93,8 +93,9 @@ class LoraSettings:
         return self.rank, self.alpha, self.targets, self.rslora
 
     def of_base(self, chosen: int) -> Self:
-        """Return the settings with the rank of adapters on experts, for a base with ``chosen`` experts per token (0:
-        none). ValueError: the base has no experts to which the setting could apply, or there is dropout."""
+        """Return the settings with the rank of adapters on experts filled in, for a base with ``chosen`` experts per
+        token (0: the base has no experts). ValueError: ``expert_rank`` applies to no experts of the base, or there is
+        dropout."""
         rank, _, targets, _ = self.filled_in()
         found = expert_rank(rank, self.expert_rank, targets, chosen)
         if self.expert_rank and not found:

@@ -59,9 +59,9 @@ def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number
 
 
 class LoraExperts(nn.Module, LoraLayer):
-    """PEFT layer around the frozen experts of a block that holds the adapter of their down_proj. It is around another
-    such layer, which holds the adapter of gate_proj and up_proj together and is around the experts. PEFT's own layer
-    would build the dense sum of weights and update."""
+    """PEFT layer that holds the adapter of the down_proj of a block's frozen experts. Inside it is another such layer,
+    which holds the adapter of gate_proj and up_proj together, and inside that are the experts. PEFT's own layer would
+    build the dense sum of weights and update."""
 
     def __init__(
         self, base_layer: nn.Module, config: LoraConfig, adapter: str, *, sizes: tuple[int, int, int, int], scale: float
@@ -95,8 +95,7 @@ class LoraExperts(nn.Module, LoraLayer):
 
 
 def with_experts(config: LoraConfig, rank: int, scaling: float) -> LoraConfig:
-    """Add adapters on experts to PEFT's configuration of an adapter, with the same scaling as that of other linears; 0
-    as ``rank`` adds none."""
+    """Add adapters of a rank (0: none) on experts to PEFT's configuration, with the scale of other linears' updates."""
     if rank:
         alpha: Any = scaling * (rank**0.5 if config.use_rslora else rank)
         config.target_parameters = list(PARAMETERS)

@@ -291,7 +291,8 @@ class Policy(nn.Module):
     def _logits(
         self, tokens: Tensor, mask: Tensor, temperature: float, routes: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield fp32 logits at a temperature, [n, V], and tokens, [n], of some masked tokens, in row-major order."""
+        """Yield fp32 logits at a temperature, [n, V], and tokens, [n], of n masked tokens at a time, in row-major
+        order."""
         wanted, hidden, _ = self._predicting(tokens, mask, routes)
         head = self.head(temperature)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
