@@ -173,9 +173,9 @@ class SyncCanary(Callback):
         CheckFailed if the engine is wrong.
 
         ``noise`` is what the engine's norms should have, and ``rows`` are tokens of prompts or of prompts with
-        completions, from which the scored text is taken. A ``strength`` of 0 means that no strength is usable; None
-        finds it now if samples are due. ``among_ranks`` says that all ranks make this call, which then agree on the
-        lowest strength.
+        completions, from which the scored text is taken. ``strength`` is the probe adapter's: 0 means that none is
+        usable, None that it is not known yet, and will be found by this call if samples are to be compared.
+        ``among_ranks`` says that all ranks make this call; they then agree on the lowest strength.
         """
         loop, policy = pl_module.loop, pl_module.policy
         held = loop.engine.fingerprint()

@@ -178,8 +178,8 @@ class DecodingGraphs:
             torch.cuda.empty_cache()
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
-        """Capture the launches that write the inputs of batches like ``batch``. They read the sequences' rows in vLLM's
-        tables from a tensor of this graph alone, which ``Step.describe`` sets."""
+        """Capture the launches that write the inputs of batches like ``batch``. They find the sequences' rows in vLLM's
+        tables by a tensor that belongs to this graph and that ``Step.describe`` keeps up to date."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
         with self.capturing(self.input_memory) as graph:

@@ -203,8 +203,8 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
     A KL estimator expects tokens sampled from the policy itself. After the first update on a batch, the tokens are
     those of an older policy, and E_new[k] = E_old[(new / old) k] per token (the ratio in the KL term of arXiv
     2512.02556, which also lets a gradient through it). Quantities that depend only on the preceding tokens, such as the
-    exact entropy, need no weight: its expectation over the sampled token is 1, so it would only add noise. The result
-    is multiplied by ``importance`` [B, S], the weights between trainer and sampler.
+    exact entropy, need no weight: the expectation of the weight over the sampled token is 1, so it would only add
+    noise. The result is multiplied by ``importance`` [B, S], the weights between trainer and sampler.
     """
     ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     return ratio if importance is None else ratio * importance

@@ -68,8 +68,8 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
 
 
 def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Create the causal language model that config.json describes on the meta device, without data, and with dense
-    linears, also of each expert, even if the checkpoint is quantised."""
+    """Create the causal language model that config.json describes on the meta device, that is, without data. Its
+    linears, those of experts included, are dense even if the checkpoint is quantised."""
     if has_vision(read_json(path / CONFIG)):
         text = model_config(path)
         config = CONFIG_MAPPING[text["model_type"]].from_dict(dict(text))

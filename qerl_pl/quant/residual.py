@@ -75,8 +75,8 @@ def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -
 
 
 class StartFolder:
-    """PEFT folder ``START`` of a checkpoint that is being written, with one file per decoder block until ``finish``
-    joins them; with the rank None there is no adapter, nothing is written, and ``read`` returns no tensors."""
+    """PEFT folder ``START`` of a checkpoint that is being written: one file per decoder block, until ``finish`` joins
+    them. With the rank None there is no adapter, nothing is written, and ``read`` returns no tensors."""
 
     def __init__(self, checkpoint: Path, *, rank: int | None) -> None:
         self.folder, self.parts, self.rank = checkpoint / START, checkpoint / f"{START}.parts", rank
@@ -91,8 +91,9 @@ class StartFolder:
         return {} if self.rank is None else load_file(self.parts / part)
 
     def finish(self, *, base: Path) -> None:
-        """Join the parts, and add PEFT's settings: the names of the adapted linears, alpha equal to the rank, so that
-        B A is added as it is, and the absolute path of the base. A call that was interrupted can be repeated."""
+        """Join the files of the decoder blocks, and write PEFT's settings: the names of the adapted linears, alpha
+        equal to the rank, so that B A is added as it is, and the absolute path of the base. A call that was interrupted
+        can be repeated."""
         if self.rank is None:
             return
         if not (self.folder / _WEIGHTS).exists():

@@ -62,8 +62,9 @@ class DynamicSampling:
         sample: Callable[[Sequence[Prompt]], ScoredBatch],
         watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
-        """Sample until the batch is full of groups with a signal, ``max_refills`` is reached, or prompts run out. Every
-        rank must call it, with equally many prompts; ``more_prompts`` are the same on all.
+        """Sample prompts and further prompts until the groups with a signal (see the class) fill the batch, further
+        prompts have been sampled ``max_refills`` times, or there are none left. Every rank must call it, with equally
+        many prompts; ``more_prompts`` are the same on all.
 
         Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
         of W, group j belongs to prompt r + j * W of the rollout's sequence of prompts.

@@ -280,7 +280,8 @@ def check_run_length(
     objective: Objective,
 ) -> None:
     """Raise ValueError unless the run is a whole number of rollouts, rollouts can be divided into mini-batches, and the
-    warm-up is not longer. The arguments are the settings of these names; ``max_steps`` is -1 if it is not set."""
+    warm-up is not longer than the run. Arguments are the settings of these names; ``max_steps`` is -1 if it is not
+    set."""
     steps = updates_per_rollout * mini_batches
     if max_steps < 1:
         raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")

@@ -8,8 +8,8 @@ a completion. A line about all steps so far is printed after each step, and the 
 number of steps without the first one; a run that was stopped is measured again. Without TRL nothing is measured: ``pip
 install trl`` (1.16, which warns about vLLM 0.32 but runs).
 
-``--mean``, ``--group`` and ``--updates`` are those of bench_grpo: completions have realistic lengths, each with the
-same limit as there, and a step is a rollout with all of its updates.
+``--mean``, ``--group`` and ``--updates`` are those of bench_grpo: ``--mean`` gives each completion the same limit as
+there, and a step is a rollout with all of its updates.
 """
 
 import argparse

@@ -143,7 +143,8 @@ def headline_table(lines: list[Line]) -> str:
 
 
 def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], Pair]:
-    """Find the last two engines of two kinds that were measured at the same commit, by model and number of sequences.
+    """Find, for each model and number of sequences, the last pair of measurements of two kinds of engines that were
+    made at the same commit.
 
     All pairs of a model are from one GPU, the one on which the model was measured last.
 

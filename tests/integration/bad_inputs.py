@@ -41,7 +41,8 @@ def outcome(case: Case, arguments: list[str]) -> tuple[str, str, float]:
     """Call the program in a fork of this process.
 
     Returns:
-        The outcome, one of the words above; the program's message; and its CPU time in seconds.
+        The outcome, such as "refused" (the module's docstring lists all); the program's message; and its CPU time in
+        seconds.
     """
     reading, writing = os.pipe()
     if not (child := os.fork()):

@@ -105,8 +105,8 @@ def test_fp8_in_blocks_is_dequantised_as_compressed_tensors_does(shape):
 
 
 def apart(path: Path, factor: float) -> None:
-    """Give each k_proj another tensor scale than q_proj and v_proj: multiply its scale by ``factor``, which is stored
-    as a divisor."""
+    """Multiply the tensor scale of each k_proj by ``factor``, so that it differs from those of q_proj and v_proj. Files
+    have its reciprocal."""
     tensors = read_all(path)
     for name in tensors:
         if name.endswith("k_proj.weight_global_scale"):

@@ -20,8 +20,8 @@ PIECES = {at: f" {word}" for at, word in enumerate(WORDS)}
 
 
 def write_rollout(folder: Path, step: int, count: int = EACH, length: int = 250, *, tokens: bool = False) -> None:
-    """Write a file of completions of ``length`` tokens, one word each, and with ``tokens`` the file of values per
-    token."""
+    """Write the completions of a rollout, each of ``length`` tokens that are one word; with ``tokens`` also the file
+    that has values of each token."""
     drawn = random.Random(step)
     lines, rows = [], []
     for at in range(count):
