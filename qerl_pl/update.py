@@ -102,15 +102,8 @@ def improve(
                     routing = checked_routing(batch)
                 for name, value in {**sums, "grad_norm": step()}.items():
                     totals[name] = totals.get(name, 0) + value
-    metrics = update_metrics(
-        totals,
-        num_tokens=batch.experience.mask[live].sum(),
-        num_kept=terms.kept[live].sum(),
-        num_updates=num_updates,
-        num_steps=num_updates * num_mini_batches,
-        reference=batch.reference is not None,
-        teacher=batch.teacher is not None and batch.teacher.states is not None,
-    )
+    counts = {"num_tokens": batch.experience.mask[live].sum(), "num_kept": terms.kept[live].sum()}
+    metrics = update_metrics(totals, batch, **counts)
     metrics |= gap_metrics(batch) | correction_metrics(batch, objective) | teacher_metrics(batch) | routing
     metrics["train/micro_batch_tokens"] = torch.as_tensor(float(batch.budget.tokens))
     return UpdateReport(

@@ -25,24 +25,18 @@ OF_ALL_TOKENS = {"reference": ("policy/kl_ref",), "teacher": ("teacher/divergenc
 
 
 def update_metrics(
-    totals: Mapping[str, Tensor],
-    *,
-    num_tokens: Tensor,
-    num_kept: Tensor,
-    num_updates: int,
-    num_steps: int,
-    reference: bool,
-    teacher: bool,
+    totals: Mapping[str, Tensor], batch: Batch, *, num_tokens: Tensor, num_kept: Tensor
 ) -> dict[str, Tensor]:
     """Convert the sums of all updates on a batch, by name, to means. ``num_tokens`` is the number of tokens in the
     loss, in rows with a gradient; ``num_kept`` is the number of those tokens that have a policy loss. Sums of the loss
-    are missing if this rank had no row in the loss; ``reference`` and ``teacher`` say which divergences were
-    measured."""
-    zero = torch.zeros_like(num_tokens)
+    are missing if this rank had no row in the loss."""
+    zero, num_updates = torch.zeros_like(num_tokens), batch.settings.num_updates
+    num_steps = num_updates * batch.settings.num_mini_batches
     # the divisors are means over ranks, so the mean of this over ranks is the loss of the whole batch
     per_step = totals.get("loss", zero) / num_steps
     metrics = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
-    measured = {"reference": reference, "teacher": teacher}
+    has_states = batch.teacher is not None and batch.teacher.states is not None
+    measured = {"reference": batch.reference is not None, "teacher": has_states}
     carried = {name: num_kept for name in PER_TOKEN if not any(name in names for names in OF_ALL_TOKENS.values())}
     carried |= {name: num_tokens for kind, names in OF_ALL_TOKENS.items() if measured[kind] for name in names}
     for name, count in carried.items():
