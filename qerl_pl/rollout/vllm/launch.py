@@ -85,15 +85,11 @@ def launch(
                 llm = LLM(**{**arguments, **ranks, **settings, **recurrent_arguments(policy.config)})
             llm.collective_rpc(base_weights.log_copies, args=(policy.packed_linears(),))
             return Launched(llm, on_cpu, owns_group, recorder)
-        except Exception as error:
+        except BaseException as error:
             with setup.trainers_group(engines_own=owns_group):
-                setup.destroy_groups()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise refusal(error) from error
-        except BaseException:  # the next start must not find process groups that this failed start created
-            with setup.trainers_group(engines_own=owns_group):
-                setup.destroy_groups()
+                setup.destroy_groups()  # so that the next start does not find the groups of this one
+            if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
+                raise refusal(error) from error
             raise
         finally:
             loader.forget()
