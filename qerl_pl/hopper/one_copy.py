@@ -106,8 +106,8 @@ def adopt(layer: Any) -> bool:
 
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
-    """Complete a model whose weights vLLM has loaded and converted. With several adapter slots, vLLM adds adapters to
-    what the operator of gate and up returns, so this must then be gate and up, not silu(gate) * up."""
+    """Complete a model whose weights vLLM has loaded and converted. Only with one adapter slot may the operator of gate
+    and up also compute silu(gate) * up, because with several vLLM adds adapters to what it returns."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:

@@ -30,9 +30,10 @@ MOST_SIBLINGS = 16
 def arguments(max_num_seqs: int) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` for an engine that speculates.
 
-    From the numbers of drafts given here, vLLM only chooses which CUDA graphs it captures. Before each call, the engine
-    gives the scheduler the numbers of ``draft_guard``, any of which may be 0, so graphs without drafts are always
-    needed. If all numbers of sequences would have drafts, one sequence is therefore given none here.
+    vLLM uses the numbers of drafts in these arguments only to choose which CUDA graphs it captures: before each call,
+    the engine gives the scheduler the numbers of ``draft_guard``. Any of those may be 0, so vLLM must also capture
+    graphs without drafts. It does so if some number of sequences has no drafts here; where each would have some, one
+    sequence is given none.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1

@@ -86,7 +86,8 @@ def _dense(
 
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors to write for linears that engines fuse, with one tensor scale; ValueError if there is none."""
+    """Return the tensors to write for linears that engines fuse, with one tensor scale; ValueError if that is
+    impossible."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())

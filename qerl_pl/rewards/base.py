@@ -38,7 +38,8 @@ class Limited(Protocol):
     """Protocol of a reward whose scores depend on the largest length that completions may have."""
 
     def limited_to(self, max_tokens: int) -> Callable[..., Any]:
-        """Return a copy for completions of at most ``max_tokens`` tokens; ValueError: it was given another limit."""
+        """Return a copy of the reward for completions of at most ``max_tokens`` tokens; ValueError: it has another
+        limit."""
         ...
 
 
