@@ -56,7 +56,8 @@ def _compiled(
     constants: tuple[tuple[str, int], ...],
     options: tuple[tuple[str, int | bool], ...],
 ) -> CompiledKernel:
-    """Compile a kernel for the current device; a dtype stands for a tensor whose address is a multiple of 16."""
+    """Compile a kernel for the current device. In ``kinds``, a dtype stands for a tensor whose address is a multiple
+    of 16, a number for an integer argument (``_kind``)."""
     return kernel.warmup(*kinds, **dict(constants), **dict(options), grid=(1,))
 
 

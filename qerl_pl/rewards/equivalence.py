@@ -354,8 +354,9 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
 def _same_approximation(gold: str, answer: str) -> bool:
     """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
 
-    All sides of the completion's answer must agree, because otherwise the completion would have two attempts. It may
-    equal either side of the known answer, except a left side with decimals, which is the term that was to be computed.
+    Returns False unless the sides of the completion's answer agree up to rounding; otherwise a completion could give
+    two different answers. True if one of them equals a side of the known answer. There, a first side with decimals
+    does not count, because it is the term that the problem asks to compute.
     """
     known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (

@@ -49,8 +49,9 @@ class ScoredBatch:
         baseline: Baseline | AdvantageFunction = "centered",
         metric: str | None = None,
     ) -> ScoredBatch:
-        """Build a batch and find its rows that count in the loss (with ``filter_truncated``, not those cut off at
-        max_tokens) and its groups with a signal, in which the scores of the reward ``metric``, if any, also differ."""
+        """Build a batch. A row counts in the loss if it has a score and, with ``filter_truncated``, was not cut off at
+        max_tokens. A group has a signal if a row that counts has an advantage other than 0 and, given ``metric``, its
+        scores of that reward differ."""
         finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
         in_loss = table.scored & (finished | (not filter_truncated))
         grouped = (values.view(-1, group_size) for values in (table.total, table.scored, in_loss))

@@ -141,8 +141,8 @@ def alarm_of(log: str) -> str | None:
 
 
 def seconds_logged(curves: Mapping[str, Curve]) -> float:
-    """Return the seconds of a run whose machine was lost: those between its first and its last logged value, and those
-    before the first one."""
+    """Return the seconds that a run took until its machine was lost: from its first to its last logged value, plus
+    those from the start of its process to the start of training, if they were logged."""
     times = [time for values in curves.values() for time in values.times]
     return max(times) - min(times) + sum(curve(curves, START)[:1])
 

@@ -1,7 +1,7 @@
 """Trainer and a real engine on a CPU share one copy of the packed base, with the linear layers that are used on Hopper.
 
-The native kernels do not run on a CPU, so every step dequantises the weights, as on Hopper steps with more than 2048
-tokens do.
+This project's CUDA kernels do not run on a CPU, so every step dequantises the weights; on Hopper, only steps with more
+than 2048 tokens do so.
 """
 
 from __future__ import annotations
