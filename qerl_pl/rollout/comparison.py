@@ -58,19 +58,19 @@ class Gap(NamedTuple):
 
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
-    """Compare N log-probabilities of an engine with the trainer's, [N] nats each. ``rounding`` [N] has the root mean
-    square change of each of the trainer's if rounding errors are drawn anew, ``change`` the mean change by the probe
-    adapter."""
+    """Compare N log-probabilities of an engine with the trainer's, [N] nats each. ``rounding`` [N] is the root mean
+    square by which each of the trainer's log-probabilities changes when it is computed with other rounding errors,
+    ``change`` the mean by which the probe adapter changes them."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
-    # Where the trainer's rounding error is tiny, by chance or because the token is nearly certain, the engine's need
-    # not be; 0.1 ``usual`` keeps such tokens from having large multiples.
+    # The trainer's rounding error may be tiny at a token, by chance or because the token is nearly certain, where the
+    # engine's is not; adding 0.1 ``usual`` keeps such tokens from having large multiples.
     multiples = difference / (rounding + 0.1 * usual).clamp(min=1e-12)
     return Gap(difference.mean().item(), usual.item(), multiples.clamp(max=MOST).mean().item(), change)
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Return ``num_tokens`` tokens that end with the first row. Before it come the second row, the third and so on, as
-    many as are needed; if they are too few, they are repeated."""
+    """Return the last ``num_tokens`` tokens of a text that ends with the first row, which the second row precedes, then
+    the third and so on. If all rows together are shorter, they are repeated."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 

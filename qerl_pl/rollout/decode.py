@@ -37,7 +37,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def as_sampled(tokenizer: PreTrainedTokenizerBase, text: str, *, stop: Sequence[str] = ()) -> str:
-    """Return what rewards see if the policy writes a text: up to the first stop string, tokenised and decoded."""
+    """Return what rewards would get if the policy had sampled ``text``: the text up to and including the first stop
+    string, tokenised and decoded."""
     ends = [text.index(string) + len(string) for string in stop if string in text]
     tokens = tokenizer(text[: min(ends, default=len(text))], add_special_tokens=False).input_ids
     return completion_texts(tokenizer, [Completion(tuple(tokens), (), bool(ends))], stop=stop)[0]

@@ -99,8 +99,9 @@ class DynamicSampling:
     def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
         """Choose the first ``batch_size`` groups with a signal among those of all ranks; every rank must call this.
 
-        Returns the groups that this rank trains on, or None. Only if ``may_move``, a rank may train on groups that
-        another one has sampled. Raises CheckFailed if fewer groups have a signal and ``when_short`` is "error".
+        Returns the groups that this rank trains on; None if there are none. Only if ``may_move``, a rank may train on
+        groups that another rank has sampled. Raises CheckFailed if fewer groups have a signal and ``when_short`` is
+        "error".
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         shares = ranks.gather_values(sampled.has_signal.tolist())

@@ -119,12 +119,16 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
 def check_rows(
     worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
 ) -> int:
-    """Compare every packed linear of vLLM with the trainer's. If vLLM has a dense copy, the first row of each of the
-    trainer's linears in it is compared; if both share one copy (the linear has the attribute ``adopted``), a digest of
-    the whole weight. Of experts and of ``routers``, the router weights by name, all rows are compared. Experts whose
-    packed weights vLLM has rearranged after ``check_same_base`` are compared, those of a block together, with
-    ``expert_sums`` at that time; other rearranged linears are left out. Returns the number of linears, experts and
-    routers compared; CheckFailed if one differs from the trainer's or has changed since it was loaded."""
+    """Check that vLLM still holds the trainer's base, and return the number of weights compared.
+
+    - Linears that vLLM holds dense: the first row of each of the trainer's linears is compared.
+    - Linears of which trainer and vLLM share one copy (attribute ``adopted``): a digest of the whole weight.
+    - Dense experts, and ``routers`` (router weights by name): all rows.
+    - Experts whose packed weights vLLM has rearranged while loading: ``expert_sums`` of all experts of a block, with
+      those that ``note_experts`` stored when loading ended.
+
+    Other rearranged linears are left out. CheckFailed if a weight differs from the trainer's, or has changed since it
+    was loaded."""
     model, same = worker.get_model(), {}
     for name, layer, _, parts in fused_linears(model, linears):
         weight = getattr(layer, "weight", None)
@@ -165,9 +169,9 @@ def note_experts(model: nn.Module) -> None:
 
 
 def expert_sums(layer: nn.Module) -> Tensor:
-    """Return, for each parameter of a layer and each expert, the sum of the words that the parameter's bits are,
-    [parameters * E] int64. One changed word changes a sum, and so do unequal weights exchanged between two experts; an
-    exchange within one expert does not."""
+    """Return, for each parameter of a layer and each expert, the sum of the parameter's bits read as integer words,
+    [parameters * E] int64. A single changed word changes a sum, and so do weights exchanged between two experts whose
+    sums differ; words exchanged within one expert change none."""
     bits = (parameter.detach().flatten(1) for parameter in layer.parameters(recurse=False) if parameter.ndim > 1)
     factors = (parameter.detach().unsqueeze(1) for parameter in layer.parameters(recurse=False) if parameter.ndim == 1)
     words = [part.view(torch.int32 if part.element_size() == 4 else torch.uint8) for part in (*bits, *factors)]

@@ -13,7 +13,8 @@ RANK = "expert_slot_rank"
 
 
 def of_own_rank(create: Callable[..., None]) -> Callable[..., None]:
-    """Replace the method of vLLM's layer that creates the slots of experts; without ``RANK`` it works as before."""
+    """Wrap the method that creates experts' adapter slots in vLLM, so that they get the rank that ``additional_config``
+    has under ``RANK``, if any."""
 
     def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         settings: Any = get_current_vllm_config().additional_config

@@ -32,7 +32,7 @@ the address of each segment to vLLM's record of it."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Free all memory in vLLM's pool, which belongs to the one engine that vLLM allows at a time, and drop its
+    """Free all memory in vLLM's pool, which belongs to the one engine that vLLM allows at a time, and drop vLLM's
     references to the trainer's memory, before a worker is shut down."""
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
@@ -88,8 +88,9 @@ def given_back() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Make vLLM ignore memory of ended, not of running, engines when it checks before loading weights that its pool is
-    empty. If a start within the context fails, later starts ignore the memory that it has not freed."""
+    """Let vLLM start although ended engines still hold memory of its pool, which vLLM wants empty before it loads
+    weights; memory of running engines still counts. If a start within the context fails, later starts also ignore the
+    memory that the failed one has not freed."""
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
     count = pool.get_current_usage if pool else None

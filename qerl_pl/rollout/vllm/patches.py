@@ -82,7 +82,7 @@ def experts_in_torch() -> None:
 def routers_in_fp32() -> None:
     """Compute the logits of routers in fp32, as the trainer does.
 
-    Symptom: more tokens have other experts than in the trainer; on a CPU, no weight of a router that could be compared.
+    Symptom: more tokens have other experts than in the trainer; on a CPU, weights of routers cannot be compared.
     Cause: vLLM rounds the logits of Qwen3-MoE to 16 bits, in which one token of 18 has equal logits for the last chosen
     expert and the next; it packs weights of linears on a CPU, except of layers with the attribute that is set here.
     Versions: vLLM 0.32. Upstream: none known.

@@ -78,9 +78,11 @@ def results(
 def completion(
     output: RequestOutput, logprobs: Sequence[float], routes: Tensor | None = None, seed: int | None = None
 ) -> Completion:
-    """Build a completion from the result of a sampling request, the log-probabilities of its tokens in nats, the
-    experts of its tokens and the prompt's (``Completion.routes``, but int16) and, if vLLM's sampling noise is a hash of
-    the seed (``policy.margins``), the request's seed."""
+    """Build a completion from the result of a sampling request.
+
+    ``logprobs`` are those of the completion's tokens in nats. ``routes`` are the experts that computed prompt and
+    completion (``Completion.routes``, but int16). ``seed`` is the request's, given if vLLM's sampling noise is a hash
+    of it (``policy.margins``)."""
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
     if isinstance(sampled.stop_reason, str):  # vLLM may have sampled one more token after the stop string

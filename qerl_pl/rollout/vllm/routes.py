@@ -29,8 +29,8 @@ class RouteRecorder:
         """[slots + 1, L, k] int16, -1 where nothing was recorded; the last row is of padding, whose slot is -1."""
 
     def bind(self, model: nn.Module, config: VllmConfig) -> None:
-        """Let the routers of vLLM's model report to this recorder; ValueError if a kernel or router of the model
-        cannot, or if it has another number of mixtures than the trainer's model."""
+        """Make the routers of vLLM's model pass the experts that they choose to ``capture``. ValueError if a kernel or
+        router of the model does not support this, or if trainer and vLLM have unequal numbers of mixtures."""
         layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
         if len(layers) != self.routing.num_layers:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")

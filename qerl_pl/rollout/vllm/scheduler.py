@@ -41,8 +41,8 @@ class RolloutScheduler(AsyncScheduler):
         return _taken(self._logprobs)
 
     def take_routes(self) -> dict[str, Tensor]:
-        """Return and forget the experts of the ended requests' tokens but their last, [T, L, k] int16 each, by the
-        caller's request id; empty without a recorder."""
+        """Return, by the caller's request id, the experts that computed the tokens of each ended request, [T, L, k]
+        int16, and forget them. Its last token was sampled but not computed. Empty without a recorder."""
         if self._routes and torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the copies to the host
         return _taken(self._routes)
@@ -88,7 +88,8 @@ class RolloutScheduler(AsyncScheduler):
 
 
 def _taken(values: dict[str, T]) -> dict[str, T]:
-    """Empty a mapping by vLLM's request ids; returns its values by the caller's, which are without vLLM's suffix."""
+    """Empty a mapping whose keys are vLLM's request ids, and return its values by the caller's request id, which is
+    vLLM's without the suffix."""
     taken = {name.partition("-")[0]: value for name, value in values.items()}
     values.clear()
     return taken

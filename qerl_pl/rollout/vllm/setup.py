@@ -85,7 +85,7 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 def inspect_here(architectures: Sequence[str]) -> None:
     """Give vLLM the classes of models that it only knows by name, so that it reads their properties in this process. By
-    default another process does so, which imports vLLM again: 12 s at the first start on a machine."""
+    default it starts another process for that, which imports vLLM again: 12 s at the first start on a machine."""
     from vllm import ModelRegistry
 
     for name in architectures:
@@ -124,8 +124,9 @@ def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Log that equal calls may give different results, and why, if vLLM's own kernels compute packed linears on a GPU:
-    Humming's do not add in a fixed order, and the others may not; cuBLAS and the native kernels do."""
+    """Log that equal calls may give different results, and why, if kernels of vLLM compute packed linears on a GPU.
+    Humming's kernels add partial sums in varying order, and vLLM's others may do so; cuBLAS and this project's CUDA
+    kernels use a fixed order."""
     if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
     missing = native.lacks(fmt, dtype)
@@ -204,7 +205,7 @@ def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "h
 
 
 def load_humming() -> None:
-    """Register the library Humming's operators with torch, if it is used here: vLLM loads cached graphs that call them
-    before Humming registers them, and would compile these graphs again."""
+    """Register the operators of the library Humming with torch, if it is installed and the GPU is a Hopper. vLLM loads
+    cached graphs that call these operators before Humming registers them, and would compile the graphs again."""
     if find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0):
         import_module("humming.ops.utils").init_humming_launcher()

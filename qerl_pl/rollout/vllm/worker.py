@@ -96,8 +96,8 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 
 def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, Tensor]:
-    """Return the matrices in vLLM's slots by PEFT's names, without the padding of the rank. CheckFailed: slots of the
-    same matrix differ, or vLLM is told to leave out adapters of experts."""
+    """Return the matrices in vLLM's slots by PEFT's names, without the padding of the rank. CheckFailed: two
+    slots that should hold the same matrix differ, or a flag of vLLM turns adapters of experts off."""
     if off := [name for name, enabled in _flags(worker).items() if not enabled.all()]:
         raise CheckFailed(
             f"the rollout engine computes {len(off)} of the model's mixtures of experts without their adapters "
