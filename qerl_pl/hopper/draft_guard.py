@@ -31,8 +31,8 @@ def by_class(counts: DraftCounts) -> list[list[int]]:
 
 
 def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Add a rollout's counts to three quarters of the history. So a class without drafts has fewer than ``KNOWN``
-    verifications after some rollouts and gets drafts again, because a policy's entropy changes in training."""
+    """Add a rollout's counts to three quarters of the history's. The verifications of a class without drafts therefore
+    fall below ``KNOWN`` after some rollouts, and the class gets drafts again: the policy's entropy may have changed."""
     before = history or [[0, 0, 0]] * len(CLASSES)
     return [
         [3 * old // 4 + number for old, number in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)

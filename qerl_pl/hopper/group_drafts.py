@@ -84,8 +84,8 @@ def _match_kernel(
     POSITION: tl.constexpr,
     COLUMN: tl.constexpr,
 ):
-    """Write the best occurrence of a block: length of the match, position of its last token, and column, as one number
-    that is larger if the occurrence is better; 0 if there is none."""
+    """Find, in one block of a candidate row, the best earlier occurrence of the sequence's last tokens. Write length of
+    the match, position of its last token, and column as one number, larger for a better occurrence; 0 for none."""
     sequence, column, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place = (sequence * columns + column) * tl.num_programs(2) + block
     row = tl.load(rows + sequence)

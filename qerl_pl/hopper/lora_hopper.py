@@ -31,7 +31,7 @@ SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 
 
 class Update(NamedTuple):
-    """Adapter with computed h = x A^T: a GEMM adds h B^T to its output, slice by slice."""
+    """Adapter whose h = x A^T ``shrink`` computes; the batch GEMM adds h B^T to its output, slice by slice."""
 
     hidden: Tensor  # [slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous

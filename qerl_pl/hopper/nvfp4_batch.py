@@ -175,7 +175,7 @@ def _stages(inputs: int) -> int:
 
 
 def _tile_s(schedule: Schedule, inputs: int) -> float:
-    """Predict the seconds that an SM needs for one tile over the part of K that a thread block has."""
+    """Predict the seconds that an SM needs for one tile and those of its K inputs that one thread block adds up."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-_stages(inputs) // splits) * STAGE_INPUTS // K_BLOCK
     factor = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1

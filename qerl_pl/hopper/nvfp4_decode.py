@@ -96,7 +96,8 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
-    """Choose for a linear with so many blocks of 256 outputs that they fill the GPU almost without dividing K."""
+    """Choose the schedule of a linear with so many blocks of 256 outputs that they fill the GPU almost without
+    dividing K."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks

@@ -2,8 +2,9 @@
 
 The copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps, closes,
 fails to start or starts again. Before vLLM loads, the trainer's weights are put into tile order. vLLM does not read
-them from the checkpoint: before it converts a linear, it gets a copy of the trainer's weight (``give``), and afterwards
-its parameters are set to the trainer's memory if both hold the same bits, and the copy is freed (``adopt``).
+them from the checkpoint: before vLLM converts a linear, the linear gets a copy of the trainer's weight (``give``).
+After the conversion, if both hold the same bits, the linear uses the trainer's memory and the copy is freed
+(``adopt``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -91,7 +92,7 @@ def give(layer: Any) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """Point a converted linear's parameters to the trainer's memory, and return True, if it holds the same bits."""
+    """Set a converted linear's parameters to the trainer's weight if that has the same bits; return whether it has."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
         return False
@@ -106,8 +107,8 @@ def adopt(layer: Any) -> bool:
 
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
-    """Complete a model whose weights vLLM has loaded and converted. Only with one adapter slot may the operator of gate
-    and up also compute silu(gate) * up, because with several vLLM adds adapters to what it returns."""
+    """Complete a model whose weights vLLM has loaded and converted. With several adapter slots, vLLM adds adapters to
+    the output of gate and up, so their operator may compute silu(gate) * up only with ``one_adapter`` slot."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:
@@ -115,10 +116,11 @@ def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adap
 
 
 def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
-    """Move parameters to the GPU that vLLM has left in host memory.
+    """Move those parameters to the GPU that vLLM has left in host memory.
 
-    vLLM converts weights that it has created in host memory (``patches.packed_weights_on_host``) on the GPU, and moves
-    parameters whose names have not changed back. Those of adopted linears are set to the trainer's memory again.
+    vLLM converts weights that it has created in host memory (``patches.packed_weights_on_host``) on the GPU. It then
+    moves a parameter back to host memory if the conversion has kept its name. Parameters of adopted linears are set to
+    the trainer's memory again.
     CheckFailed: a linear that vLLM has not read was not filled by ``give``.
     """
     for name, layer, _, parts in fused_linears(model, linears):
@@ -145,7 +147,8 @@ def tell_next_weights(model: nn.Module) -> None:
 
 
 def move_activations(model: nn.Module) -> None:
-    """Let the native kernels of each fused gate and up also compute silu(gate) * up, instead of the layer after it."""
+    """Let the kernels of each fused gate and up also compute silu(gate) * up, and make the MLP's activation layer,
+    which did so before, the identity."""
     for mlp in model.modules():
         linear: Any = getattr(mlp, "gate_up_proj", None)
         if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:

@@ -159,7 +159,7 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
 
     Args:
         runner: the ``GPUModelRunner`` of one engine.
-        graphs: a ``decoding_graphs.DecodingGraphs``, which has the new methods.
+        graphs: a ``decoding_graphs.DecodingGraphs``, whose methods replace those of the runner.
     """
     inputs = ("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras")
     updated = ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")
@@ -174,14 +174,14 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
 def speculation_without_other_tokens(runner: Any, verifier: Any, drafts: Any) -> None:
     """Verify drafts by the tokens that are sampled anyway, and draft from completions of the same prompt.
 
-    Symptom: with vLLM's verification, drafts decide which tokens are sampled; it drafts from a sequence's text only.
+    Symptom: with vLLM's verification, drafts decide which tokens are sampled; vLLM drafts from a sequence's text only.
     Cause: vLLM accepts or rejects a draft by a further random number, and replaces a rejected one by another token.
     Versions: vLLM 0.32. Upstream: https://github.com/vllm-project/vllm/pull/47386 states the rule that is used here.
 
     Args:
         runner: the ``GPUModelRunner`` of one engine.
         verifier: a ``speculation.EqualDrafts``.
-        drafts: a ``speculation.GroupDrafts``, which has the new methods.
+        drafts: a ``speculation.GroupDrafts``, whose methods replace vLLM's.
     """
     verified = ("logits", "input_batch", "draft_logits", "invalid_drafts")
     expect(type(runner.rejection_sampler), "__call__", ("self", *verified))

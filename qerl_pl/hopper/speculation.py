@@ -32,8 +32,8 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
 
     vLLM uses the numbers of drafts in these arguments only to choose which CUDA graphs it captures: before each call,
     the engine gives the scheduler the numbers of ``draft_guard``. Any of those may be 0, so vLLM must also capture
-    graphs without drafts. It does so if some number of sequences has no drafts here; where each would have some, one
-    sequence is given none.
+    graphs without drafts. It does so if, in these arguments, at least one number of sequences has no drafts. If all of
+    them would have drafts, a single sequence is therefore given none.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
@@ -108,8 +108,8 @@ class GroupDrafts:
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
     ) -> None:
-        """Give a request a row, and let all requests of its prompt find drafts in each other; replaces the method of
-        vLLM's table of requests."""
+        """Give a request a row of vLLM's table of requests, and let all requests with the same prompt find drafts in
+        each other's tokens; replaces the table's method."""
         self.add_plainly(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         row, prompt = self.states.req_id_to_index[req_id], tuple(all_token_ids[:prompt_len])
         order = self.orders.setdefault(req_id, len(self.orders))
@@ -124,8 +124,8 @@ class GroupDrafts:
         self.list_candidates(prompt)
 
     def list_candidates(self, prompt: tuple[int, ...]) -> None:
-        """Make the rows of a prompt's requests the candidates of each of them, in the order of the requests; if there
-        are more than ``MOST_SIBLINGS``, those around its own."""
+        """Write, for each request of a prompt, the rows in which to look for drafts: those of all requests of the
+        prompt in order or, of more than ``MOST_SIBLINGS``, those nearest to the request in this order."""
         rows = [row for _, row in sorted(self.groups[prompt].items())]
         for place, row in enumerate(rows):
             first = max(0, min(place - MOST_SIBLINGS // 2, len(rows) - MOST_SIBLINGS))

@@ -93,7 +93,8 @@ def _moves() -> dict[int, tuple[int, int]]:
 
 
 def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
-    """Move ``words`` up by each key of ``masks``, keep the bits of its mask, and combine the results."""
+    """Shift ``words`` left by each key of ``masks``, keep the bits of the key's mask, and return the bitwise or of all
+    results."""
     result = torch.zeros_like(words)
     for up, mask in masks.items():
         moved = words << up if up > 0 else words >> -up
