@@ -35,8 +35,8 @@ class GracefulStop(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning appends the Timer of trainer.max_time. It must run first: its time could end after this callback has
-        # looked.
+        # Lightning appends the Timer of trainer.max_time. The Timer must run before this callback; otherwise the time
+        # could end between this callback's check and the Timer's.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: not isinstance(callback, Timer))  # pyright: ignore[reportAttributeAccessIssue]
 
     @override

@@ -135,8 +135,8 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose evenly spread rows of this rank, as many as its share of the limits allows, but at least one; returns
-    their indices. ``num_rows`` and ``max_tokens`` are limits for all ranks together, ``lengths`` [B] the number of
+    """Return the indices of evenly spread rows of this rank: as many as its share of the limits allows, but at least
+    one. ``num_rows`` and ``max_tokens`` are limits for all ranks together, ``lengths`` [B] the number of
     tokens of each row of this rank."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
@@ -158,8 +158,8 @@ def trainer_logprobs(
 
 
 def _passes(sampled: Tensor, micro_batch_tokens: int) -> Iterator[Tensor]:
-    """Yield the indices of the rows of each pass over rows that end with the last sampled token. Global random states
-    are restored afterwards, because dropout draws random numbers."""
+    """Yield the row indices of each forward pass. Only tokens up to a row's last sampled one count towards the limit
+    ``micro_batch_tokens``. Global random states are restored afterwards, because dropout draws random numbers."""
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
     with preserved_rng():
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):

@@ -328,8 +328,8 @@ class RolloutEvidence(Callback):
                 raise CheckFailed(f"{differ}, more than {limit:.2g}: {ADVICE}")
             history = self._gaps.get(name, [])
             ratio, sigmas = jump(value, history, floor=floor)
-            # before, most of the history is estimated from the trainer's rounding errors, which are not of the same
-            # size
+            # With fewer gaps, most of the history is estimated from the trainer's rounding errors, and these are not
+            # of the same size as gaps.
             known = len(history) >= min(4, self.window)
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 if not rounding:  # gaps that the trainer's own rounding errors cause in some completions

@@ -35,8 +35,8 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._last_end = None
         if pl_module.device.type == "cuda":
-            # other callbacks have added their observers in on_fit_start, so this one runs last and counts their memory,
-            # too
+            # Other callbacks have added their observers in on_fit_start, so this observer runs last, and the peak that
+            # it reads includes their memory.
             pl_module.loop.observers.append(self._after_rollout)
 
     def _after_rollout(self, rollout: Rollout) -> None:

@@ -103,8 +103,8 @@ class BlockStream:
 
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
-    """Add ``PRIOR_ROWS`` times the mean over the rows of all experts to the sum of each expert's linear, because the
-    router may have sent few rows of the calibration data to an expert."""
+    """Add ``PRIOR_ROWS`` times the mean of x x^T over the rows of all experts to the sum of x x^T of each expert's
+    linear, because the router may have sent few rows of the calibration data to an expert."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

@@ -54,12 +54,12 @@ class Replay(NamedTuple):
     """[...] uint8, into which the pass writes how many of these experts the router would not have chosen."""
 
     def of_layer(self, number: int) -> Self:
-        """Return the part [T, k] of one mixture from that of all, [T, L, k], sharing its memory."""
+        """Return the replay of the mixture ``number``, whose tensors are views of those of all L mixtures."""
         return type(self)(self.ids[:, number], self.others[:, number])
 
 
 def choose(probabilities: Tensor, chosen: int) -> Tensor:
-    """Choose the k most probable experts per token, of equal ones that with the lower index: [T, k] int64."""
+    """Return the k most probable experts of each token, [T, k] int64; of equally probable ones, the lower index."""
     return probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
 
 

@@ -171,8 +171,9 @@ def pack_file(
 def batches(
     groups: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], *, together: bool
 ) -> Iterator[list[Sequence[str]]]:
-    """Divide groups of linears, whose weights are in ``tensors``, into those that are packed in one call: with
-    ``together``, experts' linears with equally many columns, of about ``TOGETHER`` weights; all others alone."""
+    """Yield lists of groups of linears, each to be packed in one call; the weights are in ``tensors``. With
+    ``together``, groups of experts with equally many columns share a list until it has ``TOGETHER`` weights; every
+    other group has its own list."""
     waiting: dict[int, list[Sequence[str]]] = {}
     for group in groups:
         if not (together and OF_EXPERT.fullmatch(group[0])):
