@@ -53,8 +53,8 @@ FIVE_PER_SM = range(36096, 42241)
 GPCS, SMS_OF_GPC = 8, 16
 """Number of GPCs, and of SMs per GPC, by which a narrow linear is scheduled; a cluster has to fit in one GPC."""
 FEW_SPLITS, NARROW_BLOCKS = 4, 198
-"""If one thread block per SM allows a narrow linear no more than FEW_SPLITS parts of K, it uses up to NARROW_BLOCKS
-thread blocks, two on some SMs: q, k and v of Qwen2.5-14B take 4 to 14 % less time."""
+"""A narrow linear whose K one thread block per SM would divide into at most FEW_SPLITS parts uses up to NARROW_BLOCKS
+thread blocks instead, two on some SMs: q, k and v of Qwen2.5-14B take 4 to 14 % less time."""
 LONG_INPUTS, FULL_NARROW = 8192, 0.8
 """A narrow linear with more inputs K than LONG_INPUTS uses larger thread blocks if the usual ones would occupy less
 than the share FULL_NARROW of the SMs: ``down`` of Qwen2.5-14B and 32B takes 3 to 30 % less time with larger ones. That

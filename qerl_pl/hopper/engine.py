@@ -96,7 +96,8 @@ def speculative_arguments(max_num_seqs: int) -> dict[str, Any]:
 
 
 def speculate(worker: Any) -> Any:
-    """Verify and draft as ``speculation`` says; returns the drafter; call its ``forget`` before each sampling."""
+    """Make vLLM draft and verify as ``speculation`` says, and return the drafter, whose ``forget`` has to be called
+    before each sampling."""
     from qerl_pl.hopper import speculation
 
     return speculation.install(worker)

@@ -74,8 +74,8 @@ WIDE_OF_8 = Variant(8, 1, 4, 3, 5)  # for outputs in ``costs.FIVE_PER_SM`` and u
 NARROW = {8: Variant(8, 2, 4, 3, 2), 16: Variant(16, 2, 4, 3, 2), 32: Variant(32, 2, 4, 3, 2)}
 NARROW_LONG = {8: Variant(8, 4, 8, 2, 1), 16: Variant(16, 4, 8, 2, 1), 32: Variant(32, 4, 4, 2, 1)}
 NARROW_FULL = {8: Variant(8, 2, 4, 6, 1), 16: Variant(16, 2, 4, 6, 1), 32: Variant(32, 2, 4, 5, 1)}
-"""Variants for linears like ``down``, which start while the GEMM before them ends. An SM has room for only one of their
-thread blocks, because the first free SMs would otherwise get two each, and others none."""
+"""Variants for linears like ``down``, which start while the GEMM before them ends. Thread blocks are so large that an
+SM has room for only one; otherwise the SMs that are free first would get two each, and others none."""
 HALF_STAGES = {8: WIDE_OF_8, 16: WIDE[32], 32: WIDE[32]}
 """Variants with stages of 4 k-blocks, for K that is no multiple of 8 k-blocks, as in SmolLM2-135M."""
 VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values(), *NARROW_FULL.values()]
@@ -110,7 +110,7 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 
 
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
-    """Choose for a linear with few blocks of 256 outputs."""
+    """Choose the schedule of a linear with few blocks of 256 outputs."""
     if size > FEW_TOKENS:
         return None
     # Divide K into the largest number of parts with which all clusters run at the same time, with one thread block per

@@ -32,7 +32,7 @@ class Adopted(NamedTuple):
     digest: Tensor  # [2] int64, ``digest_of`` the linear when it was loaded
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
-        """Return whether the linear still has these bits, in the memory of the trainer's linears: [] bool."""
+        """Return, as [] bool, whether the linear still uses the trainer's memory and its digest is unchanged."""
         whole = whole_of([part.packed for part in parts])
         is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
         return (digest_of(layer) == self.digest).all() & is_shared

@@ -14,7 +14,7 @@ from torch import Tensor
 from qerl_pl.quant.output import write_tensors
 
 START = "start"
-"""Name of the folder."""
+"""Name of the adapter's folder in the checkpoint."""
 _WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."
 
 

@@ -21,7 +21,7 @@ from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 EXPERT_PARTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
-"""Parts of an expert in the trainer, by the prefix of vLLM's parameters that have them."""
+"""Trainer's linears of an expert, by the prefix of the vLLM parameters that hold their weights."""
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase

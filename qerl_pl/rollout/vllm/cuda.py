@@ -50,7 +50,7 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
     """Whether vLLM's own kernels compute adapters on experts. They read the adapter index of each token in int32."""
 
     def prepare_for_experts(self) -> None:
-        """Set what vLLM's kernels for experts read, of which passes change only the index of each token."""
+        """Set the metadata that vLLM's LoRA kernels for experts read; passes change only tokens' adapter indices."""
         self.with_experts, meta = True, self.token_mapping_meta
         meta.token_lora_mapping.fill_(-1)
         meta.active_lora_ids.copy_(torch.tensor([0, -1]))

@@ -13,7 +13,7 @@ class DraftCounts:
     verified: Counter[int] = field(default_factory=Counter)
     """Verifications: one for each sequence with drafts in each step."""
     emitted: Counter[int] = field(default_factory=Counter)
-    """Tokens that these verifications gave: the accepted drafts, and one more for each verification."""
+    """Tokens that the verifications gave: the accepted drafts, and one more token for each verification."""
 
     def clear(self) -> None:
         """Set all counts to 0."""

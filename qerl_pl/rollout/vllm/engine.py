@@ -105,8 +105,8 @@ class VLLMEngine:
         """Numbers of drafts, verifications and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
         """Counts of earlier rollouts in the form of ``hopper/draft_guard.py``, which decide at which numbers of
-        sequences the next calls draft tokens. If they are empty, as outside of training, steps of up to 32 sequences
-        do."""
+        sequences the next calls draft tokens. If the list is empty, as outside of training, steps of up to 32
+        sequences have drafts."""
         self._cache_bytes = self.kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
         self.start_s: dict[str, float] = {}
