@@ -138,9 +138,9 @@ def nvfp4_linear(
     """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated; an operator that is opaque to
     torch.compile.
 
-    The linear's kernel also adds the adapter if this is faster than separate kernels. The decode GEMM also computes
-    silu(gate) * up, so that no other kernel runs between it and the GEMM of ``down``; after other kernels, vLLM's
-    kernel computes it, and rounds in the same places.
+    The linear's kernel also adds the adapter if this is faster than separate kernels. If ``gated``, the decode GEMM also
+    computes silu(gate) * up, so that no kernel runs between it and the GEMM of ``down``. After the batch GEMM or
+    cuBLAS, vLLM's kernel computes silu(gate) * up, and rounds in the same places.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.

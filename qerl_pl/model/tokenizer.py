@@ -63,8 +63,8 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer; one without a chat template gets that of ``OF_PROCESSOR`` or ``TEMPLATES``, if any."""
-    # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon: its client retries for a
-    # minute.
+    # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon, because its client would
+    # otherwise retry for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
     if not tokenizer.chat_template:

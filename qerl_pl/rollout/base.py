@@ -207,7 +207,7 @@ class RolloutEngine(Protocol):
 
     def fingerprint(self) -> dict[str, int]:
         """Compute checksums of the adapter and norm weights that the engine holds, for comparison with
-        ``expected_fingerprint``; CheckFailed: its copy of the base's weights differs from the policy's."""
+        ``expected_fingerprint``; CheckFailed: the engine's copy of the base's weights differs from the policy's."""
         ...
 
     def sleep(self) -> None:

@@ -46,8 +46,8 @@ def test_both_sides_see_the_same_tokens(policy):
 
 
 def by_keyed_noise(policy: Policy, seeds: Tensor, *, temperature: float) -> Tensor:
-    """Return the tokens of ``rows`` with the sampled ones replaced by draws from the policy, one after another, with
-    noise that is keyed by the seeds."""
+    """Return the tokens of ``rows()``, in which each sampled token is replaced by a draw from the policy given the
+    tokens before it, with the noise of ``keyed_noise`` for the row's seed."""
     tokens, sampled, _ = rows()
     for row, column in sampled.nonzero().tolist():
         logits = policy.model(input_ids=tokens[row : row + 1, :column]).logits[:, -1].float() / temperature
