@@ -138,8 +138,8 @@ def nvfp4_linear(
     """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated; an operator that is opaque to
     torch.compile.
 
-    The linear's kernel also adds the adapter if this is faster than separate kernels. If ``gated``, the decode GEMM also
-    computes silu(gate) * up, so that no kernel runs between it and the GEMM of ``down``. After the batch GEMM or
+    The linear's kernel also adds the adapter if this is faster than separate kernels. If ``gated``, the decode GEMM
+    also computes silu(gate) * up, so that no kernel runs between it and the GEMM of ``down``. After the batch GEMM or
     cuBLAS, vLLM's kernel computes silu(gate) * up, and rounds in the same places.
 
     Args:
