@@ -33,9 +33,9 @@ FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
 # multiples of max_jump: from rollout to rollout, gaps of single rows vary most, and gaps of logits least
 JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
-FIRST = 2.0  # multiple of the limits while medians are mostly estimates from the trainer's rounding errors
+FIRST = 2.0  # factor of the limits while most gaps in a median are estimates from the trainer's rounding errors
 KINDS = (*FLOORS, "far_share")
-# names of metrics: for the rows that go through the model before the update, and for all rows, without noise
+# names of metrics: of the rows that go through the model before the update and, without noise, of all rows
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
 MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4

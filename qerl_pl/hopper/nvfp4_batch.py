@@ -142,7 +142,7 @@ def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Sched
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
-    # With the smaller number of SMs, one cluster of ``shrink`` can run at the same time.
+    # A schedule for the smaller number of SMs leaves room for one cluster of ``shrink`` at the same time.
     for sms in (costs.SMS, costs.SMS - lora_hopper.SPLITS) if num_tokens <= MOST_DECODED else (costs.SMS,):
         first = fewest * token_tiles // sms + 1
         for waves in range(first, first + MOST_WAVES):

@@ -153,7 +153,7 @@ def _check_values(file: Path, config: Mapping) -> None:
 
 
 def _check_experts(file: Path, config: Mapping, names: Experts) -> None:
-    other = CONFIG_MAPPING[config["model_type"]].attribute_map  # names under which transformers writes some of them
+    other = CONFIG_MAPPING[config["model_type"]].attribute_map  # other keys that transformers may use for a name
     sizes = {name: config.get(name, config.get(other.get(name))) for name in (names.number, names.chosen, names.inner)}
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
@@ -172,7 +172,7 @@ def _check_number(file: Path, name: str, value: object) -> None:
 def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:
     ends = config.get("eos_token_id")
     tokens = [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
-    # An end token above the vocabulary exists only in the tokenizer. It does no harm if the model knows another one.
+    # An end token above the vocabulary is only in the tokenizer. It does no harm if the model knows another end token.
     known = [token for token in tokens if type(token) is int and 0 <= token < vocab_size]
     for token in tokens:
         if type(token) is not int or token < 0 or not known:

@@ -154,4 +154,4 @@ def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
 def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
     table, byte = torch.tensor(values, device="cpu"), torch.arange(256, device="cpu")
     pairs = torch.stack([table[byte & 0xF], table[byte >> 4]], dim=1)  # [256, 2] fp32
-    return pairs.view(torch.float64).squeeze(1).to(device)  # [256], because numbers are looked up faster than rows
+    return pairs.view(torch.float64).squeeze(1).to(device)  # [256]: looking up numbers is faster than rows of two

@@ -60,7 +60,7 @@ class OutputFolder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error, remove ``OUTPUT.partial`` if it would be of no use to the next run."""
-        # It has no finished file, or the model was refused, and a retry would refuse it again.
+        # Of no use are a folder without a finished file, and one of a model that was refused and would be again.
         if kind is not None and (not self.done or issubclass(kind, ValueError)):
             shutil.rmtree(self.partial, ignore_errors=True)
 

@@ -100,7 +100,7 @@ def quantize_checkpoint(
                 tensors = {name: checkpoint.read(name) for name in file.tensors}
                 check_weights(tensors)
                 packed = pack_file(file, tensors, groups, writer, method, skeleton, stream, device, residual)
-                start.add(file.name, packed[2])  # before the file, with which the block counts as finished
+                start.add(file.name, packed[2])  # before the file that marks the block as finished
                 folder.add(file.name, *packed[:2])
             if stream is not None and file.block is not None and any(later.name not in folder.done for later in files):
                 weights = dense_tensors(folder.read(file.name), shapes, writer)

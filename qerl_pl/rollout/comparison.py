@@ -26,7 +26,7 @@ from qerl_pl.rollout.probe import probe_adapter
 # two completions per prompt, as rollouts have several
 ONE_TOKEN = Sampling(num_completions=2, max_tokens=1, temperature=1.0)
 NUM_PROMPTS = 16
-LAST = 2 * NUM_PROMPTS - 1  # tokens at the end of the text that samples are compared after
+LAST = 2 * NUM_PROMPTS - 1  # tokens of the text that the shortest prefix leaves out
 
 WITH_ADAPTER = "scores with the adapter"
 WITHOUT_ADAPTER = "scores without the adapter"

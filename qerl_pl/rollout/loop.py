@@ -117,7 +117,7 @@ class RolloutLoop:
                 same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
                 batch_size = len(prompts) * ranks.num_ranks()
                 with_signal = self.dynamic_sampling.choose(sampled, batch_size=batch_size, may_move=same_noise)
-            # A batch must not be empty: without groups to train on, one is passed on that is left out of the loss.
+            # A batch must not be empty: a rank without groups to train on passes one on, and leaves it out of the loss.
             in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
         with watch.phase("wait"):
             unscored = 1 - ranks.gather(sampled.table.scored.float()).mean().item()

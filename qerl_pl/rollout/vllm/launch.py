@@ -87,7 +87,7 @@ def launch(
             return Launched(llm, on_cpu, owns_group, recorder)
         except BaseException as error:
             with setup.trainers_group(engines_own=owns_group):
-                setup.destroy_groups()  # so that the next start does not find the groups of this one
+                setup.destroy_groups()  # so that the next start does not find the groups of this start
             if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
                 raise refusal(error) from error
             raise
