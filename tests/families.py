@@ -67,6 +67,13 @@ OWN: dict[str, dict[str, Any]] = {
         },
     },
 }
+OWN["qwen3_5_moe_text"] = OWN["qwen3_5_text"] | {
+    "intermediate_size": None,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
 
 
 VISION = {
@@ -82,6 +89,7 @@ WHOLE = {
     "mistral": "mistral3",
     "ministral3": "mistral3",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
 """Text families whose published checkpoints mostly have a vision part -> model_type of the whole checkpoint."""
 
@@ -96,7 +104,7 @@ def with_vision(text: PretrainedConfig) -> PretrainedConfig:
         vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
         whole["image_token_id"] = whole.pop("image_token_index")
         whole["text_config"]["pad_token_id"] = 0
-    if kind == "qwen3_5":
+    if kind.startswith("qwen3_5"):
         vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": text.hidden_size, "num_position_embeddings": 4}
         whole["image_token_id"] = whole.pop("image_token_index")
         whole |= {"video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}

@@ -26,7 +26,7 @@ class Experts(NamedTuple):
     inner: str = "moe_intermediate_size"
     """Inner size of an expert."""
     normalised: str = "norm_topk_prob"
-    """Whether the weights of the chosen experts are divided by their sum."""
+    """Whether the weights of the chosen experts are divided by their sum; they are in families without this key."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,14 @@ _QWEN35 = Family(
     dense=("in_proj_b", "in_proj_a"),
     fp32=("A_log",),
 )
+# Its mixtures add an expert that computes every token, times the sigmoid of a gate's output.
+_QWEN35_MOE = replace(
+    _QWEN35,
+    projections=(*PROJECTIONS[:4], *INSTEAD),
+    elementwise=frozenset(),
+    dense=(*_QWEN35.dense, "gate", "shared_expert_gate"),
+    experts=Experts(),
+)
 # The fused kernel for rotary embeddings cannot compute these families: Ministral 3 also scales queries by a function of
 # their position, and SmolLM3 has rotary embeddings in some of its layers only.
 _OWN_ATTENTION = Family(elementwise=frozenset({"norms", "mlp"}))
@@ -146,7 +154,8 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _MERGED,  # the model_type of Phi-3, Phi-3.5 and Phi-4
     "gemma3_text": replace(_GEMMA, refused=(("attn_logit_softcapping", "a soft cap of attention scores"),)),
     "gemma4_text": _GEMMA4,
-    "qwen3_5_text": replace(_QWEN35, refused=(_BIASES,)),  # Qwen3.5 and Qwen3.6, not their mixtures of experts
+    "qwen3_5_text": replace(_QWEN35, refused=(_BIASES,)),  # the model_type of Qwen3.5 and Qwen3.6
+    "qwen3_5_moe_text": replace(_QWEN35_MOE, refused=(_BIASES,)),
     "qwen3_moe": replace(
         _QWEN,
         projections=PROJECTIONS[:4],

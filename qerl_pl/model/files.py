@@ -18,7 +18,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-WITH_VISION = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+WITH_VISION = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Maps the ``model_type`` of checkpoints with a vision part to the ``model_type`` of their text model, which is used if
 ``text_config`` in config.json, the text model's configuration, does not name it."""
 PREFIXES = {

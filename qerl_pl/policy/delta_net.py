@@ -79,7 +79,7 @@ def use_packed_delta_nets(model: PreTrainedModel) -> None:
     groups = Groups()
     for module in model.modules():
         known: Any = module
-        if isinstance(module, qwen3_5.Qwen3_5GatedDeltaNet):
+        if hasattr(module, "in_proj_qkv"):
             known.forward = partial(_forward, known, known.forward, groups)
 
 

@@ -176,11 +176,13 @@ class Mixture(nn.Module):
     def __init__(self, config: Any, names: Experts, dtype: torch.dtype) -> None:
         super().__init__()
         number, self.inner = getattr(config, names.number), getattr(config, names.inner)
-        self.chosen, self.normalised = getattr(config, names.chosen), getattr(config, names.normalised)
+        self.chosen, self.normalised = getattr(config, names.chosen), getattr(config, names.normalised, True)
         self.gate = nn.Linear(config.hidden_size, number, bias=False, dtype=dtype, device="meta")
         self.experts = SeparateExperts(Expert(config.hidden_size, self.inner, dtype) for _ in range(number))
         self.replay: Replay | None = None
         """Experts of the T tokens of the next call; None: the router chooses them."""
+        self.shared_expert: nn.Module | None = None
+        """MLP that computes every token; the sigmoid of ``shared_expert_gate`` [1, H] is the weight of its output."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -197,7 +199,10 @@ class Mixture(nn.Module):
             ids = self.replay.ids.long()
             self.replay.others.copy_(count_others(ids, own))
         weights = weigh(probabilities, ids, normalised=self.normalised)
-        return self.experts(tokens, weights, sort_rows(ids, logits.shape[1])).view(x.shape)
+        routed = self.experts(tokens, weights, sort_rows(ids, logits.shape[1])).view(x.shape)
+        if self.shared_expert is None:
+            return routed
+        return routed + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 
 def mixtures(model: nn.Module) -> list[Mixture]:
@@ -222,7 +227,10 @@ def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch
     """Replace the mixtures of experts of a model on the meta device by ``Mixture`` with ``SeparateExperts``."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "experts") and hasattr(module, "gate"):
-            model.set_submodule(name, Mixture(config, names, dtype))
+            mixture = Mixture(config, names, dtype)
+            if hasattr(module, "shared_expert"):
+                mixture.shared_expert, mixture.shared_expert_gate = module.shared_expert, module.shared_expert_gate
+            model.set_submodule(name, mixture)
 
 
 def check_alike(packed: Collection[str], model: nn.Module) -> None:

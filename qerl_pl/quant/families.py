@@ -126,9 +126,10 @@ def longest_with_short_factors(config: Mapping) -> int | None:
 
 
 def _check_values(file: Path, config: Mapping) -> None:
+    known = inspect.signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
     for name in SIZES:
         value = config.get(name)
-        if value is None and name in NEEDED:
+        if value is None and name in NEEDED and name in known:
             raise ValueError(f"{file} has no {name}; take the file from the model's original folder")
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
