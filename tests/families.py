@@ -114,7 +114,11 @@ def with_vision(text: PretrainedConfig) -> PretrainedConfig:
 
 def tiny_config(family: str, **sizes: Any) -> PretrainedConfig:
     """Make a configuration of two blocks, whose weights have a few hundred kilobytes unless ``sizes`` changes them."""
-    return CONFIG_MAPPING[family](**{**SIZES, **OWN.get(family, {}), **sizes})
+    values = {**SIZES, **OWN.get(family, {}), **sizes}
+    if "linear_attention" in values.get("layer_types", ()):  # so in all blocks but the last
+        values["layer_types"] = [*["linear_attention"] * (values["num_hidden_layers"] - 1), "full_attention"]
+    return CONFIG_MAPPING[family](**values)
 
 
 NAMES = tuple(FAMILIES)
+MIXTURES = tuple(name for name, family in FAMILIES.items() if family.experts)

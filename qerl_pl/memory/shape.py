@@ -61,6 +61,8 @@ class ExpertSizes(NamedTuple):
     """Inner size of an expert."""
     layers: int = 0
     """Number of blocks with a mixture."""
+    shared: int = 0
+    """Inner size of the expert that computes every token; 0 without any."""
 
     @property
     def route_bytes(self) -> int:
@@ -76,7 +78,7 @@ class ModelShape:
     num_layers: int
     hidden: int
     inner: int
-    """I, of the dense MLPs; 0 if all blocks have experts instead."""
+    """I, of the dense MLPs; if all blocks have experts instead, that of the shared experts."""
     experts: ExpertSizes
     """Mixtures of experts in place of MLPs."""
     vocabulary: int
@@ -211,13 +213,13 @@ def _shape(
     family = FAMILIES[config.model_type]
     mixtures = mixtures_of(model)
     sizes = zip(*(mixture.sizes for mixture in mixtures), strict=True)
-    experts = ExpertSizes(*map(max, sizes), layers=len(mixtures))
+    experts = ExpertSizes(*map(max, sizes), layers=len(mixtures), shared=max((m.shared for m in mixtures), default=0))
     outside = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     stacked = experts.num * experts.inner * config.hidden_size if len(outside) < len(packed) else 0
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        inner=config.intermediate_size if len(mixtures) < config.num_hidden_layers else 0,
+        inner=config.intermediate_size if len(mixtures) < config.num_hidden_layers else experts.shared,
         experts=experts,
         vocabulary=config.vocab_size,
         num_heads=heads,
@@ -234,7 +236,11 @@ def _shape(
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
         fitting_bytes=_fitting_bytes(outside) if fmt is NVFP4 else 0,
         embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
-        other_bytes=sum(tensor.nbytes for tensor in model.state_dict().values() if tensor.ndim != 2),
+        other_bytes=sum(
+            (tensor.float() if name.rpartition(".")[2] in family.fp32 else tensor).nbytes
+            for name, tensor in model.state_dict().items()
+            if tensor.ndim != 2
+        ),
         largest_packed=max((stacked, *(linears[name].weight.numel() for name in packed))),
         recurrent=_recurrent(config),
         positions=getattr(config, "max_position_embeddings", None),

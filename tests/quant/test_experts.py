@@ -20,6 +20,7 @@ from qerl_pl.quant import quantize
 from qerl_pl.quant.calibration import Calibration
 from qerl_pl.quant.experts import (
     PARTS,
+    Expert,
     FrozenExperts,
     Mixture,
     Replay,
@@ -38,6 +39,7 @@ from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
+from tests.families import MIXTURES
 from tests.packed import frozen_linear
 from tests.quant.test_quantize import interrupted_at
 from tests.reference.experts import mixture
@@ -47,7 +49,13 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 def random_mixture(
-    number: int = 5, chosen: int = 2, *, normalised: bool = True, fmt: Format | None = NVFP4, inner: int = 96
+    number: int = 5,
+    chosen: int = 2,
+    *,
+    normalised: bool = True,
+    fmt: Format | None = NVFP4,
+    inner: int = 96,
+    shared: bool = False,
 ) -> Mixture:
     """Make a random mixture with stacked weights. Each expert's weights are larger than those of the one before, so
     tensor scales differ."""
@@ -66,7 +74,20 @@ def random_mixture(
             else:
                 expert.set_submodule(part, frozen_linear(to_nearest(weight, fmt), fmt=fmt))
     stack_experts(made)
+    if shared:
+        made.shared_expert, made.shared_expert_gate = Expert(64, 48, torch.float32), nn.Linear(64, 1, bias=False)
+        made.shared_expert.to_empty(device="cpu")
+        for weight in (*made.shared_expert.parameters(), made.shared_expert_gate.weight):
+            nn.init.normal_(weight.requires_grad_(False), std=0.3, generator=generator)
     return made
+
+
+def shared_weights(made: Mixture) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
+    expert = made.shared_expert
+    if not isinstance(expert, Expert):
+        return None
+    weights = expert.gate_proj.weight, expert.up_proj.weight, expert.down_proj.weight
+    return made.shared_expert_gate.weight[0], weights
 
 
 def stacks(made: Mixture) -> list[StackedLinear]:
@@ -81,12 +102,13 @@ def expert_weights(made: Mixture) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4, None])
 @pytest.mark.parametrize(("number", "chosen", "tokens"), [(5, 2, 33), (3, 3, 7), (8, 1, 5), (1, 1, 1)])
-@pytest.mark.parametrize("normalised", [True, False])
-def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tokens, normalised, fmt):
-    made = random_mixture(number, chosen, normalised=normalised, fmt=fmt)
+@pytest.mark.parametrize(("normalised", "shared"), [(True, False), (False, False), (True, True)])
+def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tokens, normalised, shared, fmt):
+    made = random_mixture(number, chosen, normalised=normalised, fmt=fmt, shared=shared)
     x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     same = x.detach()[0].double().requires_grad_()
-    expected = mixture(same, made.gate.weight, expert_weights(made), chosen, normalised=normalised)
+    experts, outside = expert_weights(made), shared_weights(made)
+    expected = mixture(same, made.gate.weight, experts, chosen, normalised=normalised, shared=outside)
     weights = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(2))
     (made(x)[0] * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -187,11 +209,11 @@ def test_stacks_are_dequantised_as_each_expert_is_alone(fmt):
             assert linear.codes.data_ptr() == stack.codes[expert].data_ptr()  # no copy
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MIXTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a checkpoint with a mixture of experts, as ``dense`` and ``nvfp4``."""
     folder = tmp_path_factory.mktemp("experts")
-    save_mixture(folder)
+    save_mixture(folder, request.param)
     return folder
 
 
@@ -272,7 +294,7 @@ def test_the_plan_counts_the_bytes_of_a_mixture(folder, kind, dtype):
     shape = checkpoint_shape(folder / kind, dtype)
     held = load_base(folder / kind, dtype=dtype, device="cpu").state_dict().values()
     assert shape.base_bytes == sum(tensor.nbytes for tensor in held)
-    assert shape.experts == (8, 2, 64, 1)
+    assert shape.experts in ((8, 2, 64, 1, 0), (8, 2, 64, 2, 96))
     assert shape.fitting_bytes == 0 or kind == "nvfp4"
 
 
@@ -286,7 +308,7 @@ def with_config(folder: Path, target: Path, **values: object) -> Path:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_local_experts": 0}, "num_experts is 0; expected a whole number above 0"),
+        ({"num_experts": 0}, "num_experts is 0; expected a whole number above 0"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9 and there are 8 experts"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is None; expected"),
         ({"model_type": "olmoe"}, r"is a mixture of experts \('olmoe'\), which is not supported"),

@@ -17,6 +17,7 @@ def mixture(
     *,
     normalised: bool,
     ids: Sequence[Sequence[int]] | None = None,
+    shared: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Tensor:
     """Compute the mixture's output [T, H] for x [T, H].
 
@@ -27,6 +28,7 @@ def mixture(
         chosen: number of experts per token.
         normalised: whether the shares of the chosen experts are divided by their sum.
         ids: experts of each token to use instead.
+        shared: an expert of all tokens; the sigmoid of its first tensor [H] times the token is its share.
     """
     out = []
     for number, token in enumerate(x.double()):
@@ -37,10 +39,16 @@ def mixture(
         whole = sum(shares[expert] for expert in best) if normalised else 1.0
         total = torch.zeros_like(token)
         for expert in best:
-            gate, up, down = (weight.double() for weight in experts[expert])
-            total = total + shares[expert] / whole * (down @ (F.silu(gate @ token) * (up @ token)))
+            total = total + shares[expert] / whole * _expert(token, experts[expert])
+        if shared is not None:
+            total = total + _expert(token, shared[1]) / (1 + (-(shared[0].double() * token).sum()).exp())
         out.append(total)
     return torch.stack(out)
+
+
+def _expert(token: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    gate, up, down = (weight.double() for weight in weights)
+    return down @ (F.silu(gate @ token) * (up @ token))
 
 
 def adapted(

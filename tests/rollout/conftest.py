@@ -264,9 +264,10 @@ def sampling_error(probabilities: Tensor, num_samples: int) -> float:
     return (probabilities.sqrt().sum() / 2 / math.sqrt(num_samples)).item()
 
 
-def save_mixture(folder: Path, **settings: Any) -> None:
-    """Write a random Qwen3-MoE to the folder ``dense`` in ``folder``, and its NVFP4 copy to ``nvfp4``."""
-    save_dense(folder / "dense", tiny_config("qwen3_moe", **settings))
+def save_mixture(folder: Path, family: str = "qwen3_moe", **settings: Any) -> None:
+    """Write a random model of a family with experts to the folder ``dense`` in ``folder``, and its NVFP4 copy to
+    ``nvfp4``."""
+    save_dense(folder / "dense", tiny_config(family, **settings))
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
 
 

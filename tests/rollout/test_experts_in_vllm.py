@@ -23,7 +23,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling, checked_routes
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.training.routing import MOST_OTHERS
-from tests.families import tiny_config
+from tests.families import MIXTURES, tiny_config
 from tests.rollout.conftest import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -44,10 +44,10 @@ LORA = LoraSettings(rank=6, alpha=12, rslora=True)
 BLOCK = "model.layers.0.mlp"
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MIXTURES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    save_mixture(folder)
+    save_mixture(folder, request.param)
     return folder
 
 
@@ -67,12 +67,16 @@ def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
     assert gap(setup, adapter=False) < 1e-5
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["prefixes cached", "not cached"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3_moe", True), ("qwen3_moe", False), ("qwen3_5_moe_text", False)],
+    ids=["prefixes cached", "not cached", "recurrent"],
+)
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """An engine that returns experts, of a model of four blocks, three of which have mixtures. Its cache is so small
-    that sequences are preempted."""
+    """An engine that returns experts, of a model of four blocks, one of which has no mixture, or attention. Its cache
+    is so small that sequences are preempted."""
     folder = tmp_path_factory.mktemp("deep")
-    save_mixture(folder, num_hidden_layers=4)
+    save_mixture(folder, request.param[0], num_hidden_layers=4)
     policy = load_policy(str(folder / "nvfp4"), dtype=torch.float32, lora=LORA, seed=0)
     policy.replays_routes = True
     adapter = random_adapter(policy, seed=1)
@@ -82,7 +86,7 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         max_num_seqs=64,
         max_num_batched_tokens=256,
         kv_cache_bytes=12 * 2**16,
-        enable_prefix_caching=request.param,
+        enable_prefix_caching=request.param[1],
     )
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield Setup(engine, policy, adapter, adapter, {})
@@ -164,8 +168,9 @@ def test_scoring_and_sampling_without_the_adapter_leave_no_experts_behind(deep):
 def test_the_plan_counts_the_bytes_of_recorded_experts(deep):
     scheduler = deep.engine._scheduler()
     shape = config_shape(deep.policy.config, NVFP4, torch.float32)
-    slots = scheduler.kv_cache_config.num_blocks * BLOCK_SIZE
-    assert scheduler.recorder._chosen.nbytes == recorded_routes(shape, slots) == 2 * 3 * 2 * (slots + 1)
+    slots = scheduler.cache_config.num_gpu_blocks * scheduler.cache_config.block_size
+    held, layers = scheduler.recorder._chosen.nbytes, deep.policy.routing.num_layers
+    assert held == recorded_routes(shape, slots) == 2 * layers * 2 * (slots + 1)
 
 
 ADAPTED = "model.layers.0.mlp.experts"

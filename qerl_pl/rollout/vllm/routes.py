@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
@@ -36,6 +37,9 @@ class RouteRecorder:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         self._cache = config.cache_config
+        layers_with_cache = config.compilation_config.static_forward_context.items()
+        self.attention = next(name for name, layer in layers_with_cache if isinstance(layer, Attention))
+        """Name of an attention layer; delta nets, which may come first, have slots for states and not for tokens."""
         bind_routed_experts_capturer(model, self)  # pyright: ignore[reportArgumentType]
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
@@ -44,7 +48,7 @@ class RouteRecorder:
         if not mappings or not self._cache.num_gpu_blocks:
             return  # a pass without a KV cache, which measures memory
         assert isinstance(mappings, dict)
-        slots = next(iter(mappings.values()))
+        slots = mappings[self.attention]
         rows = self._cache.num_gpu_blocks * self._cache.block_size + 1
         if self._chosen is None or len(self._chosen) < rows:
             shape = rows, self.routing.num_layers, self.routing.chosen
