@@ -36,20 +36,19 @@ class RouteRecorder:
         if len(layers) != self.routing.num_layers:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")
         self._numbers = {layer: number for number, layer in enumerate(layers)}
-        self._cache = config.cache_config
-        layers_with_cache = config.compilation_config.static_forward_context.items()
-        self.attention = next(name for name, layer in layers_with_cache if isinstance(layer, Attention))
+        named = config.compilation_config.static_forward_context.items()
+        self.attention, self._layer = next((name, layer) for name, layer in named if isinstance(layer, Attention))
         """Name of an attention layer; delta nets, which may come first, have slots for states and not for tokens."""
         bind_routed_experts_capturer(model, self)  # pyright: ignore[reportArgumentType]
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
         """Record the experts [n, k] of a step's tokens, in a CUDA graph too; vLLM's routers call this."""
-        mappings = get_forward_context().slot_mapping
-        if not mappings or not self._cache.num_gpu_blocks:
+        mappings, layer = get_forward_context().slot_mapping, self._layer
+        if not mappings or not layer.kv_cache.numel():
             return  # a pass without a KV cache, which measures memory
         assert isinstance(mappings, dict)
         slots = mappings[self.attention]
-        rows = self._cache.num_gpu_blocks * self._cache.block_size + 1
+        rows = layer.kv_cache.numel() // (layer.num_kv_heads * (layer.head_size + layer.head_size_v)) + 1
         if self._chosen is None or len(self._chosen) < rows:
             shape = rows, self.routing.num_layers, self.routing.chosen
             self._chosen = torch.full(shape, -1, dtype=torch.int16, device=topk_ids.device)
@@ -61,10 +60,9 @@ class RouteRecorder:
         if self._chosen is not None:
             self._chosen.fill_(-1)
 
-    def read(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
+    def read(self, blocks: Sequence[int], size: int, num_tokens: int) -> Tensor:
         """Return the experts of a sequence's first tokens, [num_tokens, L, k] int16, given the numbers of its blocks of
-        the KV cache. On a GPU the copy to the host may end after the call."""
+        ``size`` slots of the KV cache. On a GPU the copy to the host may end after the call."""
         assert self._chosen is not None
-        size = self._cache.block_size
         slots = (torch.tensor(blocks).unsqueeze(1) * size + torch.arange(size)).flatten()[:num_tokens]
         return self._chosen[slots.to(self._chosen.device)].to("cpu", non_blocking=True)

@@ -58,10 +58,11 @@ class RolloutScheduler(AsyncScheduler):
         """Read the experts of an ended request before vLLM gives its blocks of the KV cache to others."""
         params = request.sampling_params
         if self.recorder and request.num_output_tokens and params and params.prompt_logprobs is None:
-            groups = [group.layer_names for group in self.kv_cache_config.kv_cache_groups]
-            of_group = zip(groups, self.kv_cache_manager.get_block_ids(request.request_id), strict=True)
-            blocks = next(ids for layers, ids in of_group if self.recorder.attention in layers)
-            self._routes[request.request_id] = self.recorder.read(blocks, request.num_tokens - 1)
+            of_group = self.kv_cache_manager.get_block_ids(request.request_id)
+            for group, blocks in zip(self.kv_cache_config.kv_cache_groups, of_group, strict=True):
+                if self.recorder.attention in group.layer_names:
+                    size = group.kv_cache_spec.block_size
+                    self._routes[request.request_id] = self.recorder.read(blocks, size, request.num_tokens - 1)
         return super()._free_request(request, delay_free_blocks)
 
     def update_from_output(
