@@ -272,10 +272,10 @@ def save_mixture(folder: Path, family: str = "qwen3_moe", **settings: Any) -> No
 
 
 def assert_change_is_noticed(engine: VLLMEngine, ending: str, change: Callable[[Tensor], object], message: str) -> None:
-    """Change the parameter of vLLM's model whose name has this ending, check that the engine's next fingerprint is
+    """Change the first parameter of vLLM's model whose name has this ending, check that the engine's next fingerprint is
     refused with the message, and restore the parameter."""
     parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
-    [weight] = [parameter for name, parameter in parameters.items() if name.endswith(ending)]
+    weight = next(parameter for name, parameter in parameters.items() if name.endswith(ending))
     kept = weight.data.clone()
     change(weight.data)
     assert not torch.equal(weight.data.view(torch.uint8), kept.view(torch.uint8))

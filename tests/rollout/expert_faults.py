@@ -9,10 +9,9 @@ import torch
 
 
 def expert_adapters(engine: Any) -> Any:
-    """Return the layer of vLLM's model that has the adapters of the experts of the only mixture."""
+    """Return the layer of vLLM's model that has the adapters of the experts of the first mixture."""
     modules = engine._call(lambda worker: list(worker.get_model().modules()))
-    [module] = [module for module in modules if hasattr(module, "adapter_enabled")]
-    return module
+    return next(module for module in modules if hasattr(module, "adapter_enabled"))
 
 
 def exchange_gate_and_up(module: Any) -> None:

@@ -37,7 +37,7 @@ from tests.rollout.conftest import (
     some_prompts,
 )
 from tests.rollout.expert_faults import KERNELS, SLOTS, expert_adapters, heal
-from tests.rollout.test_families_in_vllm import gap
+from tests.rollout.test_families_in_vllm import gaps
 
 pytestmark = pytest.mark.vllm
 LORA = LoraSettings(rank=6, alpha=12, rslora=True)
@@ -62,6 +62,11 @@ def setup(request: pytest.FixtureRequest, base: Path) -> Iterator[Setup]:
     engine.close()
 
 
+def gap(setup: Setup, *, adapter: bool = True) -> float:
+    """Return the mean difference in nats between vLLM's log-probabilities of its samples and the policy's."""
+    return gaps(setup, adapter=adapter).mean().item()
+
+
 def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
     assert gap(setup) < 1e-5
     assert gap(setup, adapter=False) < 1e-5
@@ -69,14 +74,15 @@ def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3_moe", True), ("qwen3_moe", False), ("qwen3_5_moe_text", False)],
+    params=[("qwen3_moe", 12, True), ("qwen3_moe", 12, False), ("qwen3_5_moe_text", 8, False)],
     ids=["prefixes cached", "not cached", "recurrent"],
 )
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """An engine that returns experts, of a model of four blocks, one of which has no mixture, or attention. Its cache
     is so small that sequences are preempted."""
     folder = tmp_path_factory.mktemp("deep")
-    save_mixture(folder, request.param[0], num_hidden_layers=4)
+    family, size, caching = request.param
+    save_mixture(folder, family, num_hidden_layers=4)
     policy = load_policy(str(folder / "nvfp4"), dtype=torch.float32, lora=LORA, seed=0)
     policy.replays_routes = True
     adapter = random_adapter(policy, seed=1)
@@ -85,8 +91,8 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         block_size=BLOCK_SIZE,
         max_num_seqs=64,
         max_num_batched_tokens=256,
-        kv_cache_bytes=12 * 2**16,
-        enable_prefix_caching=request.param[1],
+        kv_cache_bytes=size * 2**16,
+        enable_prefix_caching=caching,
     )
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield Setup(engine, policy, adapter, adapter, {})
@@ -216,7 +222,7 @@ def test_the_plan_counts_the_bytes_of_the_slots_of_experts(setup):
     shape = config_shape(setup.policy.config, NVFP4, torch.float32)
     sizes = {"rank": LORA.rank, "targets": LORA.targets}
     with_experts, without = (adapter_slots(shape, 4, **sizes, expert_rank=rank) for rank in (3, 0))
-    assert with_experts - without == held
+    assert with_experts - without == held * shape.experts.layers
 
 
 def test_slots_of_experts_have_the_rank_that_is_needed(base):
@@ -243,6 +249,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensor], object], str]] = {
     "one code": ("w13_weight", flip, r"experts\.5\.gate_proj\+up_proj"),
     "two tensor scales": ("w2_weight", exchange, r"2 of .*experts\.2\.down_proj, .*experts\.6\.down_proj"),
     "a row of the router": ("mlp.gate.weight", lambda weight: weight[3].mul_(1.01), r"mlp\.gate\.weight"),
+    "a shared expert": ("expert.down_proj.weight", lambda weight: weight[0, 7].add_(1), r"shared_expert\.down_proj"),
 }
 
 
@@ -251,6 +258,8 @@ def test_a_change_of_one_expert_or_the_router_stops_the_rollout(setup, fault):
     ending, change, message = FAULTS[fault]
     if setup.policy.packed_format is None and ending != "mlp.gate.weight":
         pytest.skip("weights of dense bases are not compared")
+    if "shared" in message and not config_shape(setup.policy.config, None, torch.float32).experts.shared:
+        pytest.skip("the family has no shared expert")
     assert isinstance(setup.engine, VLLMEngine)
     assert_change_is_noticed(setup.engine, ending, change, message)
     assert setup.engine.fingerprint() == setup.expected_fingerprint(norms=setup.policy.norm_weights())

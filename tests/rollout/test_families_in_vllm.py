@@ -61,10 +61,15 @@ def cache_bytes(engine: Any) -> int:
 
 def gap(setup: Setup, *, adapter: bool = True) -> float:
     """Return the largest difference in nats between vLLM's log-probabilities of its samples and the policy's."""
+    return gaps(setup, adapter=adapter).max().item()
+
+
+def gaps(setup: Setup, *, adapter: bool = True) -> torch.Tensor:
+    """Return the difference in nats for each sampled token."""
     groups = setup.engine.generate(PROMPTS, Sampling(2, max_tokens=WINDOW), seed=1, adapter=adapter)
     apart = [
         setup.logprobs(prompt, completion.tokens, adapter=adapter) - torch.tensor(completion.logprobs)
         for prompt, group in zip(PROMPTS, groups, strict=True)
         for completion in group
     ]
-    return torch.cat(apart).abs().max().item()
+    return torch.cat(apart).abs()
