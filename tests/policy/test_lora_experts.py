@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.memory.plan import adapter_values
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import checkpoint_shape
-from qerl_pl.model.family import PROJECTIONS
+from qerl_pl.model.family import MLP, PROJECTIONS
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.lora_experts import adapt_experts
 from qerl_pl.policy.policy import Policy, load_policy
@@ -26,6 +27,7 @@ from qerl_pl.quant.grouped import outer
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.tools.merge import merged_tensors
+from tests.families import MIXTURES
 from tests.quant.test_experts import expert_weights, random_mixture
 from tests.reference.experts import adapted, mixture
 from tests.rollout.conftest import random_adapter, save_mixture
@@ -88,10 +90,10 @@ def test_the_gradient_of_an_expert_without_rows_is_zero():
     torch.testing.assert_close(found[3], left[4:].T @ right[4:])
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MIXTURES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    save_mixture(folder)
+    save_mixture(folder, request.param)
     return folder / "nvfp4"
 
 
@@ -117,10 +119,14 @@ def expert_shapes(policy: Policy) -> list[tuple[int, ...]]:
 def test_the_rank_is_that_of_attention_divided_by_the_experts_per_token(base, settings, rank):
     policy = load(base, **settings)
     expected = [(8 * rank, 128), (128, 8 * rank), (8 * rank, 64), (128, 8 * rank)]
-    assert expert_shapes(policy) == (expected if rank else [])
     shape = checkpoint_shape(base, torch.float32)
+    assert expert_shapes(policy) == (expected * shape.experts.layers if rank else [])
     run = RunMemory(rows=1, prompt_tokens=1, completion_tokens=1, **{"rank": 6, **settings})
-    assert adapter_values(shape, run) == sum(tensor.numel() for tensor in policy.adapter_state().values())
+    adapter, planned = policy.adapter_state(), adapter_values(shape, run)
+    of_experts = sum(tensor.numel() for name, tensor in adapter.items() if ".experts." in name)
+    assert planned - adapter_values(shape, replace(run, expert_rank=0)) == of_experts
+    if not shape.recurrent.num_layers:  # whose linears count as those of attention
+        assert planned == sum(tensor.numel() for tensor in adapter.values())
 
 
 @pytest.mark.parametrize("recompute", ["selective", "blocks"])
@@ -135,7 +141,7 @@ def test_recomputation_changes_no_bit_of_the_gradients(base, recompute):
         policy.load_adapter_state(random_adapter(policy, seed=1))
         policy.token_stats(tokens, mask, temperature=1.0).logprobs.sum().backward()
         found.append([p.grad for p in policy.parameters() if p.requires_grad and p.grad is not None])
-    assert len(found[0]) == len(found[1]) == 2 * 2 * 4 + 4
+    assert len(found[0]) == len(found[1]) == len(policy.adapter_state())
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert all(gradient.any() for gradient in found[0])
 
@@ -176,7 +182,7 @@ def test_a_run_can_start_at_an_adapter_of_experts(saved, base):
     policy, folder = saved
     settings = LoraSettings(start=str(folder))
     assert (settings.rank, settings.expert_rank, settings.rslora) == (6, 5, True)
-    assert settings.targets == tuple(sorted(PROJECTIONS))
+    assert settings.targets == tuple(sorted({*policy.family.projections, *MLP}))
     started = load_policy(str(base.with_name("dense")), dtype=torch.float32, lora=settings, seed=3)
     assert all(torch.equal(tensor, policy.adapter_state()[name]) for name, tensor in started.adapter_state().items())
     assert len(started.adapter_state()) == len(policy.adapter_state())
