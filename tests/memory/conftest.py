@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
 )
@@ -21,6 +21,7 @@ from transformers import (
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
 from tests.integration.conftest import bases
+from tests.random_models import random_model
 
 __all__ = ["LiveBytes", "bases", "family", "policy_of", "recurrent_config", "small_config"]
 
@@ -43,12 +44,14 @@ def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
     return FAMILIES[family](**{**sizes, **changes})
 
 
-def recurrent_config(num_recurrent: int, num_attention: int = 1) -> PretrainedConfig:
-    """Make a small configuration of Qwen3.5 whose recurrent layers, which come first, have heads of the real size."""
+def recurrent_config(num_recurrent: int, num_attention: int = 1, *, experts: bool = False) -> PretrainedConfig:
+    """Make a small configuration of Qwen3.5, or of its mixtures, whose recurrent layers, which come first, have heads
+    of the real size."""
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    own = mixture | {"shared_expert_intermediate_size": 256} if experts else {"intermediate_size": 512}
     kinds = num_recurrent * ["linear_attention"] + num_attention * ["full_attention"]
-    return Qwen3_5TextConfig(
+    return (Qwen3_5MoeTextConfig if experts else Qwen3_5TextConfig)(
         hidden_size=128,
-        intermediate_size=512,
         num_hidden_layers=len(kinds),
         layer_types=kinds,
         num_attention_heads=2,
@@ -57,12 +60,13 @@ def recurrent_config(num_recurrent: int, num_attention: int = 1) -> PretrainedCo
         linear_num_key_heads=1,
         linear_num_value_heads=2,
         vocab_size=256,
+        **own,
     )
 
 
 def policy_of(config: PretrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] = {}, **settings: Any) -> Policy:
     """Make a random policy with an adapter of rank 8."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+    model = random_model(config, None, dtype=dtype, device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make_policy(model, base="random", dtype=dtype, lora=LoraSettings(rank=8, **lora), seed=0, **settings)

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +137,18 @@ def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how, dropout):
 @pytest.mark.usefixtures("masks_of_bytes")
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("how", [Recompute(), Recompute(selective=True)], ids=["none", "selective"])
-def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how, dropout):
-    kept = kept_per_block(recurrent_config, torch.bfloat16, how, alive=True, dropout=dropout)
-    shape, targets = config_shape(recurrent_config(3), None, torch.bfloat16), with_merged(PROJECTIONS)
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how, dropout, experts):
+    if experts and dropout:
+        pytest.skip("adapters on experts have no dropout")
+    config_of = partial(recurrent_config, experts=experts)
+    kept = kept_per_block(config_of, torch.bfloat16, how, alive=True, dropout=dropout)
+    shape, targets = config_shape(config_of(3), None, torch.bfloat16), with_merged(PROJECTIONS)
+    options: dict[str, Any] = {"targets": targets, "dropout": dropout > 0, "expert_rank": 4 * experts}
     if how.selective:
-        predicted = parts.block_kept_selectively(shape, TOKENS, 2, targets=targets, dropout=dropout > 0)
+        predicted = parts.block_kept_selectively(shape, TOKENS, 2, **options)
     else:
-        predicted = parts.block_kept(shape, TOKENS, 2, rank=8, targets=targets, dropout=dropout > 0)
+        predicted = parts.block_kept(shape, TOKENS, 2, rank=8, **options)
     assert 0.8 * predicted < kept <= predicted
 
 
