@@ -213,7 +213,8 @@ def _shape(
     family = FAMILIES[config.model_type]
     mixtures = mixtures_of(model)
     sizes = zip(*(mixture.sizes for mixture in mixtures), strict=True)
-    experts = ExpertSizes(*map(max, sizes), layers=len(mixtures), shared=max((m.shared for m in mixtures), default=0))
+    shared = getattr(config, family.experts.shared) if family.experts and family.experts.shared else 0
+    experts = ExpertSizes(*map(max, sizes), layers=len(mixtures), shared=shared)
     outside = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     stacked = experts.num * experts.inner * config.hidden_size if len(outside) < len(packed) else 0
     return ModelShape(

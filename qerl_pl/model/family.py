@@ -27,6 +27,8 @@ class Experts(NamedTuple):
     """Inner size of an expert."""
     normalised: str = "norm_topk_prob"
     """Whether the weights of the chosen experts are divided by their sum; they are in families without this key."""
+    shared: str | None = None
+    """Inner size of the expert that computes every token; None: the family has none."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ _QWEN35_MOE = replace(
     projections=(*PROJECTIONS[:4], *INSTEAD),
     elementwise=frozenset(),
     dense=(*_QWEN35.dense, "gate", "shared_expert_gate"),
-    experts=Experts(),
+    experts=Experts(shared="shared_expert_intermediate_size"),
 )
 # The fused kernel for rotary embeddings cannot compute these families: Ministral 3 also scales queries by a function of
 # their position, and SmolLM3 has rotary embeddings in some of its layers only.

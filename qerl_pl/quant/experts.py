@@ -189,11 +189,6 @@ class Mixture(nn.Module):
         """Number of experts, experts per token, and inner size of an expert."""
         return self.gate.out_features, self.chosen, self.inner
 
-    @property
-    def shared(self) -> int:
-        """Inner size of the shared expert; 0 without any."""
-        return 0 if self.shared_expert is None else self.shared_expert.get_submodule("up_proj").out_features  # pyright: ignore
-
     def forward(self, x: Tensor) -> Tensor:
         """Compute the mixture for x [..., H]; returns the same shape and dtype."""
         tokens = x.reshape(-1, x.shape[-1])

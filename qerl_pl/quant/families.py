@@ -125,11 +125,15 @@ def longest_with_short_factors(config: Mapping) -> int | None:
     return min(limits, default=None) if scaled else None
 
 
+def _known(config: Mapping) -> Mapping[str, object]:
+    """Return the parameters of the family's configuration class in transformers, by name."""
+    return inspect.signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
+
+
 def _check_values(file: Path, config: Mapping) -> None:
-    known = inspect.signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
     for name in SIZES:
         value = config.get(name)
-        if value is None and name in NEEDED and name in known:
+        if value is None and name in NEEDED and name in _known(config):
             raise ValueError(f"{file} has no {name}; take the file from the model's original folder")
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
@@ -155,10 +159,16 @@ def _check_values(file: Path, config: Mapping) -> None:
 
 def _check_experts(file: Path, config: Mapping, names: Experts) -> None:
     other = CONFIG_MAPPING[config["model_type"]].attribute_map  # other keys that transformers may use for a name
-    sizes = {name: config.get(name, config.get(other.get(name))) for name in (names.number, names.chosen, names.inner)}
+    needed = (names.number, names.chosen, names.inner, *([names.shared] if names.shared else ()))
+    sizes = {name: config.get(name, config.get(other.get(name))) for name in needed}
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
+    if config.get(names.normalised) is False and names.normalised not in _known(config):
+        raise ValueError(
+            f"{file}: {names.normalised} is false, which transformers ignores for {config['model_type']} and vLLM does "
+            "not; remove the key"
+        )
     if sizes[names.chosen] > sizes[names.number]:
         raise ValueError(f"{file}: {names.chosen} is {sizes[names.chosen]} and there are {sizes[names.number]} experts")
 
@@ -182,7 +192,7 @@ def _check_ends(file: Path, config: Mapping, vocab_size: int) -> None:
 
 def _check_keys(file: Path, config: Mapping) -> None:
     family = str(config["model_type"])
-    known = inspect.signature(CONFIG_MAPPING[family].__init__).parameters
+    known = _known(config)
     for name in ONLY_IN_VLLM:
         if config.get(name) and name not in known:
             raise ValueError(

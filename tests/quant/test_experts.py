@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +40,11 @@ from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
-from tests.families import MIXTURES
+from tests.families import MIXTURES, tiny_config
 from tests.packed import frozen_linear
 from tests.quant.test_quantize import interrupted_at
 from tests.reference.experts import mixture
-from tests.rollout.conftest import save_mixture
+from tests.rollout.conftest import save_dense, save_mixture
 
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -317,6 +318,21 @@ def with_config(folder: Path, target: Path, **values: object) -> Path:
 def test_impossible_sizes_are_refused(folder, tmp_path, values, message):
     with pytest.raises(ValueError, match=message):
         quantize_checkpoint(with_config(folder / "dense", tmp_path / "bad", **values), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0; expected"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is false, which transformers ignores for qwen3_5_moe_text"),
+        ({"intermediate_size": None, "norm_topk_prob": True}, None),
+    ],
+)
+def test_a_mixture_of_qwen3_5_needs_a_shared_expert_and_shares_that_add_up_to_one(tmp_path, values, message):
+    save_dense(tmp_path / "dense", tiny_config("qwen3_5_moe_text"))
+    changed = with_config(tmp_path / "dense", tmp_path / "changed", **values)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        quantize_checkpoint(changed, tmp_path / "out")
 
 
 def test_a_missing_or_misshapen_expert_is_refused(folder, tmp_path):
