@@ -172,15 +172,16 @@ def test_what_a_family_of_the_tests_has_is_taken(tmp_path, family):
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 GEMMA, MISTRAL = ("gemma3_text", "gemma4_text"), ("mistral", "ministral3", "phi3")
+QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
 ROPE, NUMBER = "rope_parameters", "expected a finite number above 0"
 REFUSED = [
     ({"sliding_window": 0}, NAMES, "sliding_window is 0"),
     ({"sliding_window": -4}, NAMES, "sliding_window is -4"),
-    ({"sliding_window": 4096}, ("llama", "granite", "qwen3_5_text"), "sliding_window is 4096, which"),
+    ({"sliding_window": 4096}, ("llama", "granite", *QWEN35), "sliding_window is 4096, which"),
     ({"layer_types": ["sliding_attention", "full_attention"]}, ("llama", "granite", *MISTRAL), "layer_types is"),
     ({"layer_types": ["full_attention"]}, ("qwen2", "olmo3", "gemma3_text"), "a kind for each of 2"),
     ({"layer_types": ["chunked_attention"] * 2}, ("qwen2", "olmo3"), "'chunked_attention'; expected"),
-    ({"attention_bias": True}, (*MISTRAL, "qwen2", "qwen3", "qwen3_5_text"), "attention_bias is True"),
+    ({"attention_bias": True}, (*MISTRAL, "qwen2", "qwen3", *QWEN35), "attention_bias is True"),
     ({"mlp_bias": True}, ("mistral", "qwen2", "phi3"), "mlp_bias is True, which transformers ignores"),
     ({"final_logit_softcapping": 30.0}, ("llama", "qwen3"), "final_logit_softcapping is 30.0, which"),
     ({"final_logit_softcapping": 0}, GEMMA, "final_logit_softcapping is 0"),

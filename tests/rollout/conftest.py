@@ -272,8 +272,8 @@ def save_mixture(folder: Path, family: str = "qwen3_moe", **settings: Any) -> No
 
 
 def assert_change_is_noticed(engine: VLLMEngine, ending: str, change: Callable[[Tensor], object], message: str) -> None:
-    """Change the first parameter of vLLM's model whose name has this ending, check that the engine's next fingerprint is
-    refused with the message, and restore the parameter."""
+    """Change the first parameter of vLLM's model whose name has this ending, check that the engine's next fingerprint
+    is refused with the message, and restore the parameter."""
     parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
     weight = next(parameter for name, parameter in parameters.items() if name.endswith(ending))
     kept = weight.data.clone()
