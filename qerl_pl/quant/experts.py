@@ -181,8 +181,10 @@ class Mixture(nn.Module):
         self.experts = SeparateExperts(Expert(config.hidden_size, self.inner, dtype) for _ in range(number))
         self.replay: Replay | None = None
         """Experts of the T tokens of the next call; None: the router chooses them."""
-        self.shared_expert: nn.Module | None = None
-        """MLP that computes every token; the sigmoid of ``shared_expert_gate`` [1, H] is the weight of its output."""
+        self.shared_expert: Any = None
+        """MLP that computes every token; None: there is none."""
+        self.shared_expert_gate: Any = None
+        """Linear [1, H], the sigmoid of whose output is the weight of the shared expert's output."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -47,8 +47,8 @@ def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
 def recurrent_config(num_recurrent: int, num_attention: int = 1, *, experts: bool = False) -> PretrainedConfig:
     """Make a small configuration of Qwen3.5, or of its mixtures, whose recurrent layers, which come first, have heads
     of the real size."""
-    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    own = mixture | {"shared_expert_intermediate_size": 256} if experts else {"intermediate_size": 512}
+    mixture: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    own: dict[str, Any] = mixture | {"shared_expert_intermediate_size": 256} if experts else {"intermediate_size": 512}
     kinds = num_recurrent * ["linear_attention"] + num_attention * ["full_attention"]
     return (Qwen3_5MoeTextConfig if experts else Qwen3_5TextConfig)(
         hidden_size=128,

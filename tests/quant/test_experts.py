@@ -88,7 +88,7 @@ def shared_weights(made: Mixture) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]
     if not isinstance(expert, Expert):
         return None
     weights = expert.gate_proj.weight, expert.up_proj.weight, expert.down_proj.weight
-    return made.shared_expert_gate.weight[0], weights
+    return made.get_parameter("shared_expert_gate.weight")[0], weights
 
 
 def stacks(made: Mixture) -> list[StackedLinear]:
