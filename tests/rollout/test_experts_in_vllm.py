@@ -67,9 +67,16 @@ def gap(setup: Setup, *, adapter: bool = True) -> float:
     return gaps(setup, adapter=adapter).mean().item()
 
 
+def most(setup: Setup) -> float:
+    """Return the largest difference in nats at one token that a correct engine may have. The rounding errors of delta
+    nets grow with the number of tokens."""
+    return 1e-5 if setup.policy.config.model_type == "qwen3_moe" else 1e-4
+
+
 def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
-    assert gap(setup) < 1e-5
-    assert gap(setup, adapter=False) < 1e-5
+    for adapter in (True, False):
+        assert gap(setup, adapter=adapter) < 1e-5
+        assert gaps(setup, adapter=adapter).max() < most(setup)
 
 
 @pytest.fixture(
@@ -128,6 +135,7 @@ def test_the_engine_returns_the_experts_of_every_token_of_prompt_and_completion(
             gaps.append((logprobs - torch.tensor(row.logprobs)).abs())
             assert not others.any()
     assert torch.cat(gaps).mean() <= 1e-5
+    assert torch.cat(gaps).max() <= most(deep)
     assert preempted or stop
     again = deep.engine.generate(prompts, Sampling(6, 64, stop=stop), 3)
     pairs = zip(chain(*groups), chain(*again), strict=True)

@@ -34,7 +34,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     folder = tmp_path_factory.mktemp("experts")
-    save_mixture(folder, **SIZES, initializer_range=0.05)
+    save_mixture(folder, "qwen3_moe", **SIZES, initializer_range=0.05)
     lora = LoraSettings(rank=6, alpha=12)
     policy = load_policy(str(folder / "nvfp4"), dtype=torch.bfloat16, lora=lora, seed=0, device="cuda")
     policy.load_adapter_state(random_adapter(policy, seed=1))
