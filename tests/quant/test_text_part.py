@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.model.files import NOT_USED, Checkpoint, model_config, text_name
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.quant.convert import convert_checkpoint
+from qerl_pl.quant.experts import packed_experts
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.published import conversion_reasons
 from tests.families import WHOLE, tiny_config, with_vision
@@ -102,9 +105,10 @@ def test_a_published_nvfp4_checkpoint_becomes_a_base_of_its_text_model(whole, tm
     assert reasons[0] == NOT_USED
     assert convert_checkpoint(whole, tmp_path / "out") == reasons
     base = load_base(tmp_path / "out", dtype=torch.bfloat16, device="cpu")
+    linears: dict[str, Any] = {**dict(base.named_modules()), **dict(packed_experts(base))}
     for name, weight in decompressed.items():
-        module = base.get_submodule(str(text_name(f"{name}.weight")).removesuffix(".weight"))
-        assert torch.equal(module.dense(torch.bfloat16), weight.bfloat16()), name  # pyright: ignore[reportCallIssue]
+        module = linears[str(text_name(f"{name}.weight")).removesuffix(".weight")]
+        assert torch.equal(module.dense(torch.bfloat16), weight.bfloat16()), name
 
 
 def test_memory_is_planned_from_a_config_that_leaves_sizes_to_defaults(tmp_path):
@@ -140,8 +144,9 @@ def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes, message
 
 def test_half_of_a_checkpoint_is_refused_and_nothing_is_written(whole, tmp_path):
     tensors = load_file(whole / "model.safetensors")
-    del tensors[next(name for name in tensors if text_name(name) == "model.layers.1.mlp.up_proj.weight")]
+    place = r"model\.layers\.1\.mlp\.(experts\.0\.)?up_proj\.weight"
+    del tensors[next(name for name in tensors if re.fullmatch(place, text_name(name) or ""))]
     save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"half a checkpoint: model\.layers\.1\.mlp\.up_proj\.weight missing"):
+    with pytest.raises(ValueError, match=f"half a checkpoint: {place} missing"):
         convert_checkpoint(whole, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
