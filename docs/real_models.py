@@ -361,13 +361,12 @@ def checks(lines: list[Line]) -> str:
         grouped.setdefault(key, []).append(line)
     rows = []
     for key, runs in grouped.items():
-        outcomes = [run["alarm"]["outcome"] for run in runs]
+        ended = [sum(run["alarm"]["outcome"] == outcome for run in runs) for outcome in ("stopped", "warned")]
         largest = [
             f"{max(values):.{digits}f}" if (values := [run[name][1] for run in runs if run.get(name)]) else ""
             for name, digits in (("probe_excess", 2), ("score_excess", 2), ("gap", 4), ("grad_norm_over_median", 1))
         ]
-        rows.append([*key, len(runs), sum(run["rollouts"] for run in runs)])
-        rows[-1] += [outcomes.count("stopped"), outcomes.count("warned"), *largest]
+        rows.append([*key, len(runs), sum(run["rollouts"] for run in runs), *ended, *largest])
     head = "model | policy | engine | runs | rollouts | stopped | warned | probe excess | score excess | gap | gradient"
     return tabled(head, rows)
 

@@ -26,6 +26,8 @@ CHECKED = [
     "train.py",
 ]
 """Folders and files that the rules below hold for."""
+BY_A_MODEL = ("real_completions.md",)
+"""Files in them with text that a language model wrote."""
 
 FORBIDDEN_OPENINGS = re.findall(
     r"\w+",
@@ -61,9 +63,7 @@ def files(*suffixes: str) -> list[Path]:
         path = ROOT / name
         assert path.exists(), f"{name} is gone; take it off the list"
         found += sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [
-        path for path in found if path.suffix in suffixes and path.name != "real_completions.md"
-    ]  # a model wrote it
+    return [path for path in found if path.suffix in suffixes and path.name not in BY_A_MODEL]
 
 
 def name_of(path: Path) -> str:

@@ -19,7 +19,6 @@ from statistics import mean
 from datamodules.gsm8k import GSM8K
 from datamodules.prompts import PromptDataModule
 from qerl_pl import native
-from qerl_pl.base.folder import base_folder
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.policy.lora import LoraSettings
@@ -33,13 +32,12 @@ from tests.bench.harness import DEVICE, DTYPE, FORMATS, RANK
 
 def measure(args: argparse.Namespace, model: Path, base: str) -> None:
     """Start one engine and print its lines."""
-    folder = base_folder(str(model), None)
+    path = prepared_base(str(model), None, Quantization(format="nvfp4") if base == "nvfp4" else None)
     data = PromptDataModule(
-        GSM8K(str(args.train), str(args.test)), folder, max_prompt_tokens=PROMPT_TOKENS, system_prompt=SYSTEM
+        GSM8K(str(args.train), str(args.test)), path, max_prompt_tokens=PROMPT_TOKENS, system_prompt=SYSTEM
     )
     data.setup("fit")
     prompts = [prompt.tokens for prompt in data.some_train_prompts(max(args.prompts) * (args.repeats + 1))]
-    path = prepared_base(str(model), None, Quantization(format="nvfp4") if base == "nvfp4" else None)
     policy = load_policy(path, dtype=DTYPE, lora=LoraSettings(rank=RANK, alpha=RANK), seed=0, device=DEVICE)
     engine = VLLMEngine(max_num_seqs=max(args.prompts) * args.completions, speculation=args.speculation)
     engine.start(policy, max_model_len=PROMPT_TOKENS + args.tokens)
