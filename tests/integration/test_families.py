@@ -171,13 +171,13 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
     return used
 
 
-def assert_experts_are_replayed(folder: Path) -> None:
+def assert_experts_are_replayed(folder: Path, family: str) -> None:
     """Check that a run has used the sampler's experts, and what it logged about them."""
     curves = read_curves(folder)
     changed, others = curves["router/changed_share"], curves["router/other_experts_max"]
     assert changed.steps == [0, 1, 2]
     assert changed.values[0] < 1e-3  # without noise
-    assert max(others.values) < MOST_OTHERS
+    assert max(others.values) < (0.1 if family == "qwen3_moe" else MOST_OTHERS)
     assert all(load >= 1 for load in curves["router/max_load"].values)
     parts = [curves[f"ledger/{cause}/k1"].values[0] for cause in ("routing", "kernel", "noise", "decode")]
     assert abs(parts[0]) < 1e-5
@@ -237,7 +237,7 @@ def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
     base = make_base(family, **({"initializer_range": 0.05} if small else {}))
     used = assert_whole_run(run, family, base, tmp_path, gap=1e-4)
     if FAMILIES[family].experts:
-        assert_experts_are_replayed(tmp_path / "run")
+        assert_experts_are_replayed(tmp_path / "run", family)
     resumed = tmp_path / "resumed"
     run(
         "fit", resumed, *arguments(base), "--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=1"

@@ -62,21 +62,22 @@ def setup(request: pytest.FixtureRequest, base: Path) -> Iterator[Setup]:
     engine.close()
 
 
-def gap(setup: Setup, *, adapter: bool = True) -> float:
-    """Return the mean difference in nats between vLLM's log-probabilities of its samples and the policy's."""
-    return gaps(setup, adapter=adapter).mean().item()
-
-
 def most(setup: Setup) -> float:
     """Return the largest difference in nats at one token that a correct engine may have. The rounding errors of delta
     nets grow with the number of tokens."""
     return 1e-5 if setup.policy.config.model_type == "qwen3_moe" else 1e-4
 
 
+def assert_same(setup: Setup, *, adapter: bool = True) -> None:
+    """Check that vLLM's log-probabilities of its samples are the policy's up to rounding in fp32."""
+    differences = gaps(setup, adapter=adapter)
+    assert differences.mean() < 1e-5
+    assert differences.max() < most(setup)
+
+
 def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
-    for adapter in (True, False):
-        assert gap(setup, adapter=adapter) < 1e-5
-        assert gaps(setup, adapter=adapter).max() < most(setup)
+    assert_same(setup)
+    assert_same(setup, adapter=False)
 
 
 @pytest.fixture(
@@ -136,7 +137,8 @@ def test_the_engine_returns_the_experts_of_every_token_of_prompt_and_completion(
             assert not others.any()
     assert torch.cat(gaps).mean() <= 1e-5
     assert torch.cat(gaps).max() <= most(deep)
-    assert preempted or stop
+    # stop strings end the few sequences of the model with delta nets before its cache is full
+    assert preempted or (stop and deep.policy.config.model_type != "qwen3_moe")
     again = deep.engine.generate(prompts, Sampling(6, 64, stop=stop), 3)
     pairs = zip(chain(*groups), chain(*again), strict=True)
     assert all(row.routes is not None and row.routes.equal(other.routes) for row, other in pairs)
@@ -218,9 +220,9 @@ def test_a_fault_in_the_adapters_of_experts_is_named_before_the_rollout_is_used(
 @pytest.mark.parametrize("fault", KERNELS)
 def test_a_kernel_that_computes_other_adapters_changes_log_probabilities_a_thousand_times_the_gap(setup, fault):
     KERNELS[fault](expert_adapters(setup.engine))
-    assert gap(setup) > 1e-2
+    assert gaps(setup).mean() > 1e-2
     heal(expert_adapters(setup.engine))
-    assert gap(setup) < 1e-5
+    assert_same(setup)
 
 
 def test_the_plan_counts_the_bytes_of_the_slots_of_experts(setup):
@@ -241,7 +243,7 @@ def test_slots_of_experts_have_the_rank_that_is_needed(base):
     engine = make_engine("vllm")
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     assert [stack.shape[2] for stack in expert_adapters(engine).w2_lora_a_stacked] == [8]
-    assert gap(Setup(engine, policy, adapter, adapter, {})) < 1e-5
+    assert_same(Setup(engine, policy, adapter, adapter, {}))
     engine.close()
 
 
