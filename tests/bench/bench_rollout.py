@@ -26,7 +26,7 @@ from qerl_pl.hopper import patches
 from qerl_pl.memory.parts import adapter_values, kv_token_bytes
 from qerl_pl.memory.shape import ModelShape, config_shape
 from qerl_pl.model.family import FAMILIES
-from qerl_pl.policy.lora import PROJECTIONS, LoraLinear, LoraSettings
+from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy, make_policy
 from qerl_pl.quant.experts import stack_experts
 from qerl_pl.quant.loading import empty_model
@@ -54,11 +54,8 @@ def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
         model = empty_model(model_config(size), DTYPE)
         stack_experts(model)
         policy = make_policy(model.requires_grad_(False), base=path, dtype=DTYPE, lora=lora, seed=0)
-    for module in policy.modules():
-        if isinstance(module, LoraLinear):
-            for matrix in (module.lora_A["default"], module.lora_B["default"]):
-                value = torch.randn(matrix.get_parameter("weight").shape, device=DEVICE) * 0.01
-                matrix.weight = nn.Parameter(value)
+    for module, leaf in policy._trained.values():
+        setattr(module, leaf, nn.Parameter(torch.randn(module.get_parameter(leaf).shape, device=DEVICE) * 0.01))
     return policy
 
 
