@@ -79,6 +79,7 @@ def spare(scheduler: Any) -> None:
             cache(request, num_computed_tokens)
 
     patches.cache_of_unchanged_blocks(manager, allocate_slots, cache_blocks)
+    scheduler.is_lean = not scheduler.defer_block_free
 
 
 def use_graphs(worker: Any) -> None:

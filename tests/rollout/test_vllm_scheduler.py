@@ -58,6 +58,8 @@ class Played:
         scheduler.num_spec_tokens, scheduler._spec_token_placeholders = most_drafts, []
         scheduler.dynamic_sd_lookup = [*by_sequences, *[0] * 64]
         self.ahead: deque[Any] = deque()
+        self.described: list[Any] = []
+        """What the steps so far consisted of."""
         self.tokens: dict[str, list[int]] = {}
         self.requests = self.rejected = self.accepted = 0
 
@@ -66,13 +68,19 @@ class Played:
         prompt = [self.draw.randrange(2)] * self.draw.choice([1, 30, 40, 64])  # some share blocks of the cache
         request = make_request(name, prompt, BLOCK_SIZE)
         request.max_tokens, request.sampling_params.logprobs = self.draw.randrange(1, MAX_MODEL_LEN - 64), 0
+        request.sampling_params.stop_token_ids = self.draw.choice([None, None, None, [2, 30]])
+        request.sampling_params.stop = self.draw.choice([None, None, ["a stop string"]])
         self.scheduler.add_request(request)
         self.requests += 1
 
     def step(self) -> None:
         """Schedule until two steps are waiting, and give the scheduler the results of the older one."""
         while len(self.ahead) < 2:
-            self.ahead.append(self.scheduler.schedule())
+            step = self.scheduler.schedule()
+            self.ahead.append(step)
+            cached, drafts = step.scheduled_cached_reqs, step.num_spec_tokens_to_schedule
+            self.described += [[*step.num_scheduled_tokens.items()], cached, step.total_num_scheduled_tokens, drafts]
+            self.described += [step.finished_req_ids, step.preempted_req_ids, step.scheduled_spec_decode_tokens]
         self.answer(self.ahead.popleft())
 
     def answer(self, step: Any) -> None:

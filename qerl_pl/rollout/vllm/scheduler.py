@@ -2,20 +2,24 @@
 (``scheduler_cls``).
 
 vLLM 0.32 divides the log-probabilities of a step into one object per request, passes these objects through three
-classes and appends log-probabilities token by token. With many sequences, the CPU then takes as long for a decoding
-step as the GPU.
+classes and appends log-probabilities token by token. It also asks of every request in every step whether it has images,
+drafts, a grammar or a prompt left to compute, and makes an output object of every token. With 256 sequences of a small
+model, the CPU then takes longer for a decoding step than the GPU.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 from qerl_pl.rollout.vllm.routes import RouteRecorder
@@ -25,7 +29,11 @@ T = TypeVar("T")
 
 class RolloutScheduler(AsyncScheduler):
     """Scheduler that collects log-probabilities of sampled tokens, and the experts that computed them; in steps that
-    also return log-probabilities of other tokens, vLLM handles these."""
+    also return log-probabilities of other tokens, vLLM handles these.
+
+    With ``is_lean``, steps in which all requests decode are scheduled here, and a token that does not end its request
+    is kept here until the request ends, instead of being output alone. All other requests and steps are vLLM's.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,6 +43,13 @@ class RolloutScheduler(AsyncScheduler):
         self.recorder: RouteRecorder | None = None
         """Recorder of the experts that the model chooses; the engine sets it if it returns them."""
         self._routes: dict[str, Tensor] = {}
+        self.is_lean = False
+        """Whether to take the shorter ways; set if the KV cache has blocks of full attention only."""
+        self._ends: dict[str, tuple[set[int | None], int] | None] = {}
+        """For each running request, the tokens that end it and the most tokens of its output; None: vLLM has to look at
+        each of its tokens, for a stop string, for example."""
+        self._kept: defaultdict[str, list[int]] = defaultdict(list)
+        """Tokens of running requests that have not been output yet."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
         """Return and forget the log-probabilities, in nats per sampled token, by the caller's request id."""
@@ -51,6 +66,8 @@ class RolloutScheduler(AsyncScheduler):
         """Forget what was collected."""
         self._logprobs.clear()
         self._routes.clear()
+        self._ends.clear()
+        self._kept.clear()
         if self.recorder:
             self.recorder.clear()
 
@@ -65,17 +82,60 @@ class RolloutScheduler(AsyncScheduler):
                     self._routes[request.request_id] = self.recorder.read(blocks, size, request.num_tokens - 1)
         return super()._free_request(request, delay_free_blocks)
 
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step."""
+        return self._decoding_step() or super().schedule(throttle_prefills)
+
+    def _decoding_step(self) -> SchedulerOutput | None:
+        """Schedule one token of each running request, if all of them decode without drafts, none waits and the KV cache
+        has a free block for each; None if vLLM has to schedule."""
+        running, manager = self.running, self.kv_cache_manager
+        if not self.is_lean or self.waiting or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
+            return None
+        if not running or manager.block_pool.get_num_free_blocks() < len(running):
+            return None
+        decoding: list[Request] = []
+        for request in running:
+            computed, unknown = request.num_computed_tokens, request.num_output_placeholders
+            if request.is_prefill_chunk or request.spec_token_ids or request.num_tokens + unknown != computed + 1:
+                return None
+            last = request.num_prompt_tokens + request.max_tokens - 1
+            if (unknown and computed - unknown >= last - 1) or computed + 1 >= self.max_model_len:
+                continue  # the last token is being computed
+            decoding.append(request)
+        blocks: dict[str, Any] = {request.request_id: manager.empty_kv_cache_blocks for request in decoding}
+        for request in decoding:
+            if request.num_computed_tokens % self.block_size == 0:
+                blocks[request.request_id] = manager.allocate_slots(request, 1)
+        before = self.prev_step_scheduled_req_ids
+        self.running, self.prev_step_scheduled_req_ids = [], set()
+        step = super().schedule()  # everything that does not depend on requests
+        self.running, self.prev_step_scheduled_req_ids = running, before
+        step.num_scheduled_tokens = dict.fromkeys(blocks, 1)
+        step.total_num_scheduled_tokens = len(decoding)
+        step.scheduled_cached_reqs = self._make_cached_request_data(decoding, [], step.num_scheduled_tokens, {}, blocks)
+        self.prev_step_scheduled_req_ids = set(blocks)
+        if self.dynamic_sd_lookup is not None and decoding:
+            step.num_spec_tokens_to_schedule = self.dynamic_sd_lookup[len(decoding)]
+        self._update_after_schedule(step)
+        return step
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Collect a step's log-probabilities, and call vLLM's method of this name without them."""
+        """Collect a step's tokens and log-probabilities, and call vLLM's method of this name without the latter."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)
         model_runner_output.logprobs = None
-        by_client = super().update_from_output(scheduler_output, model_runner_output)
         values, rows = logprobs.logprobs[:, 0].tolist(), model_runner_output.req_id_to_index
         first = logprobs.cu_num_generated_tokens  # None: each request has one row
+        if self.is_lean and first is None:
+            others = self._keep(
+                scheduler_output.num_scheduled_tokens, model_runner_output.sampled_token_ids, rows, values
+            )
+            scheduler_output = replace(scheduler_output, num_scheduled_tokens=others)
+        by_client = super().update_from_output(scheduler_output, model_runner_output)
         drafts, num = scheduler_output.scheduled_spec_decode_tokens, len(scheduler_output.num_scheduled_tokens)
         for outputs in by_client.values():
             for output in outputs.outputs:
@@ -87,7 +147,60 @@ class RolloutScheduler(AsyncScheduler):
                     row = rows[output.request_id]
                     start = row if first is None else first[row]
                     self._logprobs[output.request_id] += values[start : start + len(output.new_token_ids)]
+                if kept := self._kept.pop(output.request_id, None):
+                    output.new_token_ids = kept + output.new_token_ids
         return by_client
+
+    def _keep(
+        self, scheduled: Mapping[str, int], sampled: list[list[int]], rows: Mapping[str, int], values: list[float]
+    ) -> dict[str, int]:
+        """Append tokens to the running requests that they do not end, as vLLM does, and keep them.
+
+        Args:
+            scheduled: the number of tokens of each request in this step.
+            sampled: the sampled tokens in each row of the model's output.
+            rows: the row of each request.
+            values: the log-probability in each row, in nats.
+
+        Returns:
+            The entries of ``scheduled`` of the other requests.
+        """
+        others, size = {}, self.block_size
+        for name, number in scheduled.items():
+            request, tokens = self.requests.get(name), sampled[rows[name]]
+            ends = None if request is None else self._ends[name] if name in self._ends else self._end(request)
+            if (
+                request is None
+                or ends is None
+                or request.status is not RequestStatus.RUNNING
+                or request.num_stale_output_tokens
+                or not request._output_token_ids  # vLLM counts the prompt's cached tokens when it outputs the first
+                or len(tokens) != 1
+                or tokens[0] in ends[0]
+                or len(request._output_token_ids) + 1 >= ends[1]
+            ):
+                others[name] = number
+                continue
+            request.num_in_flight_tokens -= number
+            request.num_output_placeholders -= 1
+            request._output_token_ids += tokens
+            request._all_token_ids += tokens
+            if len(request._all_token_ids) % size == 0:
+                request.update_block_hashes()
+            if (known := request.num_computed_tokens - request.num_output_placeholders) % size == 0:
+                self.kv_cache_manager.cache_blocks(request, known)
+            self._kept[name] += tokens
+            self._logprobs[name].append(values[rows[name]])
+        return others
+
+    def _end(self, request: Request) -> tuple[set[int | None], int] | None:
+        """Determine and remember what ends a request, as ``_ends`` describes it."""
+        params, ends = request.sampling_params, None
+        if params and not (params.stop or params.repetition_detection or request.use_structured_output):
+            most = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+            ends = {params.eos_token_id, *(params.stop_token_ids or ())}, most
+        self._ends[request.request_id] = ends
+        return ends
 
 
 def _taken(values: dict[str, T]) -> dict[str, T]:
