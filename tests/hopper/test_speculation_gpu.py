@@ -27,8 +27,8 @@ pytestmark = [
 
 def test_no_token_of_100_000_is_another_in_fp32(checkpoints, tmp_path):
     """At most 1 completion in 1000 may differ, because the sums of logit and noise of two tokens can be equal up to
-    rounding. Log-probabilities are compared up to the first token that differs. Completions that start when others of
-    their prompt have ended are nearly equal to these, so most of their drafts have to be right."""
+    rounding. Log-probabilities are compared up to the first token that differs. Completions of one prompt that are
+    nearly equal have to find right drafts in each other."""
     command = [sys.executable, "-m", "tests.hopper.drafts_in_fp32", checkpoints["dense"]]
     environment = child_environment() | ENVIRONMENT | {"TRITON_CACHE_DIR": str(tmp_path)}
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -40,7 +40,7 @@ def test_no_token_of_100_000_is_another_in_fp32(checkpoints, tmp_path):
     without, accepted = line["accepted"]
     assert without == 0 < accepted
     verified, tokens = line["late"]
-    assert tokens > 2 * verified > 0
+    assert tokens > 1.5 * verified > 0
 
 
 @pytest.fixture(scope="module")
