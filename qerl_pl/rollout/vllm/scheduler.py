@@ -46,8 +46,8 @@ class RolloutScheduler(AsyncScheduler):
         self.is_lean = False
         """Whether to take the shorter ways; set if the KV cache has blocks of full attention only."""
         self._ends: dict[str, tuple[set[int | None], int] | None] = {}
-        """For each running request, the tokens that end it and the most tokens of its output; None: vLLM has to look at
-        each of its tokens, for a stop string, for example."""
+        """Tokens that end each running request, and the most tokens of its output; None: vLLM has to look at each of
+        its tokens, for a stop string, for example."""
         self._kept: defaultdict[str, list[int]] = defaultdict(list)
         """Tokens of running requests that have not been output yet."""
 
