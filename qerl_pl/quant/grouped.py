@@ -143,8 +143,17 @@ def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tens
 
 def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
     """Add the k sorted rows [S, N] of each token, times their weights [T, k], in fp32: [T, N] in the rows' dtype."""
+    if _has_kernels(rows) and not torch.is_grad_enabled():  # the kernel has no backward
+        from qerl_pl.kernels import experts  # needs Triton
+
+        return experts.summed(rows, routes.inverse, weights)
     total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)
     for number, places in enumerate(routes.inverse.unbind(1)):
         part = rows[places]
         total += part if weights is None else (part * weights[:, number, None]).to(rows.dtype)
     return total.to(rows.dtype)
+
+
+def _has_kernels(rows: Tensor) -> bool:
+    """Return whether Triton kernels compute what the functions of this file define by torch's operations."""
+    return rows.is_cuda and rows.dtype != torch.float64

@@ -1,0 +1,73 @@
+"""The kernels for mixtures of experts against their definitions, on the GPU if there is one, else in Triton's
+interpreter."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.quant import grouped
+from qerl_pl.quant.grouped import Routes, sort_rows
+
+KERNELS = "qerl_pl.kernels.experts"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = [(1, 1, 1), (1, 1, 5), (7, 3, 5), (40, 2, 3), (33, 8, 9)]  # tokens, experts per token, experts with rows
+
+
+@pytest.fixture(params=[64, 256], ids=lambda block: f"block{block}")
+def block(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run kernels with small blocks, of which rows have several, and with blocks that are longer than a row."""
+    monkeypatch.setattr(kernels, "BLOCK", request.param)
+
+
+@pytest.fixture
+def _definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the functions of ``grouped`` compute by torch's operations on a GPU too."""
+    monkeypatch.setattr(grouped, "_has_kernels", lambda _: False)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+
+
+def random_routes(tokens: int, chosen: int, experts: int) -> Routes:
+    """Draw ``chosen`` of ``experts`` for each token. There are two experts without rows, the first and one in the
+    middle."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, max(experts, chosen), generator=generator).argsort(dim=1)[:, :chosen]
+    return Routes(*(part.to(DEVICE) for part in sort_rows(ids + 1 + (ids > 1), 2 + max(experts, chosen))))
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 values to ``dtype``; Triton's interpreter cuts the bits off that bf16 does not have."""
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        value = (value.view(torch.int32) & -(2**16)).view(torch.float32)
+    return value.to(dtype)
+
+
+def summed_by_loops(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
+    sums = []
+    for token, places in enumerate(routes.inverse.tolist()):
+        total = torch.zeros(rows.shape[1], device=DEVICE)
+        for choice, place in enumerate(places):
+            part = rows[place].float()
+            total += part if weights is None else rounded(part * weights[token, choice], rows.dtype).float()
+        sums.append(rounded(total, rows.dtype))
+    return torch.stack(sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("width", [1, 64, 200])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.usefixtures("block", "_definitions")
+def test_sums_have_the_bits_of_loops_and_of_their_definition(kernels, sizes, width, weighted, dtype):
+    routes = random_routes(*sizes)
+    rows, weights = draw(routes.order.numel(), width, dtype=dtype), draw(*sizes[:2]) if weighted else None
+    found = kernels.summed(rows, routes.inverse, weights)
+    assert torch.equal(found, summed_by_loops(rows, routes, weights))
+    if DEVICE == "cuda" or dtype != torch.bfloat16:
+        assert torch.equal(found, grouped.summed(rows, routes, weights))
