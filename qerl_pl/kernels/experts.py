@@ -5,6 +5,7 @@ expert."""
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 # Triton's type hints do not have its launch options, scalars and static_range.
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,6 +30,27 @@ def summed(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     return out
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute silu(gate) * up of contiguous tensors of one shape and dtype; the activation is rounded to it too."""
+    assert gate.is_contiguous(), gate.stride()
+    assert up.is_contiguous(), up.stride()
+    product = torch.empty_like(gate)
+    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    launch(_swiglu_kernel, grid, (gate, up, product, gate.numel()), {"BLOCK": BLOCK}, num_warps=WARPS)
+    return product
+
+
+def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
+    """Compute what ``grouped.swiglu_gradients`` defines, from contiguous tensors."""
+    tensors = gate, up, d_product, share
+    assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
+    d_gate, d_up, product = (torch.empty_like(gate) for _ in range(3))
+    d_share = torch.empty(len(gate), dtype=torch.float32, device=gate.device)
+    arguments = *tensors, d_gate, d_up, d_share, product, gate.shape[1]
+    launch(_swiglu_gradient_kernel, (len(gate),), arguments, {"BLOCK": BLOCK}, num_warps=WARPS)
+    return d_gate, d_up, d_share, product
+
+
 @triton.jit
 def _sum_kernel(rows, inverse, weights, out, width, CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -43,3 +65,37 @@ def _sum_kernel(rows, inverse, weights, out, width, CHOSEN: tl.constexpr, WEIGHT
             part = (part.to(tl.float32) * weight).to(rows.dtype.element_ty)
         total += part.to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_kernel(gate, up, product, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    activation = (g / (1 + tl.exp(-g))).to(gate.dtype.element_ty).to(tl.float32)
+    tl.store(product + place, (activation * u).to(product.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_gradient_kernel(gate, up, d_product, share, d_gate, d_up, d_share, product, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = gate.dtype.element_ty
+    factor = tl.load(share + row)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside, place = column < width, row * width + column
+        g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(d_product + place, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = 1 / (1 + tl.exp(-g))
+        # Activation and product are those of forward, with its roundings. The gradients are rounded once.
+        activation = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)
+        computed = (activation * u).to(dtype)
+        tl.store(product + place, computed, mask=inside)
+        total += d * computed.to(tl.float32)
+        d *= factor
+        tl.store(d_up + place, (d * activation).to(dtype), mask=inside)
+        tl.store(d_gate + place, (d * u * sigmoid * (1 + g * (1 - sigmoid))).to(dtype), mask=inside)
+    tl.store(d_share + row, tl.reduce(total, 0, tl.standard._sum_combine))  # Triton's interpreter has no tl.sum

@@ -80,7 +80,7 @@ class _GroupedExperts(torch.autograd.Function):
             for output, b in zip((gate, up), low.gate_up_b.chunk(2, dim=1), strict=True):
                 output += grouped(inner, b.mT, ends)
         del rows
-        product = F.silu(gate).mul_(up)
+        product = swiglu(gate, up)
         out = grouped(product, parts[2](x.dtype).mT, ends)
         if low is not None:
             out += grouped(grouped(product, low.down_a.mT, ends), low.down_b.mT, ends)
@@ -97,20 +97,18 @@ class _GroupedExperts(torch.autograd.Function):
         tokens, share = order // weights.shape[1], weights.flatten()[order].unsqueeze(1)  # [S] and [S, 1]
         d_out = dy[tokens]  # [S, H], not multiplied by the weights
         d_product = grouped(d_out, down_part(dy.dtype), ends)
-        activation = F.silu(gate)
         found: list[Tensor] = []  # gradients of factors
-        if low is not None:
-            product = activation * up
+        if low is None:
+            d_gate, d_up, d_share = swiglu_gradients(gate, up, d_product, share)[:3]
+        else:
             d_inner = grouped(d_out, low.down_b, ends)  # [S, R]
             d_product += grouped(d_inner, low.down_a, ends)
+            d_gate, d_up, d_share, product = swiglu_gradients(gate, up, d_product, share)
             found.append(outer((d_inner * share).to(dy.dtype), product, ends, ctx.master))
             inner = (grouped(product, low.down_a.mT, ends) * share).to(dy.dtype)
             found.append(outer(d_out, inner, ends, ctx.master))
             del product
-        del d_out
-        d_weights = (d_product.float() * (activation * up)).sum(1)[inverse]
-        d_product = (d_product * share).to(dy.dtype)
-        d_gate, d_up = torch.ops.aten.silu_backward(d_product * up, gate), d_product * activation
+        del d_out, d_product
         d_rows = grouped(d_gate, gate_part(dy.dtype), ends)
         d_rows += grouped(d_up, up_part(dy.dtype), ends)
         if low is not None:
@@ -120,7 +118,7 @@ class _GroupedExperts(torch.autograd.Function):
             d_rows += grouped(d_inner, low.gate_up_a, ends)
             d_b = torch.cat([outer(d_part, inner, ends, ctx.master) for d_part in (d_gate, d_up)], dim=1)
             found = [outer(d_inner, rows, ends, ctx.master), d_b, *found]
-        return summed(d_rows, Routes(order, inverse, ends), None), d_weights, None, None, None, None, *found
+        return summed(d_rows, Routes(order, inverse, ends), None), d_share[inverse], None, None, None, None, *found
 
 
 def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -139,6 +137,30 @@ def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tens
     places = ends[:-1].tolist()  # waits for the GPU
     parts = zip(left.tensor_split(places), right.tensor_split(places), strict=True)
     return torch.stack([a.mT @ b for a, b in parts]).to(dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute silu(gate) * up, [S, I] in the dtype of both; the activation and the product are rounded."""
+    if _has_kernels(gate):
+        from qerl_pl.kernels import experts  # needs Triton
+
+        return experts.swiglu(gate, up)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
+    """Compute, for the rows share * silu(gate) * up, the gradients of gate and up, [S, I], and that of ``share``
+    [S, 1] fp32, which is [S] fp32; the fourth result is silu(gate) * up. ``d_product`` [S, I] is the gradient of the
+    rows. A kernel rounds each gradient once, and torch's operations every factor of it."""
+    if _has_kernels(gate):
+        from qerl_pl.kernels import experts  # needs Triton
+
+        return experts.swiglu_gradients(gate, up, d_product, share)
+    activation = F.silu(gate)
+    product = activation * up
+    d_share = (d_product.float() * product).sum(1)
+    d_product = (d_product * share).to(gate.dtype)
+    return torch.ops.aten.silu_backward(d_product * up, gate), d_product * activation, d_share, product
 
 
 def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:

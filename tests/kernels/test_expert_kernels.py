@@ -71,3 +71,27 @@ def test_sums_have_the_bits_of_loops_and_of_their_definition(kernels, sizes, wid
     assert torch.equal(found, summed_by_loops(rows, routes, weights))
     if DEVICE == "cuda" or dtype != torch.bfloat16:
         assert torch.equal(found, grouped.summed(rows, routes, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 64), (3, 200)])
+@pytest.mark.usefixtures("block", "_definitions")
+def test_swiglu_and_its_gradients_equal_their_definition(kernels, rows, width, dtype):
+    gate, up, d_product = (draw(rows, width + part, dtype=dtype, scale=4)[:, part:].contiguous() for part in range(3))
+    gate[0, 0], share = -200, draw(rows, 1)  # exp(200) is infinite in fp32
+    exact = [tensor.double().requires_grad_() for tensor in (gate, up, share)]
+    product = torch.nn.functional.silu(exact[0]) * exact[1]
+    d_exact = torch.autograd.grad((exact[2] * product * d_product.double()).sum(), exact)
+    expected = d_exact[0], d_exact[1], d_exact[2][:, 0], product
+    found = kernels.swiglu_gradients(gate, up, d_product, share)
+    assert torch.equal(found[3], kernels.swiglu(gate, up))
+    # The activation is rounded before it is multiplied, and each result is rounded; the interpreter cuts bf16 off. In
+    # fp32, exp(x) of a GPU has a relative error of about |x| 2^-24, and 1 + g (1 - sigmoid) may be near 0.
+    fp32 = 16 * torch.finfo(torch.float32).eps
+    eps, tiny = torch.finfo(dtype).eps + fp32, 1e-5 if dtype == torch.float16 else 1e-6  # fp16 has steps of 2^-24
+    slopes, terms = (share.double() * d_product * up).abs(), (product * d_product).abs().sum(1)
+    sizes = fp32 * slopes, 0, eps * terms, 0
+    for values, roundings in ((found, 2), (grouped.swiglu_gradients(gate, up, d_product, share), 5)):
+        for value, right, size in zip(values, expected, sizes, strict=True):
+            assert ((value - right).abs() <= roundings * (eps * right.abs() + size) + tiny).all()
+    assert [value.dtype for value in found] == [dtype, dtype, torch.float32, dtype]
