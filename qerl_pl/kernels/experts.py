@@ -13,6 +13,7 @@ from torch import Tensor
 from qerl_pl.kernels.launching import launch
 
 BLOCK, WARPS = 1024, 4  # columns and warps per program: each thread loads 16 bytes per row of a 16-bit dtype
+TILE = 64, 64  # rows and columns per program of ``add_grouped``, powers of 2, at least 16
 
 
 def summed(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
@@ -49,6 +50,20 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
     arguments = *tensors, d_gate, d_up, d_share, product, gate.shape[1]
     launch(_swiglu_gradient_kernel, (len(gate),), arguments, {"BLOCK": BLOCK}, num_warps=WARPS)
     return d_gate, d_up, d_share, product
+
+
+def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    """Add to contiguous ``out`` [S, N], in place, the products of contiguous rows [S, R] and the matrix, of [E, R, N]
+    with any strides, of each row's expert; ``ends`` [E] int32 are the ends of the experts' rows. Sums are fp32 and
+    rounded once."""
+    assert out.is_contiguous(), out.stride()
+    assert rows.is_contiguous(), rows.stride()
+    (size, width), (experts, rank, _), strides = out.shape, matrices.shape, matrices.stride()
+    assert max(rows.numel(), experts * strides[0]) < 2**31, "only the offsets in out have 64 bits"
+    constants = {"EXPERTS": experts, "RANK": rank, "BLOCK_E": triton.next_power_of_2(experts)}
+    constants |= {"BLOCK_R": max(16, triton.next_power_of_2(rank)), "BLOCK_S": TILE[0], "BLOCK_N": TILE[1]}
+    grid = (triton.cdiv(size, TILE[0]) * triton.cdiv(width, TILE[1]),)
+    launch(_add_kernel, grid, (out, rows, matrices, ends, size, width, *strides), constants, num_warps=WARPS)
 
 
 @triton.jit
@@ -99,3 +114,44 @@ def _swiglu_gradient_kernel(gate, up, d_product, share, d_gate, d_up, d_share, p
         tl.store(d_up + place, (d * activation).to(dtype), mask=inside)
         tl.store(d_gate + place, (d * u * sigmoid * (1 + g * (1 - sigmoid))).to(dtype), mask=inside)
     tl.store(d_share + row, tl.reduce(total, 0, tl.standard._sum_combine))  # Triton's interpreter has no tl.sum
+
+
+@triton.jit
+def _add_kernel(
+    out,
+    rows,
+    matrices,
+    ends,
+    size,
+    width,
+    expert_stride,
+    rank_stride,
+    column_stride,
+    EXPERTS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    blocks = (width + BLOCK_N - 1) // BLOCK_N
+    start = tl.program_id(0) // blocks * BLOCK_S
+    s, n = start + tl.arange(0, BLOCK_S), tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    r, e = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E)
+    place = out + s.to(tl.int64)[:, None] * width + n[None, :]
+    inside = (s < size)[:, None] & (n < width)[None, :]
+    total = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(rows + s[:, None] * RANK + r[None, :], mask=(s < size)[:, None] & (r < RANK)[None, :], other=0.0)
+    # The expert of a row is the number of experts whose rows end before it.
+    end = tl.load(ends + e, mask=e < EXPERTS, other=size)
+    first = tl.reduce((end <= start).to(tl.int32), 0, tl.standard._sum_combine)
+    last = tl.reduce((end < tl.minimum(start + BLOCK_S, size)).to(tl.int32), 0, tl.standard._sum_combine)
+    begin = start
+    for expert in range(first, last + 1):
+        stop = tl.load(ends + expert)
+        x_tile = tl.where(((s >= begin) & (s < stop))[:, None], x, 0.0)
+        begin = stop
+        matrix = matrices + expert * expert_stride + r[:, None] * rank_stride + n[None, :] * column_stride
+        tile = tl.load(matrix, mask=(r < RANK)[:, None] & (n < width)[None, :], other=0.0)
+        total = tl.dot(x_tile, tile, total, input_precision="ieee")
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)

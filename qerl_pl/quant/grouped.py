@@ -20,6 +20,9 @@ Dense = Callable[[torch.dtype], Tensor]
 """Function that returns the weights [E, N, K] of one part of all experts in a given dtype. It is called for each
 product, so dequantised weights exist only during one product."""
 
+KERNEL_RANK = 64
+"""Highest rank whose products are added by a kernel; its programs hold all ranks of an expert's matrix at once."""
+
 
 class Routes(NamedTuple):
     """Order of the S rows, one per token and chosen expert, in which the rows of each expert are consecutive."""
@@ -78,12 +81,12 @@ class _GroupedExperts(torch.autograd.Function):
         if low is not None:
             inner = grouped(rows, low.gate_up_a.mT, ends)  # [S, R]
             for output, b in zip((gate, up), low.gate_up_b.chunk(2, dim=1), strict=True):
-                output += grouped(inner, b.mT, ends)
+                add_grouped(output, inner, b.mT, ends)
         del rows
         product = swiglu(gate, up)
         out = grouped(product, parts[2](x.dtype).mT, ends)
         if low is not None:
-            out += grouped(grouped(product, low.down_a.mT, ends), low.down_b.mT, ends)
+            add_grouped(out, grouped(product, low.down_a.mT, ends), low.down_b.mT, ends)
         ctx.parts, ctx.master = parts, factors[0].dtype if factors else None
         ctx.save_for_backward(weights, gate, up, order, inverse, ends, *((x, *low) if low else ()))
         return summed(out, Routes(order, inverse, ends), weights)
@@ -102,7 +105,7 @@ class _GroupedExperts(torch.autograd.Function):
             d_gate, d_up, d_share = swiglu_gradients(gate, up, d_product, share)[:3]
         else:
             d_inner = grouped(d_out, low.down_b, ends)  # [S, R]
-            d_product += grouped(d_inner, low.down_a, ends)
+            add_grouped(d_product, d_inner, low.down_a, ends)
             d_gate, d_up, d_share, product = swiglu_gradients(gate, up, d_product, share)
             found.append(outer((d_inner * share).to(dy.dtype), product, ends, ctx.master))
             inner = (grouped(product, low.down_a.mT, ends) * share).to(dy.dtype)
@@ -115,7 +118,7 @@ class _GroupedExperts(torch.autograd.Function):
             rows, (b_gate, b_up) = more[0][tokens], low.gate_up_b.chunk(2, dim=1)
             inner = grouped(rows, low.gate_up_a.mT, ends)
             d_inner = grouped(d_gate, b_gate, ends) + grouped(d_up, b_up, ends)
-            d_rows += grouped(d_inner, low.gate_up_a, ends)
+            add_grouped(d_rows, d_inner, low.gate_up_a, ends)
             d_b = torch.cat([outer(d_part, inner, ends, ctx.master) for d_part in (d_gate, d_up)], dim=1)
             found = [outer(d_inner, rows, ends, ctx.master), d_b, *found]
         return summed(d_rows, Routes(order, inverse, ends), None), d_share[inverse], None, None, None, None, *found
@@ -127,6 +130,17 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(rows, matrices, offs=ends)
     parts = zip(rows.tensor_split(ends[:-1].tolist()), matrices, strict=True)  # waits for the GPU
     return torch.cat([part @ matrix for part, matrix in parts])
+
+
+def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    """Add to ``out`` [S, N], in place, what ``grouped`` computes of rows [S, R] and matrices [E, R, N]. A kernel, used
+    up to R = ``KERNEL_RANK``, does not round the product before it is added."""
+    if _has_kernels(out) and rows.shape[1] <= KERNEL_RANK:
+        from qerl_pl.kernels import experts  # needs Triton
+
+        experts.add_grouped(out, rows, matrices, ends)
+    else:
+        out += grouped(rows, matrices, ends)
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:

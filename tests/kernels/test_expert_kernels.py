@@ -2,24 +2,26 @@
 interpreter."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from qerl_pl.quant import grouped
-from qerl_pl.quant.grouped import Routes, sort_rows
+from qerl_pl.quant.grouped import Factors, Routes, sort_rows
 
 KERNELS = "qerl_pl.kernels.experts"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SIZES = [(1, 1, 1), (1, 1, 5), (7, 3, 5), (40, 2, 3), (33, 8, 9)]  # tokens, experts per token, experts with rows
+SIZES = [(1, 1, 1), (1, 1, 5), (7, 3, 5), (40, 2, 3), (17, 8, 9)]  # tokens, experts per token, experts with rows
 
 
-@pytest.fixture(params=[64, 256], ids=lambda block: f"block{block}")
-def block(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run kernels with small blocks, of which rows have several, and with blocks that are longer than a row."""
-    monkeypatch.setattr(kernels, "BLOCK", request.param)
+@pytest.fixture
+def _small_blocks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let long rows have several blocks, and experts several tiles or several experts one tile."""
+    monkeypatch.setattr(kernels, "BLOCK", 64)
+    monkeypatch.setattr(kernels, "TILE", (16, 32))
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def summed_by_loops(rows: Tensor, routes: Routes, weights: Tensor | None) -> Ten
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("width", [1, 64, 200])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.usefixtures("block", "_definitions")
+@pytest.mark.usefixtures("_small_blocks", "_definitions")
 def test_sums_have_the_bits_of_loops_and_of_their_definition(kernels, sizes, width, weighted, dtype):
     routes = random_routes(*sizes)
     rows, weights = draw(routes.order.numel(), width, dtype=dtype), draw(*sizes[:2]) if weighted else None
@@ -75,7 +77,7 @@ def test_sums_have_the_bits_of_loops_and_of_their_definition(kernels, sizes, wid
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 64), (3, 200)])
-@pytest.mark.usefixtures("block", "_definitions")
+@pytest.mark.usefixtures("_small_blocks", "_definitions")
 def test_swiglu_and_its_gradients_equal_their_definition(kernels, rows, width, dtype):
     gate, up, d_product = (draw(rows, width + part, dtype=dtype, scale=4)[:, part:].contiguous() for part in range(3))
     gate[0, 0], share = -200, draw(rows, 1)  # exp(200) is infinite in fp32
@@ -95,3 +97,62 @@ def test_swiglu_and_its_gradients_equal_their_definition(kernels, rows, width, d
         for value, right, size in zip(values, expected, sizes, strict=True):
             assert ((value - right).abs() <= roundings * (eps * right.abs() + size) + tiny).all()
     assert [value.dtype for value in found] == [dtype, dtype, torch.float32, dtype]
+
+
+# Triton's interpreter multiplies the bits of bf16 values as if they were integers.
+@pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else DTYPES[:2], ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("rank", "width"), [(1, 1), (8, 64), (24, 200)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.usefixtures("_small_blocks")
+def test_products_are_added_to_the_rows_of_their_expert(kernels, sizes, rank, width, transposed, dtype):
+    routes = random_routes(*sizes)
+    size, experts = routes.order.numel(), len(routes.ends)
+    before, rows = draw(size, width, dtype=dtype), draw(size, rank, dtype=dtype)
+    # as the adapter's B, of which gate and up are halves, and as A
+    wide = draw(experts, 2 * width, rank, dtype=dtype)[:, width:].mT if transposed else None
+    matrices = draw(experts, rank, width, dtype=dtype) if wide is None else wide
+    begins, total = [0, *routes.ends.tolist()], before.clone()
+    exact, terms = before.double(), before.double().abs()
+    for expert, part in enumerate(map(slice, begins, begins[1:])):
+        exact[part] += rows[part].double() @ matrices[expert].double()
+        terms[part] += rows[part].double().abs() @ matrices[expert].double().abs()
+    kernels.add_grouped(total, rows, matrices, routes.ends)
+    bound = torch.finfo(dtype).eps / 2 * exact.abs() + (rank + 1) * 2**-23 * terms + 2**-25  # rounded once
+    assert ((total - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("rank", [8, 72, None], ids=lambda rank: f"rank{rank}")  # 72 is above KERNEL_RANK
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (19, 3, 5)], ids=str)
+def test_gradients_of_experts_by_kernels_are_those_by_torch(kernels, monkeypatch, sizes, rank):
+    routes, hidden, inner = random_routes(*sizes), 72, 40
+    experts = len(routes.ends)
+    dense = [draw(experts, *shape) / 8 for shape in ((inner, hidden), (inner, hidden), (hidden, inner))]
+    parts: Any = tuple(lambda _, part=part: part for part in dense)
+    shapes = [] if rank is None else [(rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank)]
+    leaves = [draw(sizes[0], hidden), draw(*sizes[:2]), *(draw(experts, *shape) / 8 for shape in shapes)]
+    found: list[list[Tensor]] = []
+    for by_kernels in (True, False):
+        monkeypatch.setattr(grouped, "_has_kernels", lambda _, answer=by_kernels: answer)
+        x, weights, *factors = (leaf.clone().requires_grad_() for leaf in leaves)
+        out = grouped.grouped_experts(x, weights, routes, parts, Factors(*factors) if factors else None)
+        out.backward(draw(*out.shape))
+        found.append([out.detach(), *(leaf.grad for leaf in (x, weights, *factors) if leaf.grad is not None)])
+    assert len(found[0]) == len(found[1]) == 1 + len(leaves)
+    for mine, right in zip(*found, strict=True):
+        assert (mine - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+@pytest.mark.gpu
+def test_rows_whose_offsets_exceed_32_bits_are_read_and_written(kernels):
+    rows = torch.zeros(2**20 + 8, 2048, dtype=torch.bfloat16, device="cuda")
+    rows[-8:] = last = draw(8, 2048, dtype=torch.bfloat16)
+    inverse = torch.arange(len(rows) - 8, len(rows), device="cuda").view(2, 4)
+    assert torch.equal(kernels.summed(rows, inverse, None), last.view(2, 4, 2048).float().sum(1).bfloat16())
+    ones, ends = rows.new_ones(len(rows), 8), torch.tensor([len(rows)], dtype=torch.int32, device="cuda")
+    kernels.add_grouped(rows, ones, rows.new_full((1, 8, 2048), 0.125), ends)
+    assert torch.equal(rows[-8:], last + 1)
+    share = rows.new_ones(len(rows), 1, dtype=torch.float32)
+    product = kernels.swiglu_gradients(rows, rows, rows, share)[3]
+    assert torch.equal(product[-8:], kernels.swiglu(last + 1, last + 1))
+    assert torch.equal(kernels.swiglu(rows, rows)[-8:], product[-8:])
