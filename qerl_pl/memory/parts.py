@@ -203,8 +203,8 @@ def block_backward(
     the gradients of the two factors, which overwrite the factors if SwiGLU is fused. The product's gradient does not
     count at this moment, because it takes the memory of the product, which is no longer needed. In a recurrent layer
     there is a third moment, backward of the recurrence of one group of rows. In a mixture, each expert that computes a
-    token has four tensors of the inner size and two gradients of its input per token; the gradients of adapters on
-    experts exist twice in fp32.
+    token has at most four tensors of the inner size and two gradients of its input per token; the gradients of adapters
+    on experts exist twice in fp32.
     """
     scanned = min(tokens, max(GROUP_TOKENS, longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
