@@ -9,6 +9,7 @@ k experts per token, S = k T rows, H hidden size, I inner size, R rank, s LoRA's
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -135,10 +136,8 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     """Add to ``out`` [S, N], in place, what ``grouped`` computes of rows [S, R] and matrices [E, R, N]. A kernel, used
     up to R = ``KERNEL_RANK``, does not round the product before it is added."""
-    if _has_kernels(out) and rows.shape[1] <= KERNEL_RANK:
-        from qerl_pl.kernels import experts  # needs Triton
-
-        experts.add_grouped(out, rows, matrices, ends)
+    if rows.shape[1] <= KERNEL_RANK and (kernels := _kernels(out)):
+        kernels.add_grouped(out, rows, matrices, ends)
     else:
         out += grouped(rows, matrices, ends)
 
@@ -155,10 +154,8 @@ def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tens
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) * up, [S, I] in the dtype of both; the activation and the product are rounded."""
-    if _has_kernels(gate):
-        from qerl_pl.kernels import experts  # needs Triton
-
-        return experts.swiglu(gate, up)
+    if kernels := _kernels(gate):
+        return kernels.swiglu(gate, up)
     return F.silu(gate).mul_(up)
 
 
@@ -166,10 +163,8 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
     """Compute, for the rows share * silu(gate) * up, the gradients of gate and up, [S, I], and that of ``share``
     [S, 1] fp32, which is [S] fp32; the fourth result is silu(gate) * up. ``d_product`` [S, I] is the gradient of the
     rows. A kernel rounds each gradient once, and torch's operations every factor of it."""
-    if _has_kernels(gate):
-        from qerl_pl.kernels import experts  # needs Triton
-
-        return experts.swiglu_gradients(gate, up, d_product, share)
+    if kernels := _kernels(gate):
+        return kernels.swiglu_gradients(gate, up, d_product, share)
     activation = F.silu(gate)
     product = activation * up
     d_share = (d_product.float() * product).sum(1)
@@ -179,10 +174,8 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
 
 def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
     """Add the k sorted rows [S, N] of each token, times their weights [T, k], in fp32: [T, N] in the rows' dtype."""
-    if _has_kernels(rows) and not torch.is_grad_enabled():  # the kernel has no backward
-        from qerl_pl.kernels import experts  # needs Triton
-
-        return experts.summed(rows, routes.inverse, weights)
+    if not torch.is_grad_enabled() and (kernels := _kernels(rows)):  # the kernel has no backward
+        return kernels.summed(rows, routes.inverse, weights)
     total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)
     for number, places in enumerate(routes.inverse.unbind(1)):
         part = rows[places]
@@ -190,6 +183,10 @@ def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
     return total.to(rows.dtype)
 
 
-def _has_kernels(rows: Tensor) -> bool:
-    """Return whether Triton kernels compute what the functions of this file define by torch's operations."""
-    return rows.is_cuda and rows.dtype != torch.float64
+def _kernels(rows: Tensor) -> ModuleType | None:
+    """Return the module of the Triton kernels, None if torch's operations compute what they do."""
+    if not rows.is_cuda or rows.dtype == torch.float64:
+        return None
+    from qerl_pl.kernels import experts  # needs Triton
+
+    return experts

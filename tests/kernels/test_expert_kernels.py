@@ -27,7 +27,7 @@ def _small_blocks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _definitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the functions of ``grouped`` compute by torch's operations on a GPU too."""
-    monkeypatch.setattr(grouped, "_has_kernels", lambda _: False)
+    monkeypatch.setattr(grouped, "_kernels", lambda _: None)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -132,8 +132,8 @@ def test_gradients_of_experts_by_kernels_are_those_by_torch(kernels, monkeypatch
     shapes = [] if rank is None else [(rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank)]
     leaves = [draw(sizes[0], hidden), draw(*sizes[:2]), *(draw(experts, *shape) / 8 for shape in shapes)]
     found: list[list[Tensor]] = []
-    for by_kernels in (True, False):
-        monkeypatch.setattr(grouped, "_has_kernels", lambda _, answer=by_kernels: answer)
+    for by in (kernels, None):
+        monkeypatch.setattr(grouped, "_kernels", lambda _, by=by: by)
         x, weights, *factors = (leaf.clone().requires_grad_() for leaf in leaves)
         out = grouped.grouped_experts(x, weights, routes, parts, Factors(*factors) if factors else None)
         out.backward(draw(*out.shape))
