@@ -130,11 +130,11 @@ class RolloutScheduler(AsyncScheduler):
         model_runner_output.logprobs = None
         values, rows = logprobs.logprobs[:, 0].tolist(), model_runner_output.req_id_to_index
         first = logprobs.cu_num_generated_tokens  # None: each request has one row
-        if self.is_lean and first is None:
-            others = self._keep(
-                scheduler_output.num_scheduled_tokens, model_runner_output.sampled_token_ids, rows, values
+        scheduled, sampled = scheduler_output.num_scheduled_tokens, model_runner_output.sampled_token_ids
+        if self.is_lean and first is None and sampled:
+            scheduler_output = replace(
+                scheduler_output, num_scheduled_tokens=self._keep(scheduled, sampled, rows, values)
             )
-            scheduler_output = replace(scheduler_output, num_scheduled_tokens=others)
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         drafts, num = scheduler_output.scheduled_spec_decode_tokens, len(scheduler_output.num_scheduled_tokens)
         for outputs in by_client.values():
