@@ -1,0 +1,189 @@
+"""Triton kernel that adds LoRA adapters of the experts of a mixture; used in rollouts for few rows.
+
+A row is a token and one of the k experts chosen for it. Each thread block computes a part of the outputs for the rows
+of one expert, which it finds itself among the chosen experts' ids; nothing is sorted before, and an expert's matrices
+are read once for all of its rows. Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs
+of which a slice (gate, up) has n, R rank.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
+# Triton's type hints do not have its launch options, scalars and tensors.
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl_pl.kernels.launching import launch
+from qerl_pl.kernels.lora import _has_pdl, _options, _power_of_2
+
+SCANNED, FEW_SCANNED = 1024, 128  # largest numbers of ids that a thread block reads; the kernel is compiled for both
+MOST_ROWS, MOST_PER_EXPERT = 4 * SCANNED, 32
+"""Most rows for which this kernel is used, in all and on average per expert. It reads an expert's matrices once for
+each ``SCANNED`` rows and, within these, for each ``BLOCK_T`` rows of the expert; kernels that sort the rows first read
+them once for 64 rows of the expert or more. For example, gate and up of 128 experts with 2048 inputs, 2 x 768 outputs
+and slots of rank 8 have matrices of 11 MB. Four readings, mostly from the L2 cache, take about as long as sorting."""
+MOST_RANK = 64  # of this kernel; larger tiles of A do not fit in shared memory
+PROGRAMS = 256  # wanted number of thread blocks that have rows: two for each SM, as many as run at the same time
+WARPS, STAGES = 8, 4  # the warps of a thread block share the sum over K; more stages keep more loads in flight
+BLOCK_T, BLOCK_N = 16, 128  # rows (the fewest that tensor cores multiply) and outputs that are computed at a time
+
+
+def is_faster(ids: Tensor, a: Sequence[Tensor]) -> bool:
+    """Return whether ``add_lora`` should be used rather than a kernel for sorted rows."""
+    num_experts, rank, _ = a[0].shape
+    return rank <= MOST_RANK and ids.numel() <= min(MOST_ROWS, MOST_PER_EXPERT * num_experts)
+
+
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    ids: Tensor,
+    indices: Tensor,
+    enabled: Tensor,
+    weights: Tensor | None = None,
+) -> None:
+    """Add w (x A^T) B^T to the rows of y, with the matrices A and B of each row's expert. Rows of tokens without the
+    adapter are left as they are, and so are rows whose expert's number is negative or at least E.
+
+    Sums are fp32. x A^T is rounded to the dtype of y, and so is the update before it is added to y: these are the
+    roundings of the trainer and of vLLM's kernel.
+
+    Args:
+        y: [S, N], the rows of a token following each other; written in place.
+        x: [T, K] or [S, K] of the same dtype, inputs of each token or of each row.
+        a: one [E, R, K] for each of one or two slices.
+        b: one [E, n, R] for each slice, equally wide; together they have N rows per expert.
+        ids: [T, k] integers, experts of each token.
+        indices: [T] or longer, integers: 0 for a token with the adapter, -1 for one without.
+        enabled: [1] or longer, integers; if the first is 0, nothing is added.
+        weights: [T, k], the factor w of each row; None means 1.
+    """
+    (num_tokens, chosen), (num_experts, rank, K), width = ids.shape, a[0].shape, b[0].shape[1]
+    num_rows = num_tokens * chosen
+    assert len(a) == len(b) <= 2, len(a)
+    assert {matrix.dtype for matrix in (y, x, *a, *b)} == {y.dtype}, [matrix.dtype for matrix in (y, x, *a, *b)]
+    assert all(matrix.is_contiguous() for matrix in (ids, *a, *b, *([] if weights is None else [weights])))
+    assert y.shape == (num_rows, len(a) * width), (y.shape, num_rows, width)
+    assert x.shape in {(num_tokens, K), (num_rows, K)}, (x.shape, num_tokens, chosen, K)
+    assert y.stride(1) == x.stride(1) == 1, (y.stride(), x.stride())
+    if not num_rows:
+        return
+    block_r, block_s = _power_of_2(rank), FEW_SCANNED if num_rows <= FEW_SCANNED else SCANNED
+    parts = max(1, PROGRAMS // (len(a) * min(num_experts, num_rows)))
+    steps = triton.cdiv(width, BLOCK_N * parts)
+    grid = num_experts, len(a) * triton.cdiv(width, BLOCK_N * steps), triton.cdiv(num_rows, block_s)
+    constants = {"RANK": rank, "CHOSEN": chosen, "PER_TOKEN": len(x) == num_tokens, "WEIGHTED": weights is not None}
+    constants |= {"BLOCK_S": block_s, "BLOCK_T": BLOCK_T, "BLOCK_R": block_r, "BLOCK_N": BLOCK_N}
+    constants |= {"SPLITS": WARPS, "BLOCK_K": max(16, 512 // block_r), "PDL": _has_pdl(y)}
+    arguments = y, x, a[0], a[-1], b[0], b[-1], ids, indices, enabled, y if weights is None else weights
+    sizes = num_rows, K, width, steps, y.stride(0), x.stride(0)
+    options = _options(y) | {"num_warps": WARPS, "num_stages": STAGES}
+    launch(_add_lora_kernel, grid, (*arguments, *sizes), constants, **options)
+
+
+def add_lora_reference(
+    y: Tensor,
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    ids: Tensor,
+    indices: Tensor,
+    enabled: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return what ``add_lora`` defines, [S, N] fp64, computed row by row: tests compare the kernel with it."""
+    out, chosen = y.double(), ids.shape[1]
+    for row, expert in enumerate(ids.flatten().tolist()):
+        if enabled[0] and indices[row // chosen] >= 0 and 0 <= expert < len(a[0]):
+            inputs = x[row * len(x) // len(y)].double()
+            update = torch.cat([n[expert].double() @ (m[expert].double() @ inputs) for m, n in zip(a, b, strict=True)])
+            out[row] += update if weights is None else update * weights.flatten()[row].double()
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "steps"])
+def _add_lora_kernel(
+    y,
+    x,
+    a0,
+    a1,
+    b0,
+    b1,
+    ids,
+    indices,
+    enabled,
+    weights,
+    num_rows,
+    K,
+    width,
+    steps,
+    y_stride,
+    x_stride,
+    RANK: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    expert, parts = tl.program_id(0), (width + steps * BLOCK_N - 1) // (steps * BLOCK_N)
+    slice = tl.program_id(1) // parts
+    a = tl.where(slice == 0, a0, a1) + expert.to(tl.int64) * RANK * K
+    b = tl.where(slice == 0, b0, b1) + expert.to(tl.int64) * RANK * width
+    r = tl.arange(0, BLOCK_R)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # the previous kernel of the stream may have written anything that is read here
+    s = tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)
+    chosen = tl.load(ids + s, mask=s < num_rows, other=-1)
+    adapter = tl.load(indices + s // CHOSEN, mask=s < num_rows, other=-1)
+    found = ((chosen == expert) & (adapter >= 0) & (tl.load(enabled) != 0)).to(tl.int32)
+    number = tl.associative_scan(found, 0, tl.standard._sum_combine)  # 1 for the first row of this expert
+    count = tl.reduce(found, 0, tl.standard._sum_combine)
+    for first in range(0, count, BLOCK_T):
+        wanted = first + 1 + tl.arange(0, BLOCK_T)
+        # [BLOCK_T]: the row of this expert with a number is preceded by as many rows as have smaller numbers
+        before = (number[None, :] < wanted[:, None]).to(tl.int32)
+        row = tl.program_id(2) * BLOCK_S + tl.reduce(before, 1, tl.standard._sum_combine)
+        in_rows = (wanted <= count)[:, None]
+        x_rows = x + (row // CHOSEN if PER_TOKEN else row).to(tl.int64) * x_stride
+        # One product per warp, of a part of K each: warps that had the same products would read the same operands, and
+        # a warp waits for each of its products before the next.
+        split = tl.arange(0, SPLITS)[:, None]
+        total = tl.full([SPLITS, BLOCK_T, BLOCK_R], 0.0, tl.float32)
+        for start in range(0, K, SPLITS * BLOCK_K):
+            k = start + split * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            x_tile = tl.load(
+                x_rows[None, :, None] + k[:, None, :], mask=in_rows[None, :, :] & (k < K)[:, None, :], other=0.0
+            )
+            a_tile = tl.load(
+                a + r[None, None, :] * K + k[:, :, None],
+                mask=(r < RANK)[None, None, :] & (k < K)[:, :, None],
+                other=0.0,
+            )
+            total = tl.dot(x_tile, a_tile, total, input_precision="ieee")
+        hidden = tl.reduce(total, 0, tl.standard._sum_combine).to(y.dtype.element_ty)
+        y_rows = y + row[:, None].to(tl.int64) * y_stride + slice * width
+        if WEIGHTED:
+            weight = tl.load(weights + row, mask=wanted <= count, other=0.0).to(tl.float32)
+        for step in tl.range(0, steps, num_stages=3):
+            n = (tl.program_id(1) % parts * steps + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = in_rows & (n < width)[None, :]
+            old = tl.load(y_rows + n[None, :], mask=inside, other=0.0)
+            b_tile = tl.load(
+                b + n[None, :] * RANK + r[:, None], mask=(r < RANK)[:, None] & (n < width)[None, :], other=0.0
+            )
+            update = tl.dot(hidden, b_tile, input_precision="ieee")
+            if WEIGHTED:
+                update *= weight[:, None]
+            total_y = old.to(tl.float32) + update.to(y.dtype.element_ty).to(tl.float32)
+            tl.store(y_rows + n[None, :], total_y.to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,179 @@
+"""The kernel of adapters on experts against its definition, on the GPU if there is one, else in Triton's
+interpreter."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+KERNELS = "qerl_pl.kernels.lora_experts"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16]  # the interpreter has no bf16
+
+
+class Problem:
+    """Random operands of one product of a mixture; every third token does not use the adapter, and one row in each
+    eleven has an expert's number that does not exist."""
+
+    def __init__(
+        self,
+        tokens: int,
+        chosen: int,
+        experts: int,
+        inputs: int,
+        widths: tuple[int, ...],
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        weighted: bool = False,
+    ) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(tokens * inputs + rank)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+        rows = tokens * chosen
+        self.y = draw(rows, sum(widths))
+        self.x = draw(rows if weighted else tokens, inputs)  # as of down, or of gate and up
+        self.a = [draw(experts, rank, inputs) for _ in widths]
+        self.b = [draw(experts, width, rank) for width in widths]
+        ids = torch.randint(experts, (rows,), generator=generator, device=DEVICE, dtype=torch.int32)
+        ids[::11] = torch.tensor([-1, experts, 2**31 - 1], device=DEVICE, dtype=torch.int32).repeat(rows)[
+            : len(ids[::11])
+        ]
+        self.ids = ids.view(tokens, chosen)
+        self.indices = torch.where(torch.arange(tokens + 5, device=DEVICE) % 3 == 1, -1, 0)
+        self.enabled = torch.tensor([1, 0], device=DEVICE, dtype=torch.int32)
+        self.weights = draw(tokens, chosen).abs().float() if weighted else None
+
+    @property
+    def operands(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor, Tensor, Tensor | None]:
+        return self.a, self.b, self.ids, self.indices, self.enabled, self.weights
+
+    def added(self, kernels: ModuleType) -> Tensor:
+        y = self.y.clone()
+        kernels.add_lora(y, self.x, *self.operands)
+        return y
+
+    def check(self, kernels: ModuleType, y: Tensor) -> None:
+        """Check that the error of every element is below a bound for its roundings, and that the other rows are
+        unchanged."""
+        exact = kernels.add_lora_reference(self.y, self.x, *self.operands)
+        token = torch.arange(len(y), device=DEVICE) // self.ids.shape[1]
+        ids = self.ids.flatten()
+        with_adapter = (self.indices[token] >= 0) & (ids >= 0) & (ids < len(self.a[0]))
+        assert torch.equal(y[~with_adapter], self.y[~with_adapter])
+        # The same product of absolute values bounds each sum, and so the error of fp32 sums and of roundings.
+        sizes = [[matrix.abs() for matrix in matrices] for matrices in (self.a, self.b)]
+        size = kernels.add_lora_reference(self.y.abs(), self.x.abs(), *sizes, *self.operands[2:])
+        terms = self.x.shape[1] + self.a[0].shape[1]
+        rounding = torch.finfo(y.dtype).eps  # the interpreter cuts off, a GPU rounds to half of that
+        bound = 3 * rounding * self.hidden_size(kernels) + rounding * exact.abs() + terms * 2**-23 * size
+        excess = ((y.double() - exact).abs() - bound)[with_adapter]
+        assert excess.numel() == 0 or excess.max() <= 0, excess.max()
+
+    def hidden_size(self, kernels: ModuleType) -> Tensor:
+        """Compute |w| |x A^T| |B^T| for each element: both x A^T and the update are rounded relative to it."""
+        out = torch.zeros_like(self.y, dtype=torch.float64)
+        for row, expert in enumerate(self.ids.flatten().tolist()):
+            if 0 <= expert < len(self.a[0]):
+                x = self.x[row * len(self.x) // len(self.y)].double()
+                parts = zip(self.a, self.b, strict=True)
+                out[row] = torch.cat([n[expert].double().abs() @ (m[expert].double() @ x).abs() for m, n in parts])
+                out[row] *= 1 if self.weights is None else self.weights.flatten()[row].double()
+        return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank", [1, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize(("widths", "weighted"), [((40, 40), False), ((150,), True), ((33, 33), True)], ids=str)
+def test_the_kernel_equals_its_definition(kernels, widths, weighted, tokens, rank, dtype):
+    problem = Problem(tokens, 3, 5, 300, widths, rank, dtype, weighted=weighted)
+    problem.check(kernels, problem.added(kernels))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_expert_per_token_and_more_ids_than_a_thread_block_reads(kernels, weighted, monkeypatch):
+    monkeypatch.setattr(kernels, "SCANNED", 256)
+    monkeypatch.setattr(kernels, "FEW_SCANNED", 32)
+    for tokens in (30, 300, 600):
+        problem = Problem(tokens, 1, 3, 70, (24, 24), 4, DTYPES[1], weighted=weighted)
+        problem.check(kernels, problem.added(kernels))
+
+
+@pytest.mark.parametrize("programs", [1, 20, 1000])
+def test_the_number_of_thread_blocks_changes_no_bit(kernels, programs, monkeypatch):
+    problem = Problem(9, 2, 4, 530, (300, 300), 24, DTYPES[1])
+    expected = problem.added(kernels)
+    problem.check(kernels, expected)
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    assert torch.equal(problem.added(kernels), expected)
+
+
+def test_a_row_has_the_same_bits_in_every_batch(kernels):
+    """Rows of other tokens, in whatever number, take no part in a row's sums."""
+    problem = Problem(20, 2, 2, 300, (40, 40), 8, DTYPES[1])
+    together = problem.added(kernels)
+    for token in (0, 3, 18):
+        rows, one = slice(2 * token, 2 * token + 2), slice(token, token + 1)
+        y = problem.y[rows].clone()
+        rest = problem.ids[one], problem.indices[one], problem.enabled
+        kernels.add_lora(y, problem.x[one], problem.a, problem.b, *rest)
+        assert torch.equal(y, together[rows])
+
+
+def test_rows_may_lie_apart_and_garbage_stays_where_it_is(kernels):
+    problem = Problem(6, 2, 3, 48, (20, 20), 8, DTYPES[1])
+    problem.x[problem.indices[:6] < 0] = float("nan")  # what a CUDA graph pads its batch with
+    wide_x, wide_y = problem.x.new_full((6, 64), 7.0), problem.y.new_full((12, 60), 7.0)
+    x, y = wide_x[:, 8:56], wide_y[:, 4:44]
+    x.copy_(problem.x)
+    y.copy_(problem.y)
+    kernels.add_lora(y, x, *problem.operands)
+    problem.x.nan_to_num_()
+    problem.check(kernels, y)
+    assert (wide_y[:, :4] == 7).all()
+    assert (wide_y[:, 44:] == 7).all()
+
+
+@pytest.mark.parametrize("off", ["enabled", "indices"])
+def test_no_adapter_changes_nothing(kernels, off):
+    problem = Problem(5, 2, 3, 48, (20, 20), 8, DTYPES[1])
+    getattr(problem, off).fill_(-1 if off == "indices" else 0)
+    problem.y[1] = -0.0
+    assert torch.equal(problem.added(kernels).view(torch.int16), problem.y.view(torch.int16))
+
+
+def test_roundings_are_those_of_the_trainer(kernels):
+    """The sum x A^T is rounded before the second product, and the update before it is added."""
+    problem = Problem(1, 1, 1, 16, (16,), 1, torch.float16, weighted=True)
+    problem.ids[:] = 0
+    problem.x[:], problem.a[0][:], problem.b[0][:] = 1, 0, 1
+    assert problem.weights is not None
+    problem.a[0][0, 0, :2] = torch.tensor([2048, 1])  # 2049 becomes 2048 in fp16
+    problem.y[:], problem.weights[:] = -2048, 1
+    assert (problem.added(kernels) == 0).all()
+    problem.a[0][0, 0, :2] = torch.tensor([2048, 0])
+    problem.y[:], problem.weights[:] = -2048, 2049 / 2048
+    assert (problem.added(kernels) == 0).all()
+
+
+def test_few_rows_and_small_ranks_are_for_this_kernel(kernels):
+    def is_faster(tokens: int, chosen: int, experts: int, rank: int) -> bool:
+        return kernels.is_faster(torch.empty(tokens, chosen), [torch.empty(experts, rank, 48, device="meta")])
+
+    assert is_faster(1, 8, 128, 64)
+    assert is_faster(512, 8, 128, 8)
+    assert not is_faster(513, 8, 128, 8)
+    assert not is_faster(1, 8, 128, 128)
+    assert is_faster(128, 2, 8, 8)
+    assert not is_faster(129, 2, 8, 8), "many rows of each expert"
+
+
+def test_no_rows_are_no_launch(kernels):
+    problem = Problem(3, 2, 3, 48, (20, 20), 8, DTYPES[1])
+    kernels.add_lora(
+        problem.y[:0], problem.x[:0], problem.a, problem.b, problem.ids[:0], problem.indices, problem.enabled
+    )
