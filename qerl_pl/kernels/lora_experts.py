@@ -7,7 +7,7 @@ of which a slice (gate, up) has n, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 # Triton's type hints do not have its launch options, scalars and tensors.
 from collections.abc import Sequence
 
@@ -31,9 +31,10 @@ WARPS, STAGES = 8, 4  # the warps of a thread block share the sum over K; more s
 BLOCK_T, BLOCK_N = 16, 128  # rows (the fewest that tensor cores multiply) and outputs that are computed at a time
 
 
-def is_faster(ids: Tensor, a: Sequence[Tensor]) -> bool:
-    """Return whether ``add_lora`` should be used rather than a kernel for sorted rows."""
-    num_experts, rank, _ = a[0].shape
+def is_faster(ids: Tensor, a: Tensor) -> bool:
+    """Return whether ``add_lora`` should be used rather than a kernel for sorted rows, for the experts' numbers of all
+    rows and the matrices A [E, R, K] of a slice."""
+    num_experts, rank, _ = a.shape
     return rank <= MOST_RANK and ids.numel() <= min(MOST_ROWS, MOST_PER_EXPERT * num_experts)
 
 

@@ -162,7 +162,7 @@ def test_roundings_are_those_of_the_trainer(kernels):
 
 def test_few_rows_and_small_ranks_are_for_this_kernel(kernels):
     def is_faster(tokens: int, chosen: int, experts: int, rank: int) -> bool:
-        return kernels.is_faster(torch.empty(tokens, chosen), [torch.empty(experts, rank, 48, device="meta")])
+        return kernels.is_faster(torch.empty(tokens, chosen), torch.empty(experts, rank, 48, device="meta"))
 
     assert is_faster(1, 8, 128, 64)
     assert is_faster(512, 8, 128, 8)

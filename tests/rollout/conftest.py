@@ -165,7 +165,7 @@ def _kernels_are_interpreted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")
-        for name in ("qerl_pl.kernels.lora", "qerl_pl.hopper.token_scores"):
+        for name in ("qerl_pl.kernels.lora", "qerl_pl.kernels.lora_experts", "qerl_pl.hopper.token_scores"):
             import_module(name)
 
 

@@ -1,18 +1,21 @@
-"""A mixture of experts in vLLM on a GPU, by vLLM's own kernels: it samples from the trainer's distribution, and changed
-weights of experts and routers are detected although vLLM has rearranged them."""
+"""A mixture of experts in vLLM on a GPU, by vLLM's own kernels and this project's for adapters: it samples from the
+trainer's distribution, and changed weights of experts and routers are detected although vLLM has rearranged them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from qerl_pl.kernels import lora_experts
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm.worker import ADAPTER_ID
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
     assert_change_is_noticed,
@@ -28,6 +31,8 @@ pytestmark = [
     pytest.mark.xdist_group("experts"),  # one process has the engine
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+ADDED: list[int] = []
+"""Number of rows of each call of this project's kernel for adapters on experts, also while CUDA graphs are captured."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "head_dim": 64}
 
 
@@ -39,13 +44,66 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     policy = load_policy(str(folder / "nvfp4"), dtype=torch.bfloat16, lora=lora, seed=0, device="cuda")
     policy.load_adapter_state(random_adapter(policy, seed=1))
     engine = VLLMEngine(kv_cache_bytes=2**28, max_num_seqs=16)
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
+    add_lora = lora_experts.add_lora
+
+    def recorded(y: Tensor, *operands: Any) -> None:
+        ADDED.append(len(y))
+        add_lora(y, *operands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora_experts, "add_lora", recorded)
+        engine.start(policy, max_model_len=MAX_MODEL_LEN)
     yield engine
     engine.close()
 
 
 def test_it_samples_by_its_policy(engine):
     assert_sampled_by_its_policy(engine, some_prompts(1, 40, 70), Sampling(num_completions=2, max_tokens=12))
+
+
+def test_adapters_are_added_by_this_projects_kernel_as_by_vllms(engine):
+    """The graphs for decoding contain the kernel, and vLLM's kernels add the same to the same rows."""
+    assert ADDED
+
+    def added(worker: Any) -> list[tuple[Tensor, Tensor]]:
+        from vllm.lora.layers import LoRAMapping
+        from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+        modules = worker.model_runner.lora_manager._adapter_manager.modules.values()
+        experts = next(module for module in modules if hasattr(module, "adapter_enabled"))
+        kernels, chosen = experts.punica_wrapper, experts.moe_config.experts_per_token
+        gate_up = experts.w13_lora_a_stacked, experts.w13_lora_b_stacked
+        down = experts.w2_lora_a_stacked, experts.w2_lora_b_stacked
+        assert all(matrix.any() for matrix in (*gate_up[0], *gate_up[1], *down[0], *down[1]))
+        pairs = []
+        for tokens in (1, 7, 16, 32):
+            adapters = tuple(int(token % 3 != 1) * ADAPTER_ID for token in range(tokens))
+            kernels.update_metadata(LoRAMapping(adapters, adapters), [ADAPTER_ID], 2, 100)
+
+            def draw(*shape: int) -> Tensor:
+                return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+            ids = torch.rand(tokens, experts.local_num_experts, device="cuda").argsort(dim=1).int()[:, :chosen]
+            ids, weights = ids.contiguous(), torch.rand(tokens, chosen, device="cuda")
+            inner = experts.intermediate_size_per_partition
+            x, product = draw(tokens, experts.hidden_size), draw(tokens * chosen, inner)
+            outs = draw(tokens, chosen, 2 * inner), draw(tokens, chosen, experts.hidden_size)
+            bases = torch.empty(ids.shape[1], 2 * inner, len(x[0])), torch.empty(ids.shape[1], len(x[0]), inner)
+            results = []
+            kinds: tuple[Any, ...] = type(kernels), PunicaWrapperGPU
+            for kind in kinds:
+                y, z = (out.clone() for out in outs)
+                sizes, enabled = (*bases, tokens, chosen, 1), experts.adapter_enabled
+                flags = experts.local_num_experts, chosen, 2, False, False
+                rows = kind.add_lora_w13(kernels, y, x, *gate_up, ids, weights, None, *sizes, enabled, *flags)
+                rest = tokens, *bases, chosen, 1, enabled, chosen, False, 0, False
+                kind.add_lora_w2(kernels, z, product, *down, weights, *rows, *rest)
+                results.append((y, z))
+            pairs += zip(*results, strict=True)
+        return pairs
+
+    for ours, theirs in engine._call(added):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-5)
 
 
 def flip(weight: Tensor) -> None:

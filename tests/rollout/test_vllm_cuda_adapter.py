@@ -35,7 +35,7 @@ def make_kernels(cuda, adapter_ids: tuple[int, ...], *targets: str):
     from vllm.lora.layers import LoRAMapping
 
     config = LoRAConfig(max_loras=1, target_modules=[*targets] or None)
-    kernels = cuda.adapter_kernels(64, 8, torch.device(DEVICE), lora_config=config)
+    kernels = cuda.adapter_kernels(128, 8, torch.device(DEVICE), lora_config=config)
     kernels.update_metadata(LoRAMapping(adapter_ids, adapter_ids), [7], 2, 100)
     return kernels
 
@@ -138,6 +138,75 @@ def test_the_host_waits_for_nothing_when_the_batch_changes(cuda):
 def test_other_layers_than_linears_are_refused(cuda, name):
     with pytest.raises(NotImplementedError, match="for linears"):
         getattr(make_kernels(cuda, (7,)), name)(None, None)
+
+
+class Mixture:
+    """Random operands of the adapters of a mixture of 8 experts, 2 for each token, as vLLM gives them."""
+
+    def __init__(self, num_tokens: int, rank: int = 8) -> None:
+        self.x, self.y = draw(num_tokens, 48), draw(num_tokens, 2, 64, seed=1)
+        self.inner, self.out = draw(2 * num_tokens, 32, seed=2), draw(num_tokens, 2, 48, seed=3)
+        self.a, self.b = tuple(draw(1, 8, rank, 48, seed=n) for n in (4, 5)), tuple(draw(1, 8, 32, rank) for _ in "ab")
+        self.down = (draw(1, 8, rank, 32, seed=6),), (draw(1, 8, 48, rank, seed=7),)
+        self.ids = draw(num_tokens, 8, seed=9).argsort(dim=1).int()[:, :2]
+        self.weights = draw(num_tokens, 2, seed=8).abs().float()
+        self.enabled = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+        self.bases = torch.empty(8, 64, 48, device="meta"), torch.empty(8, 48, 32, device="meta")
+
+    def add(self, kernels, expert_map: Tensor | None = None, **options: object) -> tuple[Tensor, Tensor]:
+        """Add the adapters to copies of y and out by methods of ``kernels``, as vLLM's experts do."""
+        y, out, sizes = self.y.clone(), self.out.clone(), (len(self.x), 2, 1)
+        rows = kernels.add_lora_w13(
+            *(y, self.x, self.a, self.b, self.ids, self.weights, expert_map, *self.bases, *sizes, self.enabled),
+            *(8, 2, 2, False, False),
+            **options,
+        )
+        rest = sizes[0], *self.bases, *sizes[1:], self.enabled, 2, False, 0, False
+        kernels.add_lora_w2(out, self.inner, *self.down, self.weights, *rows, *rest, **options)
+        return y, out
+
+
+@pytest.mark.parametrize("ids", BATCHES, ids=str)
+def test_adapters_of_experts_are_added_to_tokens_that_have_the_adapter(cuda, ids):
+    mixture, indices = Mixture(len(ids)), torch.tensor(ids, device=DEVICE).clamp(max=1) - 1
+    y, out = mixture.add(make_kernels(cuda, ids, "experts"))
+    rest = mixture.ids, indices, mixture.enabled
+    reference = cuda.lora_experts.add_lora_reference
+    slots = [[matrix[0] for matrix in matrices] for matrices in (mixture.a, mixture.b, *mixture.down)]
+    exact = reference(mixture.y.flatten(0, 1), mixture.x, *slots[:2], *rest)
+    torch.testing.assert_close(y.flatten(0, 1).double(), exact, rtol=2**-8, atol=2**-3)
+    exact = reference(mixture.out.flatten(0, 1), mixture.inner, *slots[2:], *rest, mixture.weights)
+    torch.testing.assert_close(out.flatten(0, 1).double(), exact, rtol=2**-8, atol=2**-3)
+    assert torch.equal(y[indices < 0], mixture.y[indices < 0])
+    assert torch.equal(out[indices < 0], mixture.out[indices < 0])
+    assert any(ids) or torch.equal(y, mixture.y)
+
+
+@pytest.mark.parametrize("case", ["many rows", "expert parallel", "overwrite", "high rank"])
+def test_what_the_kernel_for_experts_does_not_support_is_left_to_vllm(cuda, case, monkeypatch):
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    seen = []
+    monkeypatch.setattr(PunicaWrapperGPU, "add_lora_w13", lambda self, *_, **__: seen.append("w13") or ("rows",) * 4)
+    monkeypatch.setattr(PunicaWrapperGPU, "add_lora_w2", lambda self, *_, **__: seen.append("w2"))
+    mixture = Mixture(129 if case == "many rows" else 3, rank=128 if case == "high rank" else 8)
+    expert_map = torch.arange(8) if case == "expert parallel" else None
+    kernels = make_kernels(cuda, (7,) * 3, "experts")
+    mixture.add(kernels, expert_map, **({"add_inputs": False} if case == "overwrite" else {}))
+    assert seen == ["w13", "w2"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 128])
+def test_adapters_of_experts_are_those_of_vllms_own_kernels(cuda, num_tokens, monkeypatch):
+    ids = tuple(0 if token % 3 == 1 else 7 for token in range(num_tokens))
+    mixture = Mixture(num_tokens)
+    kernels = make_kernels(cuda, ids, "experts")
+    found = mixture.add(kernels)
+    monkeypatch.setattr(cuda.lora_experts, "is_faster", lambda *_: False)
+    for ours, theirs in zip(found, mixture.add(kernels), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=2**-4)
 
 
 def test_more_than_one_adapter_is_left_to_vllm(cuda):

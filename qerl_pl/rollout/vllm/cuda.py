@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.utils.torch_utils import async_tensor_h2d, direct_register_custom_op
 
-from qerl_pl.kernels import lora
+from qerl_pl.kernels import lora, lora_experts
 
 if TYPE_CHECKING:
     from vllm.lora.layers import LoRAMapping
@@ -75,6 +75,68 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         of N; B includes LoRA's scaling, so ``scale`` must be 1."""
         assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, slots(lora_a_stacked), slots(lora_b_stacked), *self.tokens)
+
+    def add_lora_w13(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        expert_map: Tensor | None,
+        *rest: Any,
+        add_inputs: bool = True,
+        token_lora_mapping: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Add the adapters of gate and up to y [T, k, N] or [T k, N] in place, for x [T, K], one A [1, E, R, K] and B
+        [1, E, n, R] for each, and the experts ``topk_ids`` [T, k] of each token.
+
+        vLLM's method, called for many rows and for settings that ``lora_experts`` does not have, sorts the rows and
+        returns them for ``add_lora_w2``. For rows that are not sorted, vLLM returns the ids as the second value.
+        """
+        sorts = expert_map is not None or self.lora_config.fully_sharded_loras or not add_inputs
+        if sorts or not lora_experts.is_faster(topk_ids, lora_a_stacked[0][0]):
+            operands = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights, expert_map, *rest
+            return super().add_lora_w13(*operands, add_inputs=add_inputs, token_lora_mapping=token_lora_mapping)
+        _w1, _w2, _num_tokens, _k, _max_loras, enabled, *_ = rest
+        self._add_lora_to_experts(y, x, lora_a_stacked, lora_b_stacked, topk_ids.contiguous(), enabled, None)
+        return None, topk_ids.flatten(), None, token_lora_mapping
+
+    def add_lora_w2(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        topk_weights: Tensor,
+        *rest: Any,
+        add_inputs: bool = True,
+    ) -> None:
+        """Add the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for x [T k, K]; ``rest``
+        begins with what ``add_lora_w13`` has returned."""
+        sorted_rows, ids, _, _, _num_tokens, _w1, _w2, _k, _max_loras, enabled, *_ = rest
+        if sorted_rows is not None or not add_inputs or not lora_experts.is_faster(ids, lora_a_stacked[0][0]):
+            super().add_lora_w2(y, x, lora_a_stacked, lora_b_stacked, topk_weights, *rest, add_inputs=add_inputs)
+        else:
+            ids = ids.view(topk_weights.shape)
+            self._add_lora_to_experts(y, x, lora_a_stacked, lora_b_stacked, ids, enabled, topk_weights)
+
+    def _add_lora_to_experts(
+        self,
+        y: Tensor,
+        x: Tensor,
+        a: tuple[Tensor, ...],
+        b: tuple[Tensor, ...],
+        ids: Tensor,
+        enabled: Tensor,
+        weights: Tensor | None,
+    ) -> None:
+        indices, no_lora = self.tokens
+        if not no_lora.item():
+            rows = y.view(-1, y.shape[-1])
+            matrices = [matrix[0] for matrix in a], [matrix[0] for matrix in b]
+            lora_experts.add_lora(rows, x, *matrices, ids, indices, enabled, weights)
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
