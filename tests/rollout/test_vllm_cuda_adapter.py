@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference.lora_experts import add_lora_reference
+
 pytestmark = pytest.mark.vllm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -170,12 +172,12 @@ class Mixture:
 def test_adapters_of_experts_are_added_to_tokens_that_have_the_adapter(cuda, ids):
     mixture, indices = Mixture(len(ids)), torch.tensor(ids, device=DEVICE).clamp(max=1) - 1
     y, out = mixture.add(make_kernels(cuda, ids, "experts"))
-    rest = mixture.ids, indices, mixture.enabled
-    reference = cuda.lora_experts.add_lora_reference
-    slots = [[matrix[0] for matrix in matrices] for matrices in (mixture.a, mixture.b, *mixture.down)]
-    exact = reference(mixture.y.flatten(0, 1), mixture.x, *slots[:2], *rest)
+    rest = indices, mixture.enabled, mixture.ids
+    operands = mixture.a, mixture.b, *mixture.down
+    a, b, down_a, down_b = ([matrix[0] for matrix in matrices] for matrices in operands)
+    exact = add_lora_reference(mixture.y.flatten(0, 1), mixture.x, a, b, *rest)
     torch.testing.assert_close(y.flatten(0, 1).double(), exact, rtol=2**-8, atol=2**-3)
-    exact = reference(mixture.out.flatten(0, 1), mixture.inner, *slots[2:], *rest, mixture.weights)
+    exact = add_lora_reference(mixture.out.flatten(0, 1), mixture.inner, down_a, down_b, *rest, mixture.weights)
     torch.testing.assert_close(out.flatten(0, 1).double(), exact, rtol=2**-8, atol=2**-3)
     assert torch.equal(y[indices < 0], mixture.y[indices < 0])
     assert torch.equal(out[indices < 0], mixture.out[indices < 0])

@@ -22,7 +22,8 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's opera
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """Adapter kernels for linears and one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora``.
+    """Adapter kernels for one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora`` for linears and by
+    ``qerl_pl.kernels.lora_experts`` for few rows of experts.
 
     An index per token tells the kernels which tokens have the adapter; one CUDA graph therefore serves both kinds of
     requests. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched for linears.
@@ -47,7 +48,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
             self.token_mapping_meta.token_lora_mapping[: len(ids)].copy_(self._token_lora_indices[: len(ids)])
 
     with_experts = False
-    """Whether vLLM's own kernels compute adapters on experts. They read the adapter index of each token in int32."""
+    """Whether there are adapters on experts. For many rows, vLLM's own kernels compute them, which read the adapter
+    index of each token in int32."""
 
     def prepare_for_experts(self) -> None:
         """Set the metadata that vLLM's LoRA kernels for experts read; passes change only tokens' adapter indices."""
@@ -56,8 +58,11 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         meta.active_lora_ids.copy_(torch.tensor([0, -1]))
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
-        """Refuse (NotImplementedError) adapters of layers other than linears, which need vLLM's own metadata."""
-        raise NotImplementedError("these adapter kernels are for linears; vLLM's are used if max_loras is above 1")
+        """Refuse (NotImplementedError) adapters of layers other than linears and experts, which need vLLM's own
+        metadata."""
+        raise NotImplementedError(
+            "these adapter kernels are for linears and experts; vLLM's are used if max_loras is above 1"
+        )
 
     add_shrink = add_expand = add_lora_embedding = add_lora_logits = refuse  # pyright: ignore[reportAssignmentType]
 
@@ -92,15 +97,16 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         """Add the adapters of gate and up to y [T, k, N] or [T k, N] in place, for x [T, K], one A [1, E, R, K] and B
         [1, E, n, R] for each, and the experts ``topk_ids`` [T, k] of each token.
 
-        vLLM's method, called for many rows and for settings that ``lora_experts`` does not have, sorts the rows and
-        returns them for ``add_lora_w2``. For rows that are not sorted, vLLM returns the ids as the second value.
+        Returns the first of the arguments ``rest`` of ``add_lora_w2``. vLLM's method, which is called for many rows and
+        in cases that ``lora_experts`` does not support, returns sorted rows there; without sorting, the first value is
+        None and the second has the ids [T k].
         """
         sorts = expert_map is not None or self.lora_config.fully_sharded_loras or not add_inputs
         if sorts or not lora_experts.is_faster(topk_ids, lora_a_stacked[0][0]):
             operands = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights, expert_map, *rest
             return super().add_lora_w13(*operands, add_inputs=add_inputs, token_lora_mapping=token_lora_mapping)
         _w1, _w2, _num_tokens, _k, _max_loras, enabled, *_ = rest
-        self._add_lora_to_experts(y, x, lora_a_stacked, lora_b_stacked, topk_ids.contiguous(), enabled, None)
+        self._add_lora_to_experts(y, x, lora_a_stacked, lora_b_stacked, enabled, topk_ids.contiguous())
         return None, topk_ids.flatten(), None, token_lora_mapping
 
     def add_lora_w2(
@@ -113,30 +119,20 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         *rest: Any,
         add_inputs: bool = True,
     ) -> None:
-        """Add the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for x [T k, K]; ``rest``
-        begins with what ``add_lora_w13`` has returned."""
+        """Add the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for x [T k, K] and one A
+        [1, E, R, K] and B [1, E, N, R]; ``rest`` begins with the values that ``add_lora_w13`` has returned."""
         sorted_rows, ids, _, _, _num_tokens, _w1, _w2, _k, _max_loras, enabled, *_ = rest
         if sorted_rows is not None or not add_inputs or not lora_experts.is_faster(ids, lora_a_stacked[0][0]):
             super().add_lora_w2(y, x, lora_a_stacked, lora_b_stacked, topk_weights, *rest, add_inputs=add_inputs)
         else:
-            ids = ids.view(topk_weights.shape)
-            self._add_lora_to_experts(y, x, lora_a_stacked, lora_b_stacked, ids, enabled, topk_weights)
+            rest = enabled, ids.view(topk_weights.shape), topk_weights.contiguous()
+            self._add_lora_to_experts(y, x, lora_a_stacked, lora_b_stacked, *rest)
 
-    def _add_lora_to_experts(
-        self,
-        y: Tensor,
-        x: Tensor,
-        a: tuple[Tensor, ...],
-        b: tuple[Tensor, ...],
-        ids: Tensor,
-        enabled: Tensor,
-        weights: Tensor | None,
-    ) -> None:
+    def _add_lora_to_experts(self, y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], *rest: Any) -> None:
         indices, no_lora = self.tokens
         if not no_lora.item():
-            rows = y.view(-1, y.shape[-1])
             matrices = [matrix[0] for matrix in a], [matrix[0] for matrix in b]
-            lora_experts.add_lora(rows, x, *matrices, ids, indices, enabled, weights)
+            lora_experts.add_lora(y.view(-1, y.shape[-1]), x, *matrices, indices, *rest)
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference.lora_experts import add_lora_reference
+
 KERNELS = "qerl_pl.kernels.lora_experts"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16]  # the interpreter has no bf16
@@ -49,31 +51,31 @@ class Problem:
 
     @property
     def operands(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor, Tensor, Tensor | None]:
-        return self.a, self.b, self.ids, self.indices, self.enabled, self.weights
+        return self.a, self.b, self.indices, self.enabled, self.ids, self.weights
 
     def added(self, kernels: ModuleType) -> Tensor:
         y = self.y.clone()
         kernels.add_lora(y, self.x, *self.operands)
         return y
 
-    def check(self, kernels: ModuleType, y: Tensor) -> None:
+    def check(self, y: Tensor) -> None:
         """Check that the error of every element is below a bound for its roundings, and that the other rows are
         unchanged."""
-        exact = kernels.add_lora_reference(self.y, self.x, *self.operands)
+        exact = add_lora_reference(self.y, self.x, *self.operands)
         token = torch.arange(len(y), device=DEVICE) // self.ids.shape[1]
         ids = self.ids.flatten()
         with_adapter = (self.indices[token] >= 0) & (ids >= 0) & (ids < len(self.a[0]))
         assert torch.equal(y[~with_adapter], self.y[~with_adapter])
         # The same product of absolute values bounds each sum, and so the error of fp32 sums and of roundings.
-        sizes = [[matrix.abs() for matrix in matrices] for matrices in (self.a, self.b)]
-        size = kernels.add_lora_reference(self.y.abs(), self.x.abs(), *sizes, *self.operands[2:])
+        a, b = ([matrix.abs() for matrix in matrices] for matrices in (self.a, self.b))
+        size = add_lora_reference(self.y.abs(), self.x.abs(), a, b, *self.operands[2:])
         terms = self.x.shape[1] + self.a[0].shape[1]
         rounding = torch.finfo(y.dtype).eps  # the interpreter cuts off, a GPU rounds to half of that
-        bound = 3 * rounding * self.hidden_size(kernels) + rounding * exact.abs() + terms * 2**-23 * size
+        bound = 3 * rounding * self.hidden_size() + rounding * exact.abs() + terms * 2**-23 * size
         excess = ((y.double() - exact).abs() - bound)[with_adapter]
         assert excess.numel() == 0 or excess.max() <= 0, excess.max()
 
-    def hidden_size(self, kernels: ModuleType) -> Tensor:
+    def hidden_size(self) -> Tensor:
         """Compute |w| |x A^T| |B^T| for each element: both x A^T and the update are rounded relative to it."""
         out = torch.zeros_like(self.y, dtype=torch.float64)
         for row, expert in enumerate(self.ids.flatten().tolist()):
@@ -91,7 +93,7 @@ class Problem:
 @pytest.mark.parametrize(("widths", "weighted"), [((40, 40), False), ((150,), True), ((33, 33), True)], ids=str)
 def test_the_kernel_equals_its_definition(kernels, widths, weighted, tokens, rank, dtype):
     problem = Problem(tokens, 3, 5, 300, widths, rank, dtype, weighted=weighted)
-    problem.check(kernels, problem.added(kernels))
+    problem.check(problem.added(kernels))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -100,14 +102,14 @@ def test_one_expert_per_token_and_more_ids_than_a_thread_block_reads(kernels, we
     monkeypatch.setattr(kernels, "FEW_SCANNED", 32)
     for tokens in (30, 300, 600):
         problem = Problem(tokens, 1, 3, 70, (24, 24), 4, DTYPES[1], weighted=weighted)
-        problem.check(kernels, problem.added(kernels))
+        problem.check(problem.added(kernels))
 
 
 @pytest.mark.parametrize("programs", [1, 20, 1000])
 def test_the_number_of_thread_blocks_changes_no_bit(kernels, programs, monkeypatch):
     problem = Problem(9, 2, 4, 530, (300, 300), 24, DTYPES[1])
     expected = problem.added(kernels)
-    problem.check(kernels, expected)
+    problem.check(expected)
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
     assert torch.equal(problem.added(kernels), expected)
 
@@ -119,7 +121,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels):
     for token in (0, 3, 18):
         rows, one = slice(2 * token, 2 * token + 2), slice(token, token + 1)
         y = problem.y[rows].clone()
-        rest = problem.ids[one], problem.indices[one], problem.enabled
+        rest = problem.indices[one], problem.enabled, problem.ids[one]
         kernels.add_lora(y, problem.x[one], problem.a, problem.b, *rest)
         assert torch.equal(y, together[rows])
 
@@ -133,7 +135,7 @@ def test_rows_may_lie_apart_and_garbage_stays_where_it_is(kernels):
     y.copy_(problem.y)
     kernels.add_lora(y, x, *problem.operands)
     problem.x.nan_to_num_()
-    problem.check(kernels, y)
+    problem.check(y)
     assert (wide_y[:, :4] == 7).all()
     assert (wide_y[:, 44:] == 7).all()
 
@@ -174,6 +176,5 @@ def test_few_rows_and_small_ranks_are_for_this_kernel(kernels):
 
 def test_no_rows_are_no_launch(kernels):
     problem = Problem(3, 2, 3, 48, (20, 20), 8, DTYPES[1])
-    kernels.add_lora(
-        problem.y[:0], problem.x[:0], problem.a, problem.b, problem.ids[:0], problem.indices, problem.enabled
-    )
+    rest = problem.indices, problem.enabled, problem.ids[:0]
+    kernels.add_lora(problem.y[:0], problem.x[:0], problem.a, problem.b, *rest)
