@@ -178,3 +178,28 @@ def test_no_rows_are_no_launch(kernels):
     problem = Problem(3, 2, 3, 48, (20, 20), 8, DTYPES[1])
     rest = problem.indices, problem.enabled, problem.ids[:0]
     kernels.add_lora(problem.y[:0], problem.x[:0], problem.a, problem.b, *rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 8, 32, 128, 512])
+@pytest.mark.parametrize("part", ["gate and up", "down"])
+def test_real_shapes_captured_and_repeated(kernels, part, tokens):
+    """Sizes of Qwen3-30B-A3B; a CUDA graph gives the same bits whenever it is replayed, for the adapter it finds."""
+    sizes = (128, 2048, (768, 768)) if part == "gate and up" else (128, 768, (2048,))
+    problem = Problem(tokens, 8, *sizes, 8, torch.bfloat16, weighted=part == "down")
+    problem.added(kernels)
+    y, graph = problem.y.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.add_lora(y, problem.x, *problem.operands)
+    found = []
+    for _ in range(3):
+        y.copy_(problem.y)
+        graph.replay()
+        found.append(y.clone())
+    problem.check(found[0])
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    problem.a[0].mul_(2)
+    y.copy_(problem.y)
+    graph.replay()
+    problem.check(y)
