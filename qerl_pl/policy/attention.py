@@ -1,10 +1,11 @@
 """Attention over packed rows (``policy.packing``), which does not cross the rows' boundaries.
 
-On CUDA in bf16 and fp16 it is torch's varlen kernel (FlashAttention 2). For other dtypes and devices, and for heads
-wider than this kernel supports, queries, keys and values are padded for torch's scaled_dot_product_attention, and its
-output is packed again. With shared prompts, FlashAttention is called once for attention within prompts and completions
-and once for attention of completions to their prompts, and the results are merged by their log-sum-exps. Given the
-merged output and log-sum-exps, FlashAttention's backward returns the exact gradient of each of the two.
+On CUDA in bf16 and fp16, attention is computed by torch's varlen kernel (FlashAttention 2). For other dtypes and
+devices, and for heads wider than this kernel supports, queries, keys and values are padded for torch's
+scaled_dot_product_attention, and its output is packed again. With shared prompts, FlashAttention is called once for
+attention within prompts and completions and once for attention of completions to their prompts, and the results are
+merged by their log-sum-exps. FlashAttention's backward is also called twice; given the merged output and log-sum-exps,
+each call returns the exact gradients of its part of the attention.
 
 Two faster kernels were tried on an H200. cuDNN's, through torch 2.11, returns wrong gradients for packed rows of
 unequal lengths and takes a tenth of a second for every new set of lengths. FlashAttention 3, in the form that vLLM
@@ -37,7 +38,8 @@ _SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make a model's attention accept packed rows, given by ``cu_seq_lens_q``; calls without it use "sdpa"."""
+    """Make a model's attention accept packed rows, whose boundaries are the argument ``cu_seq_lens_q``; calls without
+    this argument use transformers' "sdpa"."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(ATTENTION)
@@ -90,7 +92,7 @@ def packed_attention(
 def packed_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Compute ``packed_attention`` row by row with full score matrices, as its definition."""
+    """Compute ``packed_attention`` row by row with full score matrices: the definition that tests compare it to."""
     outputs = []
     for start, end in pairwise(starts.tolist()):
         q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))  # [heads, S, D]
@@ -159,8 +161,8 @@ def _attention(
 def shared_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, shared: SharedPrompts, scale: float | None
 ) -> Tensor:
-    """Compute causal attention of packed rows with shared prompts, [T, heads, D]; ``starts``, ``longest`` and
-    ``shared`` are fields of ``Packed``. On a GPU in 16 bits it is torch's FlashAttention 2."""
+    """Compute causal attention of packed rows with shared prompts, [T, heads, D], by torch's FlashAttention 2 on a GPU
+    in 16 bits. ``starts``, ``longest`` and ``shared`` are fields of ``packing.Packed``."""
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _SharedAttention.apply(query, key, value, starts, longest, shared, scale)
     return shared_attention_reference(query, key, value, starts, shared, scale)
@@ -169,7 +171,7 @@ def shared_attention(
 def shared_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, shared: SharedPrompts, scale: float | None = None
 ) -> Tensor:
-    """Compute ``shared_attention`` with a full score matrix [T, T], as its definition."""
+    """Compute ``shared_attention`` with a full score matrix [T, T]: the definition that tests compare it to."""
     place = torch.arange(len(query))
     row = torch.zeros_like(place)  # for each token, the number of its prompt or completion
     asks, answers = torch.full_like(place, -1), torch.full_like(place, -2)  # prompt that a token attends to, or is in
@@ -188,7 +190,8 @@ def shared_attention_reference(
 
 
 class _SharedAttention(torch.autograd.Function):
-    """Two FlashAttention calls: within each prompt and each completion, and of completions to their prompts."""
+    """Autograd node that merges two FlashAttention calls: attention within each prompt and each completion, and
+    attention of completions to their prompts."""
 
     @staticmethod
     def forward(

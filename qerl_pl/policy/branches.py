@@ -1,4 +1,4 @@
-"""Sequential test of whether an engine selects completions by a number, such as their length."""
+"""Sequential test of whether an engine selects completions by a number that each of them has, such as its length."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qerl_pl.policy.evidence import in_shares
 
 ODDS = (2.0, 8.0)
 CERTAIN = 0.99
-"""If the tokens with which earlier completions went on have more than this probability in total, the next token says
-almost nothing, and is left out."""
+"""Limit on the total probability of the tokens with which earlier completions continued a prefix. Above it, the token
+that the next completion has there is almost no evidence, and is left out."""
 
 
 class _Rest(NamedTuple):
-    """Tokens of a completion after a branch that no other completion has reached; they become branches when another one
-    does."""
+    """Remaining tokens of the only completion that has reached a branch so far. When a second completion reaches the
+    branch, the first of these tokens becomes a branch too."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -29,7 +29,7 @@ class _Rest(NamedTuple):
 
 @dataclass(eq=False)
 class _Branch:
-    """A token after a prefix that completions of a group share."""
+    """A token that at least one completion of a group has after a certain prefix."""
 
     probability: float
     rest: _Rest | None
@@ -60,13 +60,14 @@ def branch_evidence(
     """Compute the evidence that completions repeat the beginnings of earlier completions with low (or high) numbers
     more often than the policy's probabilities say, as when an engine samples more completions and keeps the shortest.
 
-    The completions of a group are compared one after the other. Where a completion has a prefix in common with earlier
-    ones, E is the set of those next tokens of the earlier ones after which the number was on average at most (or at
-    least) its mean in the group so far. M is the probability of E according to the log-probabilities that the engine
-    reported. In the alternatives, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of a token is o /
-    (1 + (o - 1) M) in E and 1 / (1 + (o - 1) M) outside. E depends on earlier completions only, so the product of these
-    ratios is a martingale as those of ``evidence`` are, provided that the engine reports equal probabilities after
-    equal prefixes; differences by rounding errors have either sign and nearly cancel.
+    The completions of a group are compared one after the other. At every prefix that a completion shares with earlier
+    completions, let E be a set of tokens with which the earlier ones continue it: token t is in E if the mean of the
+    number over the earlier completions that continue with t is at most (or at least) its mean over all earlier
+    completions of the group. M is the probability of E according to the log-probabilities that the engine reported. In
+    the alternatives, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of the completion's next token
+    is o / (1 + (o - 1) M) if the token is in E, else 1 / (1 + (o - 1) M). E depends on earlier completions only, so the
+    product of these ratios is a martingale, as in ``evidence``, provided that the engine reports equal probabilities
+    after equal prefixes; differences by rounding errors have either sign and nearly cancel.
 
     Args:
         groups: tokens and log-probabilities in nats of each completion of P groups.
@@ -104,7 +105,8 @@ def _of_group(
 
 
 def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator[float]:
-    """Compute the log-likelihood ratios of a token after a prefix for each number, direction and odds."""
+    """Yield the log-likelihood ratio of ``token`` after the prefix that ends in ``branch``, for each number, direction
+    and odds (see ``branch_evidence``); ``means`` are the means of the numbers in the group so far."""
     taken = branch.following.get(token)
     for number, mean in enumerate(means):
         for sign in (1, -1):

@@ -32,7 +32,8 @@ CHUNK = 64
 
 
 class Groups:
-    """Rows of one packed batch in groups of similar lengths; the lengths are read from the GPU once for all layers."""
+    """Rows of one packed batch in groups of similar lengths. All layers share one such object, so the lengths are read
+    from the GPU only once per batch."""
 
     def __init__(self) -> None:
         self._starts: Tensor | None = None
@@ -44,7 +45,8 @@ class Groups:
         """[T] int64, index of each packed token among the tokens of all groups."""
 
     def of(self, starts: Tensor) -> Groups:
-        """Group the rows that begin at ``starts`` (see ``packing.Packed``); a repeated call returns at once."""
+        """Group the rows that begin at ``starts`` (see ``packing.Packed``). A further call with the same tensor object
+        returns the existing groups."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()
@@ -60,8 +62,8 @@ class Groups:
 
 
 def grouped(lengths: Sequence[int]) -> list[list[int]]:
-    """Divide rows with tokens into groups, longest rows first, such that the shortest row of a group has more than half
-    as many chunks as the longest one."""
+    """Divide rows that have tokens into groups, longest rows first, such that the shortest row of a group has more than
+    half as many chunks of 64 tokens as the group's longest row."""
     groups: list[list[int]] = []
     chunks = [ceil(length / CHUNK) for length in lengths]
     for row in sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]):
@@ -75,7 +77,7 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def use_packed_delta_nets(model: PreTrainedModel) -> None:
-    """Make a model's gated delta nets accept packed rows, given by ``cu_seq_lens_q``."""
+    """Make a model's gated delta nets accept packed rows, whose boundaries are the argument ``cu_seq_lens_q``."""
     groups = Groups()
     for module in model.modules():
         known: Any = module

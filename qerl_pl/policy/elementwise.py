@@ -49,7 +49,8 @@ def liger_elementwise() -> Elementwise:
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Return whether to use liger-kernel on a GPU; ValueError: the setting is true and it is not installed."""
+    """Return whether to use liger-kernel on a GPU; raise ValueError if the setting is true and liger-kernel is not
+    installed."""
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
         raise ValueError(f"model.fused_elementwise is true and {not_installed(PACKAGE)}, or say auto")
@@ -60,8 +61,9 @@ def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
     """Make the norms, MLPs and attention modules of a model use the given operations. The ``forward`` of each module is
     replaced; classes stay as they are.
 
-    Modules keep their own forward if in their family they compute another function (``Family.elementwise``), if they
-    are MLPs with an activation other than SiLU, or, in the case of attention, while a KV cache is in use (sampling).
+    Some modules keep transformers' forward: those that compute another function in the model's family (not listed in
+    ``Family.elementwise``), MLPs with an activation other than SiLU, and attention while a KV cache is in use
+    (sampling).
     """
     parts = FAMILIES[model.config.model_type].elementwise
     for module in model.modules():
@@ -106,8 +108,8 @@ def _attention(
     rotate = partial(operations.rotate, *unrotated, *position_embeddings)
     kept = active()
     # When backward recomputes a block with selective checkpointing, the rotation must not run again: the stored outputs
-    # of q_proj and k_proj may have been rotated in place already. Its results are not needed then, because the output
-    # of attention is stored as well.
+    # of q_proj and k_proj may have been rotated in place already. Rotated queries and keys are not needed in the
+    # recomputation, because the output of attention is stored as well.
     queries, keys = rotate() if kept is None else kept.unread(rotate, unrotated)
     attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     output, _ = attend(

@@ -76,8 +76,8 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     above_one += [total(square), total(square.square())]
     masses = zip(POWERS, below_one + above_one, strict=True)
     columns = [log_q_target, *(power * log_q_target - mass.log() for power, mass in masses)]
-    # If the probabilities of all tokens lie end to end on [0, 1] in descending order, that of the target occupies the
-    # part [likelier, at_least]. Tokens of equal q share one part evenly.
+    # Place the probabilities of all tokens end to end on [0, 1] in descending order; the target's probability then
+    # occupies the interval [likelier, at_least]. Tokens of equal q share one interval evenly.
     likelier, at_least = (total(q.where(mask, 0)) for mask in (log_q > log_q_target, log_q >= log_q_target))
     width = (at_least - likelier).clamp(min=torch.finfo(q.dtype).tiny)
     for mass in NUCLEI:
@@ -96,8 +96,9 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
 
 
 def in_shares(evidence: Tensor) -> Tensor:
-    """Combine the evidence [K, N], in nats, of N independent units (rows or groups) for K alternatives, supposing that
-    each unit is changed with probability s only. Returns [len(SHARES) * K], for each s of ``SHARES`` in order."""
+    """Combine the evidence for K alternatives, [K, N] in nats, that N independent units (rows or groups) give, for the
+    case that the alternative produced each unit only with probability s, and the policy the rest. Returns [len(SHARES)
+    * K] in nats, the K values of each s of ``SHARES`` in order."""
     shares = torch.tensor(SHARES, dtype=evidence.dtype).reshape(-1, 1, 1)
     return torch.logaddexp((1 - shares).log(), shares.log() + evidence).sum(dim=2).flatten()
 
@@ -161,8 +162,9 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
 
 
 def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]) -> Iterator[Draw]:
-    """Prepare the arguments of ``copy_evidence`` from this rollout's rows (digest of prompt, digest of completion,
-    log-probability) and the digests of prompt and completion that were ``seen`` in earlier rollouts."""
+    """Yield the arguments of ``copy_evidence``, one per row of this rollout. ``rows``: digest of prompt, digest of
+    completion, and log-probability of the completion in nats; ``seen``: digests of prompt and completion of each row of
+    earlier rollouts."""
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     sizes, groups = Counter(prompt for prompt, _, _ in rows), defaultdict(list)
     drawn = defaultdict[int, dict[int, float]](dict)
@@ -179,7 +181,8 @@ def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, floa
 
 
 def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
-    """Compute the evidence that a number of each completion depends on the completion's place in its group.
+    """Compute the evidence that a number which each completion has, such as its length, depends on the completion's
+    place in its group.
 
     Independent draws may be in any order. The rank of each value among those before it in its group, divided by their
     number with ties broken at random, is therefore uniform in [0, 1] and independent of the earlier ranks. The
@@ -208,6 +211,6 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 
 def log_false_alarm(evidence: Tensor) -> float:
     """Return the logarithm of an upper bound on the probability that independent draws reach this evidence [K], by
-    Ville's inequality for the mixture of the K alternatives with equal weights. For the evidence that ``accumulated``
-    returns, it is a probability per rollout."""
+    Ville's inequality for the mixture of the K alternatives with equal weights. For evidence that ``accumulated``
+    returned, multiply the bound by the number of rollouts."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

@@ -26,8 +26,9 @@ class Jump(NamedTuple):
 
 
 def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
-    """Compare a positive value with at least ``least`` earlier ones, by median and median absolute deviation of their
-    logarithms; values below ``floor`` are raised to it."""
+    """Compare a positive value with the earlier values in ``history``, by the median and the median absolute deviation
+    of their logarithms. Values below ``floor`` count as ``floor``; with fewer than ``least`` earlier values, the result
+    says that there is no difference."""
     if len(history) < least:
         return Jump(1.0, 0.0)
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
@@ -54,7 +55,7 @@ def far_share(log_ratio: Tensor) -> float:
     """Return the share of tokens whose probabilities in trainer and sampler differ by a factor of more than ``FAR``.
 
     By Chebyshev's inequality at most E[r^2] / log(FAR)^2 of the tokens have such a log-ratio r: below 1e-4 for a
-    correct engine, whose r is 0.02 in root mean square; a token that was altered after sampling usually has one.
+    correct engine, whose r is 0.02 in root mean square. A token that was altered after sampling usually counts.
     """
     return (log_ratio.abs() > math.log(FAR)).double().mean().item() if len(log_ratio) else 0.0
 
@@ -73,6 +74,6 @@ def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
 
 
 def high_gap(row_gaps: Tensor) -> float:
-    """Return the largest gap that at least 1/32 of the rows, and at least two rows, reach; ``row_gaps`` are the rows'
-    mean |log-ratio|."""
+    """Return the largest gap that at least 1/32 of the rows, and at least two rows, have or exceed, so that one bad row
+    does not decide. ``row_gaps`` are the rows' mean |log-ratio| in nats."""
     return row_gaps.sort(descending=True).values[min(max(2, -(-len(row_gaps) // 32)), len(row_gaps)) - 1].item()

@@ -34,7 +34,7 @@ class Kept:
 
     def take(self) -> Tensor:
         """Remove and return the next stored result, a leaf of the autograd graph; raises RuntimeError if none is left,
-        because backward runs a second time over the same graph."""
+        which means that backward runs a second time over the same graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"
@@ -42,8 +42,8 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a result and store it, and let autograd keep all tensors that its backward needs; in the
-        recomputation, return the stored result."""
+        """In forward, compute a result and store it, and let autograd keep all tensors that the backward of this
+        computation needs. When backward recomputes the block, return the stored result."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):
@@ -52,7 +52,8 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Compute a value that only functions passed to ``whole`` use; recomputation returns ``instead``."""
+        """Compute a value that is read only by functions passed to ``whole``, which do not run when backward recomputes
+        the block; in the recomputation, return ``instead``."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
@@ -60,7 +61,8 @@ class Kept:
 
 
 def _same(tensor: Tensor) -> Tensor:
-    """Replace the hook of torch.utils.checkpoint, which would drop a tensor that autograd saves."""
+    """Return a tensor that autograd saves unchanged. As a saved-tensor hook, this overrides the hook of
+    torch.utils.checkpoint, which would drop the tensor."""
     return tensor
 
 
@@ -82,13 +84,15 @@ def kept_whole(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return context managers for a block's run in forward and its run in backward (torch's ``context_fn``)."""
+    """Return two context managers, for a block's run in forward and for its recomputation in backward, as
+    torch.utils.checkpoint wants them of its ``context_fn``."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 
 
 class _Run:
-    """Context in which a block runs. If backward is called twice, torch enters the recomputation's context twice."""
+    """Context in which a block runs in forward, or again in backward. It can be entered several times, because torch
+    enters the second context once per call of backward."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

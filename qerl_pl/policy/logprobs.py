@@ -41,7 +41,8 @@ class Head(NamedTuple):
 
 
 def head_of(model: Any, family: Family, temperature: float) -> Head:
-    """Describe how a model's hidden states become the distribution that is sampled from at a temperature."""
+    """Return a model's output head with the constants that turn its logits into the distribution sampled at a
+    temperature."""
     divisor = 1.0 if family.logit_divisor is None else getattr(model.config, family.logit_divisor)
     cap = None if family.logit_cap is None else getattr(model.config, family.logit_cap)
     embeddings = model.get_output_embeddings()

@@ -116,8 +116,9 @@ class LoraSettings:
 
 
 def open_settings() -> LoraSettings:
-    """Return settings that are all open (None), so that a command line that sets only ``start`` takes the others from
-    the adapter at ``start``. ``dataclasses.replace`` calls the constructor, which fills in the values."""
+    """Return settings that still have the fields' defaults, mostly None, because the constructor has not run, so that a
+    command line that sets only ``start`` takes the others from that adapter. ``dataclasses.replace`` then calls the
+    constructor, which fills in every None."""
     settings = object.__new__(LoraSettings)
     for field in fields(LoraSettings):
         object.__setattr__(settings, field.name, field.default)
@@ -157,7 +158,8 @@ class LoraLinear(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def adapted(self) -> Adapted | None:
-        """Return weight and adapter for ``lora_products``; None without an adapter or with dropout."""
+        """Return the layer's weight and adapter as an argument of ``lora_products``; None if the layer has no active
+        adapter or applies dropout, which ``lora_products`` does not support."""
         (name,) = self.active_adapters
         if self.disable_adapters or not isinstance(self.lora_dropout[name], nn.Identity):
             return None
@@ -191,8 +193,9 @@ def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
-    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as the LoRA layer; ``base`` is the name of the
-    base written into it, and ``norms`` are the norms of a block that ``train_norms`` trains."""
+    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as the LoRA layer; ``base`` is the base model's
+    name in the configuration, and ``norms`` are names of a block's norms, which are trained if ``train_norms`` is
+    set."""
     rank, alpha, targets, rslora = settings.filled_in()
     experts = settings.expert_rank or 0
     config = LoraConfig(
@@ -211,8 +214,8 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) -> None:
-    """Raise ValueError if an adapter target matches no linear, or one that is not among the decoder blocks'
-    ``Family.projections`` and would never be trained; PEFT accepts both silently."""
+    """Raise ValueError if an adapter target matches no linear, or a linear that is not one of ``Family.projections`` of
+    a decoder block, whose adapter would never be trained; PEFT accepts both silently."""
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]
     if unmatched:

@@ -32,7 +32,8 @@ def expert_rank(rank: int, setting: int | None, targets: Collection[str], chosen
 
 
 def adapted(names: Iterable[str]) -> list[str]:
-    """List, sorted, the LoRA targets of an adapter with tensors of these names; experts count as ``MLP``."""
+    """List, sorted, the LoRA targets of an adapter whose tensors have these names; an adapter on experts counts as the
+    targets ``MLP`` (gate_proj, up_proj, down_proj)."""
     linears = {name.split(".")[-3] for name in names if name.endswith(".lora_A.weight")}
     return sorted(linears - {"experts", "base_layer"} | (set(MLP) if "experts" in linears else set()))
 
@@ -49,8 +50,8 @@ def stacked(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number: int) -> Tensor | None:
-    """Compute B A of one part, such as up_proj, of all experts, [E, N, K]; ``experts`` is PEFT's name of their module.
-    None if the adapter has none."""
+    """Compute B A of one part, such as up_proj, of all experts, [E, N, K]; ``experts`` is PEFT's name of the experts'
+    module. Returns None if the adapter has no tensors of this part."""
     name = f"{experts}.lora_" if part == "down_proj" else f"{experts}.base_layer.lora_"
     if f"{name}A.weight" not in adapter:
         return None
@@ -77,7 +78,8 @@ class LoraExperts(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [E, R, K] and scaled B [E, N, R] in fp32, differentiable; R is a multiple of ``MULTIPLE``."""
+        """Return A [E, R, K] and scaled B [E, N, R] in fp32, differentiable. R is the rank padded with zeros to a
+        multiple of ``MULTIPLE``, as the grouped products need."""
         (name,) = self.active_adapters
         a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
         a, b = stacked(a, self.scaling[name] * b, self.number)
@@ -95,7 +97,8 @@ class LoraExperts(nn.Module, LoraLayer):
 
 
 def with_experts(config: LoraConfig, rank: int, scaling: float) -> LoraConfig:
-    """Add adapters of a rank (0: none) on experts to PEFT's configuration, with the scale of other linears' updates."""
+    """Add adapters on experts, of the given rank (0: none), to PEFT's configuration. Their updates B A are multiplied
+    by ``scaling``, as those of other linears are."""
     if rank:
         alpha: Any = scaling * (rank**0.5 if config.use_rslora else rank)
         config.target_parameters = list(PARAMETERS)

@@ -5,10 +5,10 @@
 Linears with the same input x, such as q_proj, k_proj and v_proj, may share one node. Letters: T tokens, K inputs, N
 outputs, r rank, s the scale alpha / r. The product s B is computed in fp32 and then rounded to the compute dtype
 (``scaled``), as in the rollout engines: rounding B first would give other values, unless s is a power of two. The
-adapter's product is added by the matrix product that computes the base's part (beta = 1), so no [T, N] or [T, K] tensor
-is read or written only for an addition. Gradients of the fp32 master weights are never rounded to the compute dtype.
-Autograd keeps x, x A^T, A and s B in the compute dtype; W is dequantised again in backward. With few tokens, the CPU's
-launch overhead bounds the time, so there is one autograd node and as few operations as possible.
+adapter's part is computed first, and the matrix product of the base's part adds to it in place (beta = 1), so no [T, N]
+or [T, K] tensor is read or written only for an addition. Gradients of the fp32 master weights are never rounded to the
+compute dtype. Autograd keeps x, x A^T, A and s B in the compute dtype; W is dequantised again in backward. With few
+tokens, the CPU's launch overhead bounds the time, so there is one autograd node and as few operations as possible.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +97,8 @@ def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
 
 
 class _Adapted(torch.autograd.Function):
-    """Computes x A^T and s B, saves what backward needs and allocates y without computing it."""
+    """Autograd node that computes x A^T and s B, saves what backward needs and allocates y, whose values
+    ``lora_products`` writes afterwards."""
 
     @staticmethod
     def forward(

@@ -75,12 +75,14 @@ class Layout(NamedTuple):
 
 
 def attends_to_everything(config: PretrainedConfig) -> bool:
-    """Return whether every layer attends to all earlier tokens, so that rows can share prompts."""
+    """Return whether every layer attends to all earlier tokens (no sliding window or recurrent state), as the packing
+    of shared prompts needs."""
     return all(window is None for window in attention_windows(config))
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether a pass may share prompts: on a GPU in 16 bits, if all layers attend to all earlier tokens."""
+    """Return whether rows with equal prompts may be packed with one copy of the prompt: on a GPU in 16 bits, if all
+    layers attend to all earlier tokens."""
     return model.device.type == "cuda" and model.dtype != torch.float32 and attends_to_everything(model.config)
 
 
@@ -148,7 +150,7 @@ def micro_batches_of_groups(
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
-    """Pack the first ``lengths`` [B] tokens of each row of [B, S] int64; 0 leaves a row out."""
+    """Pack the first ``lengths[b]`` tokens of each row b of [B, S] int64; rows of length 0 are left out."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     inside = columns < lengths.unsqueeze(1)  # [B, S]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

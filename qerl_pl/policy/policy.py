@@ -139,14 +139,15 @@ class Policy(nn.Module):
 
     @cached_property
     def _trained(self) -> dict[str, tuple[nn.Module, str]]:
-        """Map PEFT's names of trained tensors to module and attribute; PEFT's own lookup walks the whole model."""
+        """Map PEFT's names of the trained tensors to the module and attribute that hold each; cached, because PEFT's
+        lookup walks the whole model."""
         live = self.model.state_dict(keep_vars=True)
         state = get_peft_model_state_dict(self.model, live, adapter_name=ADAPTER, save_embedding_layers=False)
         places = {id(own): (module, leaf) for module in self.modules() for leaf, own in module._parameters.items()}
         return {name: places[id(parameter)] for name, parameter in state.items()}
 
     def load_adapter_state(self, adapter: Mapping[str, Tensor]) -> None:
-        """Copy the values of an adapter; raises ValueError if its names or shapes differ from this policy's adapter."""
+        """Copy the values of an adapter into this policy's; raises ValueError if names or shapes of the two differ."""
         live = self.adapter_state()
         check_same_tensors(adapter, live)
         for name, tensor in adapter.items():
@@ -154,7 +155,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Compute with the reference, which is the policy at its start: the adapter ``start``, or the base alone."""
+        """Make the model compute, inside the context, what the policy computed when the run began: with the adapter
+        ``start`` if the run began with one, else with the base alone."""
         if self.start is None:
             with self.model.disable_adapter():
                 yield
@@ -170,7 +172,8 @@ class Policy(nn.Module):
                 parameter.data = current[name]
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Return the norms that get AQN's noise (``Family.noise_norms``) by name; trained norms are PEFT's copies."""
+        """Return by name the norms to whose weights AQN adds noise (``Family.noise_norms``); for norms that are
+        trained, PEFT's trainable copies."""
         modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -187,7 +190,8 @@ class Policy(nn.Module):
         }
 
     def embedding_weights(self) -> dict[str, Tensor]:
-        """Return the input embedding [V, H] and, unless tied to it, the head, sharing their memory."""
+        """Return the input embedding [V, H] and, unless it is tied to the embedding, the head; both share the model's
+        memory."""
         names = "model.embed_tokens.weight", "lm_head.weight"
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
@@ -198,12 +202,14 @@ class Policy(nn.Module):
 
     @property
     def routing(self) -> Routing | None:
-        """Numbers of mixtures, of experts and of experts per token; None for a dense model."""
+        """Number of blocks with a mixture of experts, of experts per block, and of experts per token; None for a dense
+        model."""
         found = mixtures(self.causal_lm)
         return Routing(len(found), *found[0].sizes[:2]) if found else None
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
-        """Return the packed linears, also of experts, by their names in the base's checkpoint; empty if it is dense."""
+        """Return the linears with 4-bit weights, also of experts, by their names in the base's checkpoint; empty if the
+        base is dense."""
         modules = self.causal_lm.named_modules()
         linears = {
             name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
@@ -278,8 +284,8 @@ class Policy(nn.Module):
     def margins(
         self, tokens: Tensor, mask: Tensor, seeds: Tensor, *, temperature: float, routes: Tensor | None = None
     ) -> Tensor:
-        """Compute ``margins.margins`` of the N masked tokens in row-major order, [N] fp32 in nats, for rows that were
-        sampled with noise keyed by their seeds, [B] int64, and by the places of their tokens."""
+        """Compute ``margins.margins`` of the N masked tokens in row-major order, [N] fp32 in nats, for rows that vLLM
+        sampled with the Gumbel noise ``margins.keyed_noise`` of their seeds, [B] int64."""
         row, column = mask.nonzero(as_tuple=True)
         found, first = [], 0
         for logits, targets in self._logits(tokens, mask, temperature, routes):
@@ -291,8 +297,8 @@ class Policy(nn.Module):
     def _logits(
         self, tokens: Tensor, mask: Tensor, temperature: float, routes: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield fp32 logits at a temperature, [n, V], and tokens, [n], of n masked tokens at a time, in row-major
-        order."""
+        """Yield, for n masked tokens at a time in row-major order, the fp32 logits divided by the temperature, [n, V],
+        from which each token was sampled, and the tokens, [n]."""
         wanted, hidden, _ = self._predicting(tokens, mask, routes)
         head = self.head(temperature)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
@@ -301,11 +307,13 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a pass computes a prompt that several rows share only once, see ``shares_prompts``."""
+        """Whether a forward pass computes a prompt only once for all rows that have it, see
+        ``packing.shares_prompts``."""
         return shares_prompts(self.causal_lm)
 
     def head(self, temperature: float) -> Head:
-        """Return what turns hidden states into the distribution that is sampled from at a temperature."""
+        """Return the output head with the constants that turn its logits into the distribution sampled at a
+        temperature."""
         return head_of(self.causal_lm, self.family, temperature)
 
     def _predicting(
@@ -316,7 +324,8 @@ class Policy(nn.Module):
 
 
 def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if an adapter's tensors are missing, unknown, of another shape than expected or not floating."""
+    """Raise ValueError if an adapter lacks a tensor of ``expected``, or has one that is unknown, of another shape or
+    not floating."""
     missing, unknown = sorted(expected.keys() - adapter.keys()), sorted(adapter.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(

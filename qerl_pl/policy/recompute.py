@@ -51,7 +51,8 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """List the levels of gradient checkpointing to choose from, each with less memory than the previous one."""
+    """List the levels of gradient checkpointing from which the memory plan chooses, each with less memory than the
+    previous one."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
@@ -89,7 +90,8 @@ def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = 
 
 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Set what a model's blocks recompute, from the next forward pass on; offloading is left to callers."""
+    """Set what a model's blocks recompute, from the next forward pass on. Moving the blocks' inputs to host memory
+    (level "offload") is left to callers."""
     decoder: Any = model.model
     last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):

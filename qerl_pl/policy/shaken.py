@@ -1,4 +1,4 @@
-"""Compute a model with other rounding errors, as another correct implementation of it would.
+"""Compute a model with added rounding errors, to estimate how much another correct implementation of it would differ.
 
 Two implementations of one model add and round in different orders, so their results differ. How much depends on the
 model: one with a few huge activations magnifies rounding errors, which average out in a model with random weights. The
@@ -49,8 +49,8 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
 def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute N log-probabilities and, for each, the root mean square of its changes by other rounding errors of
-    ``dtype``.
+    """Compute N log-probabilities and, for each, the root mean square of its changes in ``SHAKES`` passes with random
+    rounding errors of ``dtype``; [N] each, in nats.
 
     ``score(copies)`` computes the log-probabilities with ``model`` in a batch of ``copies`` equal rows: [copies, N].
     """
@@ -61,7 +61,8 @@ def with_rounding(
 def rounding_of(
     plain: Tensor, score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> Tensor:
-    """Compute the second result of ``with_rounding``, [N], if the first is known."""
+    """Compute only the changes by rounding errors that ``with_rounding`` returns second, [N] in nats, if its first
+    result, ``plain``, is known."""
     with shaken(model, dtype, seed=seed):
         errors = score(SHAKES) - plain
     return errors.square().mean(dim=0).sqrt()

@@ -134,7 +134,7 @@ def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
 
 def _expert_rank(config: Mapping[str, Any], where: str) -> int:
     """Return the rank of the adapters on experts, 0 without any. ValueError: gate_up_proj and down_proj of all experts
-    are not both adapted, or not with one rank and the scale of the adapters on other linears."""
+    are not both adapted, their ranks differ, or their scale is not that of the adapters on other linears."""
     parameters, ranks, alphas = (config.get(name) or {} for name in EXPERTS)
     if not (parameters or ranks or alphas):
         return 0

@@ -24,7 +24,8 @@ class Teacher:
         folder: checkpoint folder, dense or packed.
         dtype: compute dtype.
         device: device of the passes.
-        keep: "gpu": the weights stay on the device; "host": they are in host memory outside of ``ready``.
+        keep: "gpu": the weights stay on the device; "host": they are on the device only inside the context ``ready``,
+            and in host memory otherwise.
 
     Raises:
         ValueError: the folder holds no supported model.
@@ -50,7 +51,8 @@ class Teacher:
             self.model.to(device=torch.device("cpu"))
 
     def head(self, temperature: float) -> Head:
-        """Return what turns hidden states into the distribution at a temperature, on the device."""
+        """Return the output head, on the device, with the constants that turn its logits into the distribution at a
+        temperature."""
         head = head_of(self.model, self.family, temperature)
         return head._replace(weight=head.weight.to(self.device))
 
@@ -58,7 +60,7 @@ class Teacher:
     def score(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities of the masked tokens, and the hidden states from which they are predicted.
 
-        Call it inside of ``ready``.
+        Call it inside of the context ``ready``, in which the weights are on the device.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
