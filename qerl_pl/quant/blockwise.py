@@ -15,16 +15,16 @@ from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
 PRIOR_ROWS = 256
-"""Weight, in rows, of the mean over the rows of all experts in the mean of each expert."""
+"""Number of rows as which the mean of x x^T over all experts' rows counts in the mean of each single expert."""
 
 
 class BlockStream:
     """Hidden states of calibration sequences ``tokens``, [S, L] int64, at the input of the next decoder block, kept in
     host memory.
 
-    A block runs on ``device`` inside of ``skeleton``, the model on the meta device, in which all other blocks are
-    replaced by the identity. So the model's own forward computes masks, rotary embeddings and attention. ``skeleton``
-    is modified.
+    ``skeleton`` is the whole model on the meta device. To run a block on ``device``, its weights are filled in and all
+    other blocks of ``skeleton`` are replaced by the identity, so masks, rotary embeddings and attention are those of
+    transformers' forward. ``skeleton`` is modified.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class BlockStream:
     def second_moments(
         self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str], *, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """Run the block ``name`` with the weights ``tensors``, by full name, and return the mean of x x^T over the
-        inputs x of each of its ``linears``, by full name: [K, K] on the device, computed in ``dtype``, fp32 or fp64.
-        The means of an expert's linears also include tokens of other experts, see ``_shrink``."""
+        """Run the block ``name`` with the weights ``tensors``, and return, for each of its ``linears``, the mean of x
+        x^T over the linear's inputs x: [K, K] on the device, computed in ``dtype``, fp32 or fp64. Tensors and linears
+        are given by their full names. The means of an expert's linears also include tokens of other experts, see
+        ``_shrink``."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
         counts: Counter[str] = Counter()
@@ -71,7 +72,8 @@ class BlockStream:
         return {linear: sums[linear].div_(counts[linear]) for linear in linears}
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the stored hidden states by the output of block ``name``, computed with the given weights."""
+        """Replace the stored hidden states by the output of the block ``name``, computed from them with the weights
+        ``tensors`` (by full name)."""
         self.hidden = self._run(self._place(name, tensors))
         self._remove(name)
 

@@ -1,4 +1,5 @@
-"""Read calibration data: sequences of tokens similar to the prompts and completions of the model."""
+"""Read calibration data for the quantiser: sequences of tokens, best of text like the prompts and completions of later
+training."""
 
 import json
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ class Calibration(NamedTuple):
 
 
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
-    """Tokenise a data source with the tokenizer in the folder ``model``, concatenate its rows with the end-of-text
-    token after each, and return the first ``samples`` pieces of ``length`` tokens.
+    """Tokenise a data source with the tokenizer in the folder ``model``, concatenate its rows with an end-of-text token
+    after each row, and return the first ``samples`` pieces of ``length`` tokens.
 
     Args:
         source: a .txt file (one text), a .jsonl file, or the name of a data set on the Hugging Face hub (its split

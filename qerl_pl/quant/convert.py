@@ -1,7 +1,7 @@
 """Convert a published NVFP4 checkpoint to W4A16: 4-bit weights and 16-bit activations.
 
-The copy has the layout that ``quantize_checkpoint`` writes, which both the trainer and the engine read. If the
-checkpoint, in NVFP4 or 16 bits, has a vision part, the copy has only the text model.
+Trainer and rollout engines can read the copy, which has the layout that ``quantize_checkpoint`` writes. If the
+checkpoint (NVFP4 or 16 bits) has a vision part, only its text model is copied.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,8 +86,8 @@ def _dense(
 
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors to write for linears that engines fuse, with one tensor scale; ValueError if that is
-    impossible."""
+    """Return the tensors to write for linears that engines fuse into one matrix, changed to have one common tensor
+    scale; ValueError if this would change dequantised weights."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())
@@ -134,7 +134,8 @@ def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
 
 
 def _absorbed(weight: PackedWeight, scale: Tensor) -> Tensor | None:
-    """Return the bits of a weight's block scales under another tensor scale; None if E4M3 does not have one of them."""
+    """Return the bits of the block scales that a weight needs under another tensor scale to stay the same; None if E4M3
+    cannot represent one of them."""
     used = weight.block_scale.unique()
     wanted = used.view(torch.float8_e4m3fn).double() * (weight.global_scale / scale)
     bits = wanted.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)

@@ -65,7 +65,8 @@ def quantises_cache(config: Mapping) -> bool:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """Return the layout of a checkpoint's packed linears, None if it has none; ValueError: it needs conversion."""
+    """Return the layout of a checkpoint's packed linears, or None if all its linears are dense; ValueError if a base
+    cannot have this quantisation (``convert`` may be able to make a copy that can be used)."""
     config = quantization_config(path)
     if config is None:
         return None
@@ -93,8 +94,8 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Return the layout of packed linears in a checkpoint that may have NVFP4 with features that ``convert`` removes;
-    for other checkpoints, return and raise as ``read_layout`` does."""
+    """Do as ``read_layout``, but also return the layout of an NVFP4 checkpoint that first needs ``convert``, for which
+    ``read_layout`` raises ValueError."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)

@@ -1,8 +1,9 @@
 """Mixture of experts: a router that chooses k of E small MLPs for each token, with frozen weights.
 
-A checkpoint stores each expert's linears apart, so before its weights are read, a model has ``SeparateExperts``, whose
-linears the quantiser and the loader treat like all others. A loaded model has ``FrozenExperts``, which multiplies the
-tokens of all experts in one grouped product. Letters: T tokens, S = k T rows, H hidden size, I inner size.
+A checkpoint stores each expert's linears separately. Before its weights are read, a model therefore has
+``SeparateExperts``, whose linears the quantiser and the loader treat like all other linears. The loader then replaces
+them by ``FrozenExperts``, which computes the products of all experts as one grouped product. Letters: T tokens, S = k T
+rows, H hidden size, I inner size.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from qerl_pl.quant.linear import FrozenLinear
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Names of the linears of an expert, y = down(silu(gate(x)) up(x))."""
 UNSEEN = 255
-"""Number, in counts of experts that a router would not have chosen, for tokens that were not computed."""
+"""Value for tokens that were not computed, in tensors that count, per token, experts that a router would not have
+chosen."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 """Pattern of an expert's linear; its groups are the experts' module and the linear's name in ``PARTS``."""
 
 
 class Routing(NamedTuple):
-    """Sizes of what a rollout engine returns about the mixtures of experts of a model."""
+    """Sizes of the routes that a rollout engine returns: the numbers of the experts that it chose, [tokens, L, k]."""
 
     num_layers: int
     """Number of blocks with a mixture, L."""
@@ -54,7 +56,7 @@ class Replay(NamedTuple):
     """[...] uint8, into which the pass writes how many of these experts the router would not have chosen."""
 
     def of_layer(self, number: int) -> Self:
-        """Return the replay of the mixture ``number``, whose tensors are views of those of all L mixtures."""
+        """Return the part of mixture ``number`` of this replay of L mixtures; its tensors are views."""
         return type(self)(self.ids[:, number], self.others[:, number])
 
 
@@ -70,13 +72,14 @@ def weigh(probabilities: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
 
 
 def count_others(ids: Tensor, own: Tensor) -> Tensor:
-    """Count, for each token, the experts of ids [T, k] that are not in ``own`` [T, k]; returns [T] uint8."""
+    """Count, for each token, the experts of ``ids`` [T, k] that are not among those that the router chooses, ``own``
+    [T, k]; returns [T] uint8."""
     return (ids.unsqueeze(2) != own.unsqueeze(1)).all(dim=2).sum(dim=1).to(torch.uint8)
 
 
 class _Unset(nn.Linear):
-    """Linear whose weights are not initialised, because initialising the 18 000 linears of a large mixture takes longer
-    than everything else that is done with them."""
+    """Linear whose weights are not initialised when it is made, because initialising the 18 000 linears of a large
+    mixture would take longer than reading their weights."""
 
     def reset_parameters(self) -> None:
         pass
@@ -97,7 +100,8 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Experts as separate modules, with linears such as ``experts.3.up_proj``, which compute one after another."""
+    """Experts as separate modules, with linears such as ``experts.3.up_proj``; forward computes one expert after
+    another."""
 
     def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         """Compute the weighted sum of experts, [T, H], as ``FrozenExperts`` does."""
@@ -106,8 +110,8 @@ class SeparateExperts(nn.ModuleList):
 
 
 class StackedLinear(nn.Module):
-    """Frozen weights [E, N, K] of one part of all experts, dense (``weight``), or packed as in ``FrozenLinear``: codes
-    [E, N, K/2], block scales [E, N, K/block], and bits of the tensor scales, [E]."""
+    """Frozen weights [E, N, K] of one linear (such as up_proj) of all E experts, dense (``weight``), or packed as in
+    ``FrozenLinear``: codes [E, N, K/2], block scales [E, N, K/block], and bits of the tensor scales, [E]."""
 
     codes: Tensor
     block_scale: Tensor
@@ -148,7 +152,8 @@ class StackedLinear(nn.Module):
 
 
 class FrozenExperts(nn.Module):
-    """Experts with stacked weights. For backward they keep the outputs of gate_proj and up_proj."""
+    """Experts whose frozen weights are stacked: one ``StackedLinear`` for each linear that an expert has (``PARTS``).
+    For backward, autograd keeps the outputs of gate_proj and up_proj."""
 
     def __init__(self, experts: SeparateExperts) -> None:
         super().__init__()
@@ -160,15 +165,16 @@ class FrozenExperts(nn.Module):
     def forward(
         self, x: Tensor, weights: Tensor, routes: Routes, factors: Callable[[], Factors | None] = lambda: None
     ) -> Tensor:
-        """Compute the experts' outputs times weights [T, k] fp32, summed for each token of x [T, H]: [T, H] in the
-        dtype of x. Products with weights are rounded to this dtype, and added in fp32. ``factors`` returns the experts'
-        adapters."""
+        """Compute, for each token of x [T, H], the outputs of its k experts (``routes``) times the router's ``weights``
+        [T, k] fp32, summed: [T, H] in the dtype of x. The outputs times weights are rounded to this dtype, and added in
+        fp32. ``factors`` returns the experts' LoRA adapters, or None."""
         parts = self.gate_proj.dense, self.up_proj.dense, self.down_proj.dense
         return self.around(lambda: grouped_experts(x, weights, routes, parts, factors()))
 
 
 class Mixture(nn.Module):
-    """MLP of a block with experts. The router's weight ``gate`` is dense; its products are fp32."""
+    """MLP of a block with experts: the router and the experts. The router's weight ``gate`` is dense, and its logits
+    are computed in fp32."""
 
     experts: nn.Module
     """``SeparateExperts``, ``FrozenExperts``, or a layer around the latter that adds adapters."""
@@ -213,8 +219,9 @@ def mixtures(model: nn.Module) -> list[Mixture]:
 
 
 def use_replay(model: Any) -> None:
-    """Make a model's blocks accept experts to use, given by ``replay``; calls without it use those that the routers
-    choose. The argument is the block's and not the mixture's, so that recomputation of the block gets it too."""
+    """Make a model's blocks accept the argument ``replay``, the experts to use; in calls without it, the routers
+    choose. The block has the argument, and not only the mixture inside, so that gradient checkpointing passes it to the
+    block's recomputation too."""
     found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
 
     def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
@@ -236,8 +243,8 @@ def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch
 
 
 def check_alike(packed: Collection[str], model: nn.Module) -> None:
-    """Raise ValueError for a mixture of which only some linears are in ``packed`` (names), because engines compute all
-    experts by one kernel."""
+    """Raise ValueError for a mixture of experts some of whose linears are named in ``packed`` (have 4-bit weights) and
+    others are not, because engines compute all experts of a mixture by one kernel."""
     for name, module in model.named_modules():
         if isinstance(module, SeparateExperts):
             inside = [f"{name}.{expert}.{part}" for expert in range(len(module)) for part in PARTS]
@@ -248,7 +255,7 @@ def check_alike(packed: Collection[str], model: nn.Module) -> None:
 
 
 def stack_experts(block: nn.Module) -> None:
-    """Replace ``SeparateExperts`` whose weights have been read, in a block or model, by ``FrozenExperts``."""
+    """Replace each ``SeparateExperts`` in a block or model, whose weights must have been read, by ``FrozenExperts``."""
     for mixture in mixtures(block):
         if isinstance(mixture.experts, SeparateExperts):
             mixture.experts = FrozenExperts(mixture.experts)

@@ -2,8 +2,8 @@
 are possible, and whether trainer and vLLM compute the same function with them.
 
 transformers ignores a key that its configuration class for the family does not have. vLLM uses one implementation for
-several families and reads some keys for all of them. So a key that only one of the two would act on is refused, and so
-are values that only one of them supports.
+several families and reads some keys for all of them. So keys that only one of the two libraries would act on, and
+values that only one of them supports, are refused: trainer and engine would compute different models.
 """
 
 import inspect
@@ -116,8 +116,9 @@ def check_positions(positions: int | None, short: int | None, *, longest: int) -
 
 
 def longest_with_short_factors(config: Mapping) -> int | None:
-    """Return the tokens of the longest sequence with which LongRoPE uses its short factors; None if the model does not
-    have LongRoPE, or if config.json has no such number, so that transformers never uses the long factors."""
+    """Return the length in tokens of the longest sequence for which LongRoPE uses its short factors. None if the model
+    does not have LongRoPE, or if config.json does not give this length, in which case transformers never uses the long
+    factors."""
     ropes = [config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), Mapping)]
     ropes += [part for rope in ropes for part in rope.values() if isinstance(part, Mapping)]  # one per kind of layer
     scaled = [rope for rope in ropes if (rope.get("rope_type") or rope.get("type")) in LONGROPE]
@@ -126,7 +127,7 @@ def longest_with_short_factors(config: Mapping) -> int | None:
 
 
 def _known(config: Mapping) -> Mapping[str, object]:
-    """Return the parameters of the family's configuration class in transformers, by name."""
+    """Return the parameters of the constructor of the family's configuration class in transformers, by name."""
     return inspect.signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
 
 
@@ -230,8 +231,8 @@ def _check_layers(file: Path, config: Mapping) -> None:
 
 
 def _check_windows(file: Path, config: Mapping) -> None:
-    """Raise ValueError if some blocks have a sliding window and others have none; without layer_types, the blocks with
-    a window are found as transformers' Qwen2Config does it."""
+    """Raise ValueError if some blocks have a sliding window and others have none, which vLLM does not compute for some
+    families. Without layer_types, the blocks with a window are found as transformers' Qwen2Config finds them."""
     blocks, kinds = config["num_hidden_layers"], config.get("layer_types")
     if not isinstance(kinds, list):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else blocks
@@ -247,8 +248,8 @@ def _check_windows(file: Path, config: Mapping) -> None:
 
 
 def _ropes(file: Path, config: Mapping) -> Iterator[tuple[str, Mapping]]:
-    """Yield pairs of a key of config.json and the settings of rotary embeddings under it; a model has one pair, or one
-    per kind of layer."""
+    """Yield pairs of a key of config.json and the rotary embedding's settings under this key. There is one pair, or one
+    per kind of layer if kinds of layers have different settings."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, Mapping | None):

@@ -37,8 +37,9 @@ def no_tensor_scale(amax: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """Description of a 4-bit format: its values, block size and functions. In its functions, bits of block scales are
-    integers of ``scale_dtype``, and weights and factors of blocks are fp32."""
+    """Description of a 4-bit format: its values, its block size, and the functions that round to it. These functions
+    take and return bits of block scales as integers of ``scale_dtype``, and weights and effective scales of blocks in
+    fp32."""
 
     name: str
     block: int
@@ -48,13 +49,15 @@ class Format:
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps fp32 weights and their blocks' factors, broadcast to one shape, to uint8 codes of the nearest values."""
+    """Maps fp32 weights and their blocks' effective scales, broadcast to one shape, to uint8 codes of the nearest
+    values."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the largest magnitude of each block and the tensor scale to the bits of the block's min-max scale."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the bits of block scales and the tensor scale to the factor of each block's values."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Maps the bits of min-max block scales to candidates, first these scales, that may round with smaller errors."""
+    """Maps the bits of min-max block scales to candidate scales, one of which may round its block with a smaller error;
+    the first candidates are the given scales."""
     tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
     """Maps the largest magnitude [] of all tensors that share one tensor scale to this tensor scale, [] fp64."""
     fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None
@@ -90,8 +93,8 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
 
 def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Round a weight [N, K] to the codes whose values are nearest under given scales, of which the tensor scale is [],
-    or [N] by row; return packed codes [N, K/2]."""
+    """Round a weight [N, K] to the codes whose values are nearest under given scales; return packed codes [N, K/2]. The
+    tensor scale is [], or [N] with one per row."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in row_chunks(weight):
         scale = fmt.effective_scale(block_scale[rows], of_rows(global_scale, rows)).unsqueeze(-1)  # [n, K/block, 1]
@@ -111,7 +114,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     """Compute ``values[code] * scale`` in fp32 from packed codes [N, K/2] and the blocks' scales [N, number of blocks],
-    rounded to [N, K] of ``dtype``; without a GPU, the two values of a byte are looked up together."""
+    rounded to [N, K] of ``dtype``; On a CPU, both values of a byte are looked up at once, which is faster."""
     if codes.is_cuda:
         from qerl_pl.kernels.dequantize import dequantize_table  # needs Triton
 
@@ -126,13 +129,15 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def dequantize_reference(weight: PackedWeight, fmt: Format) -> Tensor:
-    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition for tests of faster functions."""
+    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition that tests compare faster functions
+    with."""
     value = torch.tensor(fmt.values, device=weight.codes.device)[unpack(weight.codes).long()]
     return value * fmt.effective_scale(weight.block_scale, weight.global_scale).repeat_interleave(fmt.block, dim=1)
 
 
 def of_rows(global_scale: Tensor, rows: slice) -> Tensor:
-    """Return the tensor scales of some rows of a matrix, given one of each row, [N], or one of all, []."""
+    """Return the tensor scales of some rows of a matrix: those rows of ``global_scale`` if it has one scale per row,
+    [N], or ``global_scale`` itself if it is one for all rows, []."""
     return global_scale[rows] if global_scale.ndim else global_scale
 
 

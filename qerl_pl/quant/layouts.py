@@ -24,8 +24,8 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 @dataclass(frozen=True)
 class Part:
-    """Use of a stored tensor: the buffer or parameter that it fills (a buffer of ``FrozenLinear`` if the weight is
-    packed), and a conversion."""
+    """Use of a tensor that a checkpoint stores: the name of the buffer or parameter that it fills (a buffer of
+    ``FrozenLinear`` if the linear is packed), and how it is converted before."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
@@ -107,8 +107,8 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
-    """If ``name`` is the name of a tensor with the values of the codes (``Layout.table``), raise ValueError unless they
-    are the format's."""
+    """Check a tensor that stores the values of the 16 codes (``Layout.table``): raise ValueError unless these are the
+    values of the layout's format. Does nothing if ``name`` is another tensor."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()

@@ -17,7 +17,8 @@ class FrozenLinear(nn.Module):
     autograd keeps only the packed weight, and neither x nor a dense copy of the weight.
 
     The buffers of a new layer are zero, or without data on the meta device; assign ``packed`` and ``bias`` to fill
-    them. An NVFP4 weight may be replaced by one in tile order (``hopper/tile_order.py``), which the engine can share.
+    them. An NVFP4 weight may also be in tile order (``hopper/tile_order.py``), the order that this project's kernels
+    for vLLM read, so that trainer and engine share one copy.
     """
 
     codes: Tensor

@@ -1,7 +1,7 @@
 """Load a checkpoint folder as a frozen causal language model, tensor by tensor, without a dense copy of the model.
 
-Linears that the checkpoint stores packed become ``FrozenLinear``. Which ones these are is seen from the stored tensors,
-so the ``ignore`` list of the quantisation config need not be read.
+Linears whose weights the checkpoint stores in 4 bits become ``FrozenLinear``. They are recognised by their stored
+tensors, so the ``ignore`` list of the quantisation config need not be read.
 """
 
 import re
@@ -178,7 +178,8 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
 def _fill(
     module: nn.Module, part: Part, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Convert and check a stored tensor, and assign it to a module in place of a tensor without data."""
+    """Convert and check a stored tensor, and assign it to the module's tensor ``part.buffer``, which is on the meta
+    device."""
     meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)
@@ -236,8 +237,8 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 
 
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the model's own initialisation. Parameters
-    keep their values, although the initialisation of a module would also initialise its parameters."""
+    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the initialisation that transformers
+    defines for the model. Parameters keep their values, although this initialisation would overwrite them."""
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for leaf, buffer in computed.items():

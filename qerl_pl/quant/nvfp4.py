@@ -53,8 +53,8 @@ def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``. Tensor scales [E]
-    belong to E weights of one shape, whose block scales follow each other."""
+    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``. With tensor scales
+    [E], ``block_scale`` is the concatenation of the block scales of E weights of one shape."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
     if global_scale.ndim == 0:
@@ -70,14 +70,15 @@ def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the given block scales, then the E4M3 values 1 and 2 places above and 1 to 10 places below each, which is
-    from about 0.42 to 1.2 times the scale, since E4M3 has 8 values per factor of two."""
+    """Yield the given block scales, then candidates around them: the next two larger and the next ten smaller E4M3
+    values. These are from about 0.42 to 1.2 times the given scale, since E4M3 has 8 values per factor of two."""
     for step in (0, 1, 2, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10):
         yield (block_scale.int() + step).clamp(1, _E4M3_MAX_BITS).to(torch.uint8)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to [N, K] of ``dtype``; bit for bit ``dequantize_reference``, rounded once."""
+    """Dequantise a weight to [N, K] of ``dtype``; equals the result of ``dequantize_reference``, rounded once to
+    ``dtype``, bit for bit."""
     if weight.codes.dtype != torch.uint8:
         return native.dequantize(weight, dtype)
     if weight.codes.is_cuda:

@@ -1,4 +1,5 @@
-"""Write a checkpoint folder file by file. It gets its name only when complete; an interrupted write can go on."""
+"""Write a checkpoint folder file by file. The folder gets its final name only when it is complete, and an interrupted
+run can be continued."""
 
 import json
 import os
@@ -24,8 +25,8 @@ _CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGN
 
 
 class OutputFolder:
-    """Checkpoint folder that is being written to ``OUTPUT.partial``, next to its final place, which must not exist or
-    be empty.
+    """Checkpoint folder that is being written as ``OUTPUT.partial`` and renamed to ``OUTPUT`` at the end; ``OUTPUT``
+    must be empty or not exist.
 
     A manifest lists the finished files, so a later run with equal settings continues after them; a run with other
     settings is refused. ``settings``, of JSON's types, are all values that the contents of the files depend on; they
@@ -59,8 +60,9 @@ class OutputFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error, remove ``OUTPUT.partial`` if it would be of no use to the next run."""
-        # Of no use are a folder without a finished file, and one of a model that was refused and would be again.
+        """After an error, remove ``OUTPUT.partial`` if a later run could not continue from it."""
+        # A later run cannot continue without a finished file, or if the model was refused (ValueError), as it would be
+        # again.
         if kind is not None and (not self.done or issubclass(kind, ValueError)):
             shutil.rmtree(self.partial, ignore_errors=True)
 
@@ -88,8 +90,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
         try:
-            # Only one key of metadata: safetensors writes several in random order, and equal runs should give equal
-            # bytes.
+            # The metadata have only one key, because safetensors writes several keys in random order, and equal runs
+            # should write equal bytes.
             save_file(whole, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{temporary} cannot be written: {error}") from error

@@ -42,7 +42,8 @@ class Stored:
     """Names of tensors with scales of the KV cache."""
 
     def leaves(self, linear: str) -> set[str]:
-        """Return the suffixes of the tensors of a linear's quantised weight; empty if it is not quantised."""
+        """Return the suffixes of the tensors in which a linear's quantised weight is stored; empty if the linear is not
+        quantised."""
         return self.packed.get(linear, FP8 if linear in self.fp8 else set())
 
 

@@ -4,8 +4,8 @@ All linears except the ignored ones are packed; embeddings, norms and biases are
 one matrix share one tensor scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. With
-calibration data, each block's weights are rounded, and their errors measured, for the inputs that the already packed
-previous blocks compute, with their adapter if one is written.
+calibration data, each block's weights are rounded, and their errors measured, on the inputs that the previous blocks
+compute with their packed weights (and with their part of the adapter for quantisation errors, if one is written).
 """
 
 import math
@@ -69,7 +69,7 @@ def quantize_checkpoint(
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
-            with other settings, or the linears cannot be packed as asked.
+            with other settings, or linears cannot be packed with these settings.
     """
     checkpoint = Checkpoint(model)
     config = check_family(checkpoint.path)

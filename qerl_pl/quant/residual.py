@@ -64,7 +64,8 @@ def adapter_tensors(linear: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
 
 
 def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add the products B A of an adapter to the weights of its linears, which are named as in the model."""
+    """Return ``weights``, by the names of the model's parameters, with the products B A of an adapter added to those of
+    its linears."""
     added = dict(weights)
     for name, b in adapter.items():
         if name.endswith(".lora_B.weight"):
@@ -76,7 +77,7 @@ def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -
 
 class StartFolder:
     """PEFT folder ``START`` of a checkpoint that is being written: one file per decoder block, until ``finish`` joins
-    them. With the rank None there is no adapter, nothing is written, and ``read`` returns no tensors."""
+    them. If ``rank`` is None there is no adapter: nothing is written, and ``read`` returns no tensors."""
 
     def __init__(self, checkpoint: Path, *, rank: int | None) -> None:
         self.folder, self.parts, self.rank = checkpoint / START, checkpoint / f"{START}.parts", rank

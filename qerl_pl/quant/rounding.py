@@ -16,8 +16,8 @@ _COLUMNS = 128  # columns that GPTQ rounds before it applies their corrections t
 def pack_group(
     weights: Mapping[str, Tensor], fmt: Format, method: Method, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
-    """Pack the weights [N, K] of linears with a common input under a common tensor scale; weights and results are by
-    the linear's name, other arguments as in ``pack_weight``."""
+    """Pack the weights [N, K] of linears with a common input under a common tensor scale. Weights and results are keyed
+    by the linear's name; the other arguments are those of ``pack_weight``."""
     shared = group_scale(list(weights.values()), fmt)
     return {
         name: pack_weight(weight, fmt, shared, method, second_moment, name=f"{name}.weight")
@@ -26,8 +26,9 @@ def pack_group(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
-    """Pack groups of weights with equally many columns, such as those of all experts, by rtn as ``pack_group`` does
-    with each, bit for bit, but in one call, which on a GPU takes far fewer launches."""
+    """Pack groups of weights with equally many columns, such as those of all experts, by the method rtn. The results
+    equal those of ``pack_group`` for each group bit for bit, but all groups together take far fewer kernel launches on
+    a GPU."""
     weights = {name: weight for group in groups for name, weight in group.items()}
     scales = [group_scale(list(group.values()), fmt) for group in groups]
     scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}
@@ -54,9 +55,9 @@ def pack_weight(
     name: str = "weight",
 ) -> PackedWeight:
     """Pack a weight [N, K] under a given tensor scale []; ``name`` is for error messages. The method rtn rounds to the
-    nearest values under min-max block scales. gptq uses the block scales of the smallest squared error, in which inputs
-    are weighted by their mean squares, and needs the second moment: the mean [K, K] of x x^T over the layer's inputs
-    x."""
+    nearest values under min-max block scales. gptq needs the second moment, the mean [K, K] of x x^T over the layer's
+    inputs x; it uses block scales with the smallest squared error, weighted per column by the input's mean square
+    (``search_scales``), and ``gptq_codes``."""
     nearest = quantize(weight, fmt, global_scale, name=name)
     if method == "rtn":
         return nearest
@@ -66,8 +67,8 @@ def pack_weight(
 
 
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:
-    """Compute the mean of |(W' - W) x|^2 over inputs x from W [N, K], the rounded weight W' [N, K] fp32, which is
-    overwritten, and the mean [K, K] of x x^T."""
+    """Compute the mean of |(W' - W) x|^2 over inputs x. ``weight`` is W [N, K]; ``rounded`` is W' [N, K] fp32, which is
+    overwritten; ``second_moment`` is the mean [K, K] of x x^T."""
     error = rounded.sub_(weight)
     return (error @ second_moment.to(error.dtype)).mul_(error).sum().item()
 
@@ -98,8 +99,8 @@ def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: T
     where X is the layer's inputs, with the second moment X^T X or a positive multiple of it, and W' the rounded weight.
 
     GPTQ rounds column by column and compensates each rounding error in the columns that are left. The scales are fixed
-    beforehand, so columns may be rounded in any order although neighbours share a scale; those whose inputs have the
-    largest mean squares come first.
+    beforehand, so columns may be rounded in any order although neighbours share a scale. The columns whose inputs have
+    the largest mean squares are rounded first, while most columns are left to compensate.
     """
     order = second_moment.diagonal().argsort(descending=True)
     weight = weight[:, order].float()  # a copy
@@ -150,8 +151,8 @@ class LayerReport:
 def report_layer(
     name: str, weight: Tensor, packed: PackedWeight, fmt: Format, second_moment: Tensor | None = None
 ) -> LayerReport:
-    """Compute the errors of a packed weight relative to the dense weight [N, K], also those of its outputs if the mean
-    [K, K] of x x^T over the calibration data's inputs x is given."""
+    """Compute the errors of a packed weight relative to the dense weight [N, K]. If ``second_moment``, the mean [K, K]
+    of x x^T over the calibration data's inputs x, is given, also compute the errors of the linear's outputs."""
     weight = weight.float()
     rounded = fmt.dequantize(packed, torch.float32)
     error, norm, largest = rounded - weight, weight.norm().item(), weight.abs().max().item()

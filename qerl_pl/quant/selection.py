@@ -29,7 +29,7 @@ class OutputFile:
     """Names of the source tensors of the file."""
 
     def groups(self, groups: Mapping[str, list[str]]) -> list[list[str]]:
-        """Return those of the given groups of linears, as from ``fused_groups``, whose weights are in this file."""
+        """Return those of the groups of linears that ``fused_groups`` returned whose weights are in this file."""
         held = set(self.tensors)
         return [group for first, group in groups.items() if f"{first}.weight" in held]
 
@@ -47,7 +47,7 @@ def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
 
 
 class BlockWeight(NamedTuple):
-    """Parameter of a decoder block: its full name, the module that has it, and what it is."""
+    """Parameter of a decoder block: its full name, the module that it belongs to, and its kind."""
 
     name: str
     module: nn.Module
@@ -56,7 +56,8 @@ class BlockWeight(NamedTuple):
 
 def block_weights(model: nn.Module) -> Iterator[BlockWeight]:
     """Yield each parameter of a model's decoder blocks once, in the model's order; ValueError: a matrix is not the
-    weight of a linear or convolution, such as stacked experts, which would otherwise silently stay dense."""
+    weight of a linear or convolution (an example are stacked experts), so the quantiser would silently leave it
+    dense."""
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{leaf}"
