@@ -1,5 +1,5 @@
-"""Native kernels for NVFP4 on Hopper GPUs, and changes of vLLM that only make it faster. The folder may be left out:
-``qerl_pl.native`` is the only module that imports it."""
+"""CUDA kernels of this project for NVFP4 on Hopper GPUs ("native kernels"), and changes of vLLM that only make it
+faster. The program also works without this folder: ``qerl_pl.native`` is the only module that imports it."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 from qerl_pl.hopper import driver
 from qerl_pl.quant.nvfp4 import NVFP4
 
-# Files of vLLM with what ``native_linear`` and ``patches.native_nvfp4_linears`` use: the base class of NVFP4 kernels,
-# and the two callers of the function that chooses among them.
+# Files of vLLM that ``native_linear`` and ``patches.native_nvfp4_linears`` depend on: the one that defines the base
+# class of NVFP4 kernels, and the two that call the function which chooses among the kernel classes.
 EXTENDED = (
     "model_executor/kernels/linear/nvfp4/base.py",
     "model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
@@ -20,7 +20,8 @@ EXTENDED = (
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List the requirements of the native kernels that machine, format or compute dtype do not meet."""
+    """List the requirements of this project's CUDA kernels for Hopper that the machine, the weight format or the
+    compute dtype does not meet; empty if the kernels can run."""
     vllm = find_spec("vllm")
     folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = driver.is_available(torch.device("cuda"))

@@ -1,8 +1,8 @@
 """Constants by which schedules of the Hopper kernels are chosen, measured on an NVIDIA H200 (132 SMs, 1.755 GHz).
 
 No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. They
-decide which of several correct schedules runs, and change no result. Each is either measured again by ``python -m
-tests.bench.bench_constants``, or is a threshold between two alternatives, set where the named benchmark found both
+decide which of several correct schedules of a kernel runs, and so its speed. Each is either measured again by ``python
+-m tests.bench.bench_constants``, or is a threshold between two alternatives, set where the named benchmark found both
 equally fast. ``docs/kernels.md`` says how to fit them to another GPU of compute capability 9.0.
 """
 

@@ -1,11 +1,11 @@
 """CUDA graphs for those parts of a decoding step that vLLM launches kernel by kernel.
 
-vLLM replays the model's blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block tables and
-the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them. With few
-sequences the GPU would wait for the host, which needs 2 to 4 ms for a step; the GPU needs 2.5 ms for the blocks of a 7B
-model with 8 sequences. With equal numbers of sequences and of drafts and the same kind of sampling, the launches are
-always the same, and use tensors at fixed addresses. This module captures them in two further graphs, one before the
-blocks and one after them.
+vLLM replays the model's decoder blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block
+tables and the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them.
+With few sequences the GPU would wait for the host, which needs 2 to 4 ms for a step; the GPU needs 2.5 ms for the
+blocks of a 7B model with 8 sequences. With equal numbers of sequences and of drafts and the same kind of sampling, the
+launches are always the same, and use tensors at fixed addresses. This module captures them in two further graphs, one
+before the blocks and one after them.
 """
 
 from collections.abc import Hashable, Iterator
@@ -38,7 +38,8 @@ from qerl_pl.memory.settings import GRAPH_SEQUENCES
 
 @dataclass
 class Step:
-    """Graphs and tensors for the decoding steps of a fixed number of sequences with a fixed number of drafts each."""
+    """CUDA graphs, and the tensors that they use, for all decoding steps that have a certain number of sequences with a
+    certain number of drafts each."""
 
     batch: InputBatch
     """vLLM's description of the batch. Its tensors on the GPU stay the same; its values on the host change."""
@@ -52,8 +53,8 @@ class Step:
     """The graph that samples and updates the sequences' state, and its output, by ``kind_of_sampling``."""
 
     def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
-        """Set the values in ``batch`` that differ from step to step; return whether the batch has the same sequences in
-        the same order as before."""
+        """Set the values in ``batch`` that differ from step to step; return whether it has the same sequences in the
+        same order as at the last call."""
         batch, rows = self.batch, state.idx_mapping_np
         if not (same := np.array_equal(batch.idx_mapping_np, rows)):
             async_tensor_h2d(rows, out=batch.idx_mapping)
@@ -66,12 +67,13 @@ class Step:
 
 
 class DecodingGraphs:
-    """Replaces methods of vLLM's model runner: where a batch has graphs, they are replayed instead.
+    """Replaces methods of vLLM's model runner. For a batch whose launches have been captured, the replacements replay
+    the CUDA graphs; for other batches, they call vLLM's methods.
 
     The first step with a new number of sequences is launched by vLLM, which compiles the kernels; then the same
-    launches are captured. All graphs are replayed in order on vLLM's stream, so those for different numbers of
-    sequences share memory. Another stream copies each step's tokens to the host; the next step's tokens are written to
-    the same addresses, so their graph waits for this copy.
+    launches are captured. All graphs are replayed in order on vLLM's stream, so graphs for different numbers of
+    sequences share memory. Another stream copies each step's tokens to the host. The next step writes its tokens to the
+    same addresses, so its sampling graph waits for this copy.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -85,8 +87,8 @@ class DecodingGraphs:
         self.steps: dict[tuple[int, int, BatchExecutionDescriptor], Step] = {}
         """Captured steps by number of sequences, number of tokens, and vLLM's descriptor of the graph of the blocks."""
         self.stream = capture_stream(runner.device)
-        # The tokens of a step must outlive the graph of the next step's inputs, so graphs of inputs and of sampling
-        # share no memory.
+        # The next step's input graph runs while the sampled tokens of a step are still needed, so input graphs and
+        # sampling graphs share no memory.
         self.input_memory, self.sampling_memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self.step: Step | None = None
         """The graphs of the running step; None if its inputs were written without a graph."""
@@ -121,11 +123,12 @@ class DecodingGraphs:
         return step.batch
 
     def step_of(self, batch: InputBatch) -> Step | None:
-        """Return the running step's graphs, if they have written the inputs of this batch."""
+        """Return the graphs of the running step; None if vLLM and not a graph has written the inputs of this batch."""
         return self.step if self.step and batch is self.step.batch else None
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return block tables and slots of the KV cache; replaces the model runner's method of this name."""
+        """Return the batch's block tables and slots in the KV cache; replaces the model runner's method of this
+        name."""
         step = self.step_of(input_batch)
         return step.attention if step else self.prepare_attention_plainly(input_batch)
 
@@ -165,8 +168,8 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
-        """Capture what vLLM has launched for the running step. If memory is short, torch's cached memory is freed,
-        which is impossible within a capture, and the next step captures again."""
+        """Capture the launches that vLLM has just made for the running step. If memory is short, torch's cached memory
+        is freed, which is impossible within a capture, and the next such step tries again."""
         try:
             step = self.step
             if self.uncaptured:
@@ -178,8 +181,9 @@ class DecodingGraphs:
             torch.cuda.empty_cache()
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
-        """Capture the launches that write the inputs of batches like ``batch``. They find the sequences' rows in vLLM's
-        tables by a tensor that belongs to this graph and that ``Step.describe`` keeps up to date."""
+        """Capture the launches that write the inputs of batches like ``batch``. The captured launches find the
+        sequences' rows in vLLM's tables by a tensor that belongs to this graph, and that ``Step.describe`` updates
+        before each replay."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
         with self.capturing(self.input_memory) as graph:
@@ -218,7 +222,8 @@ class DecodingGraphs:
 
     @contextmanager
     def capturing(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-        """Capture, without running it, what is launched in the context; ``torch.cuda.graph`` would wait for the GPU."""
+        """Capture what is launched within the context as a CUDA graph, without running it. Unlike ``torch.cuda.graph``,
+        this does not wait for the GPU."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -236,7 +241,8 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
-    """Whether all sequences are decoding, with equally many drafts, and the model's blocks run as one CUDA graph."""
+    """Return whether a step's launches can be captured: all sequences are decoding, with equally many drafts, and vLLM
+    runs the model's blocks as one CUDA graph."""
     drafts, num = state.num_draft_tokens_np, len(state.req_ids)
     if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
         return False
@@ -246,8 +252,9 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
-    """Return a value that is equal for batches for which vLLM's sampler launches the same kernels, given the sequences'
-    rows in its tables; None (no capture) if a sequence has options other than temperature and log-probabilities."""
+    """Return a value that is equal for two batches if vLLM's sampler launches the same kernels for both; ``rows`` are
+    the rows of a batch's sequences in vLLM's tables. None, which means that sampling is not captured, if a sequence has
+    sampling options other than temperature and log-probabilities."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]
@@ -266,7 +273,8 @@ def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
 
 
 def use_graphs(worker: WorkerBase) -> None:
-    """Run decoding steps by graphs from now on, if all blocks of vLLM's model compute attention by FlashAttention."""
+    """From now on, replay decoding steps as CUDA graphs, if all blocks of vLLM's model compute attention by
+    FlashAttention; otherwise change nothing."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:
         return

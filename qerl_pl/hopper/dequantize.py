@@ -38,8 +38,8 @@ def _tile_kernel(
     from_scales = block_scale + block[:, None] * scale_stride + tile * 64 + tl.arange(0, 64)[None, :]
     packed = tl.load(from_codes, mask=inside, eviction_policy="evict_first")
     bits = tl.load(from_scales, mask=inside, eviction_policy="evict_first")
-    # The 64 e4m3 scales of each k-block and the 4-bit codes are converted to fp32 by the steps that the comments in
-    # ``_nvfp4_kernel`` explain.
+    # The 64 e4m3 scales of each k-block (64 outputs, 16 inputs) and the 4-bit codes are converted to fp32 by the steps
+    # that the comments in ``_nvfp4_kernel`` of ``kernels/dequantize.py`` explain.
     bits = bits.to(tl.int32)  # [BLOCKS, 64]
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     scale = (scaled_down * (tl.load(global_scale).to(tl.float64) * 2.0**120)).to(tl.float32)

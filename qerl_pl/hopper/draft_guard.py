@@ -1,9 +1,10 @@
-"""Guard of speculation: after each rollout it decides at which numbers of sequences the next rollout has drafts.
+"""Guard of speculative decoding: after each rollout it decides for which numbers of running sequences the next rollout
+drafts tokens.
 
-Speculation slows down a policy of high entropy, whose tokens drafts rarely guess. So drafts are left out at numbers of
-sequences at which, in recent rollouts, a decoding step with drafts gave fewer tokens per sequence than steps without
-drafts give in the same time. The functions depend on counts and constants only, never on a clock, so a run that resumes
-with the same counts decides the same.
+Speculation slows down a policy of high entropy, whose tokens drafts rarely guess. A step with drafts also takes longer.
+So there are no drafts at those numbers of sequences at which, in recent rollouts, a decoding step with drafts gave
+fewer tokens per sequence than steps without drafts give in the same time. The functions depend on counts and constants
+only, never on a clock, so a run that resumes with the same counts decides the same.
 
 Counts are a list with a row [drafts, verifications, tokens that these gave] for each of ``CLASSES``, or empty.
 """
@@ -15,9 +16,10 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 
 CLASSES = tuple(number for number in VERIFICATION if number <= DRAFTS_BY_SEQUENCES[-1][0])
-"""Largest number of sequences of each class of decoding steps; steps are counted by class."""
+"""Decoding steps are counted by classes of the number of sequences; these are the largest numbers of each class."""
 KNOWN = 512
-"""Fewest verifications of a class for its drafts to be left out; the mean of fewer is too uncertain."""
+"""A class needs at least this many verifications before its drafts can be left out; the mean of fewer is too
+uncertain."""
 
 
 def by_class(counts: DraftCounts) -> list[list[int]]:
@@ -31,8 +33,9 @@ def by_class(counts: DraftCounts) -> list[list[int]]:
 
 
 def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Add a rollout's counts to three quarters of the history's. The verifications of a class without drafts therefore
-    fall below ``KNOWN`` after some rollouts, and the class gets drafts again: the policy's entropy may have changed."""
+    """Add a rollout's counts, ``new``, to three quarters of the sums so far, ``history``, so that old counts fade. The
+    verifications of a class of steps that has no drafts therefore fall below ``KNOWN`` after some rollouts, and the
+    class gets drafts again, because the policy's entropy may have changed."""
     before = history or [[0, 0, 0]] * len(CLASSES)
     return [
         [3 * old // 4 + number for old, number in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)

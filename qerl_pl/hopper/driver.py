@@ -70,7 +70,8 @@ def start_compiling(kernels: Iterable[Kernel]) -> None:
 
 
 def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
-    """Compile kernels in parallel threads and load them on a device; not while a CUDA graph is captured."""
+    """Compile kernels in parallel threads and load them on a device. Must not be called while a CUDA graph is
+    captured."""
     kernels = list(dict.fromkeys(kernels))
     start_compiling(kernels)
     for kernel in kernels:
@@ -137,7 +138,7 @@ def checked(result: Any) -> tuple[Any, ...]:
 
 @cache
 def _cubin(kernel: Kernel) -> Future[Path]:
-    """Return a future of the path of a kernel's cubin; the first call starts to compile it in a thread."""
+    """Return a future of the path of a kernel's cubin. The first call for a kernel starts to compile it in a thread."""
     return _COMPILING.submit(_compiled_file, kernel)
 
 

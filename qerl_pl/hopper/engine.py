@@ -13,7 +13,7 @@ PATCHES, guard = patches.PATCHES, draft_guard
 
 
 def install() -> None:
-    """Apply the patches that are in force for the whole process; a second call changes nothing."""
+    """Apply those patches of vLLM that stay in force until the process ends; a second call changes nothing."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -25,8 +25,8 @@ def install() -> None:
 
 @contextmanager
 def loading(policy: Policy) -> Iterator[None]:
-    """Make the NVFP4 linears, except experts, that vLLM loads within this context use ``NativeLinear`` and the memory
-    of the trainer's weights, also after the context."""
+    """Make all NVFP4 linears, except experts, that vLLM loads within this context be computed by ``NativeLinear`` from
+    the trainer's weights in GPU memory, instead of a second copy. They remain so after the context."""
     from qerl_pl.hopper import native_linear, one_copy
 
     linears = {name: linear for name, linear in policy.packed_linears().items() if not OF_EXPERT.fullmatch(name)}
@@ -49,8 +49,9 @@ def loader_hooks() -> Any:
 
 
 def spare(scheduler: Any) -> None:
-    """Make the KV-cache manager of a scheduler return early for tokens that neither need a new block nor fill one, 15
-    of 16 tokens with blocks of 16. Managers of models with layers other than full attention are not changed."""
+    """Make the KV-cache manager of a scheduler return early for tokens that neither need a new block of the cache nor
+    fill one, 15 of 16 tokens with blocks of 16. This saves time on the host. Managers of models with layers other than
+    full attention are not changed."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len
@@ -97,8 +98,8 @@ def speculative_arguments(max_num_seqs: int) -> dict[str, Any]:
 
 
 def speculate(worker: Any) -> Any:
-    """Make vLLM draft and verify as ``speculation`` says, and return the drafter, whose ``forget`` has to be called
-    before each sampling."""
+    """Make vLLM draft and verify tokens as the module ``speculation`` describes, and return the object that drafts.
+    Call its ``forget`` before each call of ``generate``, so that drafts do not depend on earlier calls."""
     from qerl_pl.hopper import speculation
 
     return speculation.install(worker)

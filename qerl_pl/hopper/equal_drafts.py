@@ -1,11 +1,12 @@
-"""Triton kernel that accepts drafts equal to the tokens that are sampled anyway.
+"""Triton kernel of speculative decoding that accepts a draft if it equals the token that would have been sampled
+without drafts.
 
 vLLM's sampler on a GPU takes the token with the largest sum of logit and Gumbel noise, and the noise is a hash of the
 request's seed, the position and the token. So a step that computes logits for the last token of a sequence and for k
 drafts after it samples, in each of these rows, the token that would be sampled without drafts, if all drafts before
-this row equal the tokens sampled for their places. By induction, the tokens until the first difference are those of
-decoding without drafts, whatever the drafts are (drafter-invariant speculative decoding, arXiv 2408.07978, without its
-draft model).
+this row equal the tokens sampled for their places. By induction, the tokens up to the first one that differs from its
+draft are those of decoding without drafts, whatever the drafts are (drafter-invariant speculative decoding, arXiv
+2408.07978, without its draft model).
 """
 
 # pyright: reportCallIssue=false
@@ -25,7 +26,7 @@ def accept(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_d
         sampled: [R] int64, the token sampled in each row of logits.
         inputs: [T] integers, the model's input tokens.
         rows: [R] int64, the index of each row's input token: a sequence's last token, or a draft.
-        starts: [S + 1] int32, the first row of each sequence, and R. Each has at least one row.
+        starts: [S + 1] int32, the first row of each sequence, followed by R. Each sequence has at least one row.
         most_drafts: most drafts of a sequence; its rows are at most 1 more.
 
     Returns:

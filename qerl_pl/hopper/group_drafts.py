@@ -25,14 +25,15 @@ def draft(tokens: Tensor, lengths: Tensor, candidates: Tensor, rows: Tensor, num
     """Draft tokens for N sequences of a table with R rows: [N, num_drafts] int64.
 
     The drafts follow an earlier occurrence of the sequence's last m tokens, for the largest m up to ``LONGEST_MATCH``.
-    Of several occurrences, the one at the latest position is taken, and at equal positions that in the first candidate.
-    Where nothing matches, or after the end of the text found, drafts repeat the sequence's last token.
+    Of several occurrences, the one at the latest position is taken; of several at that position, in different rows, the
+    one in the row that ``candidates`` lists first. Where nothing matches, or after the end of the text found, drafts
+    repeat the sequence's last token.
 
     Args:
         tokens: [R, L] int32, with stride 1 along L.
         lengths: [R] int32, number of each row's tokens, at least 1 for rows that are read.
-        candidates: [R, C] int32, for each row the rows in which to look for its last tokens, itself among them; -1:
-            none.
+        candidates: [R, C] int32, for each row the rows, itself included, in which to look for its last tokens; unused
+            places are -1.
         rows: [N] int64, the row of each sequence.
         num_drafts: drafts per sequence, at least 1.
     """
@@ -84,8 +85,9 @@ def _match_kernel(
     POSITION: tl.constexpr,
     COLUMN: tl.constexpr,
 ):
-    """Find, in one block of a candidate row, the best earlier occurrence of the sequence's last tokens. Write length of
-    the match, position of its last token, and column as one number, larger for a better occurrence; 0 for none."""
+    """Find, in one block of a candidate row, the best earlier occurrence of the sequence's last tokens. Write one
+    number that is larger for a better occurrence, made of the length of the match, the position of its last token, and
+    the candidate's column; 0 if there is no match."""
     sequence, column, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place = (sequence * columns + column) * tl.num_programs(2) + block
     row = tl.load(rows + sequence)

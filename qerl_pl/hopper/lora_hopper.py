@@ -1,9 +1,10 @@
 """LoRA fused into the NVFP4 GEMMs on Hopper: the output y is written only once.
 
-The decode GEMM computes h = x A^T, too, in additional thread blocks of the same launch (``Adapter``). For the batch
-GEMM, the kernel ``shrink`` computes h and lets the GEMM start at once (``Update``). While h is computed, either GEMM
-multiplies x by the weights; at its end it waits for h, and adds h B^T to its fp32 sums in a fixed order before it
-rounds them. Letters: T tokens, K inputs, R rank.
+There are two GEMM kernels. The decode GEMM (``nvfp4_decode``) also computes h = x A^T, in additional thread blocks of
+the same launch (``Adapter``). For the batch GEMM (``nvfp4_batch``), a separate kernel ``shrink`` computes h and lets
+the GEMM start before it ends (``Update``). While h is computed, either GEMM multiplies x by the base's weights. Then it
+waits for h, and adds h B^T to its fp32 sums in a fixed order before it rounds them. Letters: T tokens, K inputs, R
+rank.
 """
 
 from collections.abc import Sequence
@@ -31,14 +32,16 @@ SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 
 
 class Update(NamedTuple):
-    """Adapter whose h = x A^T ``shrink`` computes; the batch GEMM adds h B^T to its output, slice by slice."""
+    """Adapter of a linear that the batch GEMM computes: ``shrink`` computes h = x A^T, and the GEMM adds h B^T to its
+    output, for each slice of a fused linear (such as q, k and v)."""
 
     hidden: Tensor  # [slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
 
 
 class Adapter(NamedTuple):
-    """Adapter that the decode GEMM computes and adds to its output; ``fits_adapter`` must hold."""
+    """Adapter of a linear that the decode GEMM computes, which also computes the adapter's product and adds it to its
+    output; ``fits_adapter`` must hold."""
 
     a: Sequence[Tensor]  # one [R, K] bf16 for each slice, contiguous
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
@@ -54,14 +57,15 @@ class Schedule(NamedTuple):
 
 
 class SpareSMs(NamedTuple):
-    """SMs that the first wave of a base GEMM leaves idle for computing h."""
+    """SMs that the batch GEMM's first wave of thread blocks leaves idle, so that ``shrink`` can compute h on them."""
 
     sms: int
     seconds: float  # predicted seconds from the start of the base GEMM until h is needed
 
 
 def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Return whether the kernels can add an adapter to a base GEMM; ``a`` and ``b`` as in ``Adapter``."""
+    """Return whether the GEMM kernels can also add an adapter, whose matrices ``a`` and ``b`` are those of
+    ``Adapter``."""
     rank, inputs = a[0].shape
     return (
         len(a) <= MOST_SLICES
@@ -117,8 +121,8 @@ def all_kernels() -> list[driver.Kernel]:
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
-    """Compute h = x A^T, [slices, T, R] bf16, rounded once, of x [T, K] and one A [R, K] bf16 for each slice,
-    contiguous; zero for tokens whose entry in ``indices``, [T] or longer, is negative.
+    """Compute h = x A^T, [slices, T, R] bf16, rounded once, from x [T, K] and a contiguous A [R, K] bf16 for each slice
+    of a fused linear. h is zero for tokens whose entry in ``indices``, [T] or longer, is negative.
 
     The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
     reads h. All its other inputs must be complete before this kernel starts.
@@ -153,7 +157,8 @@ def shrink_arguments(adapter: Adapter | None) -> list[Any]:
 
 
 def hidden_clusters(adapter: Adapter) -> int:
-    """Return the number of clusters of the decode GEMM that compute h: one for each slice and ``BLOCK_RANKS`` ranks."""
+    """Return the number of thread-block clusters with which the decode GEMM computes h = x A^T: for each slice, one per
+    ``BLOCK_RANKS`` of its R ranks."""
     return len(adapter.a) * -(-len(adapter.a[0]) // BLOCK_RANKS)
 
 

@@ -1,4 +1,5 @@
-"""NVFP4 linears of vLLM on Hopper: the kernel class that vLLM uses for them, and its operators.
+"""NVFP4 linears of vLLM on Hopper: the kernel class, in vLLM's sense, by which this project's CUDA kernels ("native
+kernels") compute them, and its torch operators.
 
 Native kernels compute up to 2048 tokens. In passes with more, the weight is dequantised to scratch memory and
 multiplied by cuBLAS. Native kernels and cuBLAS add partial sums in a fixed order, so equal inputs give equal bits.
@@ -29,8 +30,9 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 class Native(NamedTuple):
-    """Value of the attribute ``native``, which marks linears of vLLM that native kernels compute. It is a tuple,
-    because torch would register a weight that is an attribute of the linear as its parameter."""
+    """Value of the attribute ``native``, which marks linears of vLLM that this project's CUDA kernels compute. The next
+    linear's weight is inside of a tuple, because torch would register a tensor that is itself an attribute as a
+    parameter of the linear."""
 
     next_weight: Tensor | None = None
     """Weight of the linear that is computed after this one, or None; see ``nvfp4_decode.decode_linear``."""
@@ -38,7 +40,8 @@ class Native(NamedTuple):
     """Whether this is the fused gate and up of an MLP, without a bias, and its operator returns silu(gate) * up."""
 
     def fewest_unfused(self, linear: Any) -> int:
-        """Return the smallest number of tokens for which the linear's adapter is added by separate kernels."""
+        """Return the smallest number of tokens for which the linear's adapter is added by separate kernels, because
+        that is faster or the GEMM kernels cannot add it."""
         a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
         shape, takes = (sum(map(len, b)), a[0].shape[1]), lora_hopper.fits_adapter(a, b)
 
@@ -49,8 +52,9 @@ class Native(NamedTuple):
 
 
 class NativeLinear(NvFp4LinearKernel):
-    """Kernel class for vLLM that computes an NVFP4 linear with 16-bit activations. A linear whose shape fits is put in
-    tile order after loading; any other stays in row order, and is dequantised in every call."""
+    """Kernel class for vLLM that computes an NVFP4 linear with 16-bit activations. The weight of a linear whose shape
+    the CUDA kernels support is put in tile order after loading. Any other weight stays in row order, and is dequantised
+    in every call."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -61,8 +65,9 @@ class NativeLinear(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Convert ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and ``weight_global_scale`` [] fp32,
-        and use the trainer's copy if it has the same layout."""
+        """Convert the linear's ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and
+        ``weight_global_scale`` [] fp32 to what the kernels read. If the trainer's memory has the same bits, use it and
+        free the linear's copy."""
         one_copy.give(layer)
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
@@ -94,7 +99,8 @@ def make() -> NativeLinear:
 
 @cache
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Load the native kernels for linears of one shape and for their adapters, compiled if necessary."""
+    """Load this project's CUDA kernels for linears of one shape and for their adapters, and compile those that are not
+    in the cache."""
     driver.prepare(kernels_for(outputs, inputs), device)
 
 
@@ -113,8 +119,8 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-    """Compute a linear with the attribute ``native``, [..., K] -> [..., N], or [..., N / 2] if it is gated; ``adapter``
-    is empty, or has the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
+    """Compute a linear that has the attribute ``native``, [..., K] -> [..., N], or [..., N / 2] if ``Native.gated``.
+    ``adapter`` is empty, or has the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
         x.reshape(-1, x.shape[-1]), *weights, bias, *layer.native, *(adapter or ([], [], None, None))
@@ -197,7 +203,8 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose schedules by which the batch GEMM adds the adapter; None if it cannot, or adding it later is faster."""
+    """Choose the schedules of the batch GEMM and of ``shrink`` with which the GEMM also adds the adapter; None if it
+    cannot, or if adding the adapter by separate kernels is faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None

@@ -1,13 +1,13 @@
 """GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 2048 tokens on Hopper, for large batches and prompts.
 
 With this many tokens the GEMM can keep the tensor cores busy if they do not wait for weights to be converted. Each
-warpgroup therefore computes outputs that no other has, converts their weights in registers and does not wait for other
-warpgroups; TMA copies tokens, weights and scales to shared memory. Sums are fp32 in a fixed order: equal inputs give
-equal bits.
+warpgroup therefore computes outputs that no other warpgroup computes, converts their weights in registers and does not
+wait for other warpgroups. TMA copies inputs, weights and scales to shared memory. Sums are fp32 in a fixed order: equal
+inputs give equal bits.
 
-A k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the tokens of a thread block; a
-wave is as many thread blocks as the GPU runs at the same time. Letters: T tokens, K inputs, N outputs.
-``nvfp4_decode.fragments`` defines the weight layout; `docs/kernels.md` has the overview.
+A k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the set of tokens for which a
+thread block computes its outputs; a wave is a set of thread blocks that the GPU runs at the same time. Letters: T
+tokens, K inputs, N outputs. ``nvfp4_decode.fragments`` defines the weight layout; `docs/kernels.md` has the overview.
 """
 
 import math
@@ -49,7 +49,7 @@ class Variant(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of shared memory per pipeline stage: x, codes and scales for 128 inputs."""
+        """Bytes of shared memory that one pipeline stage takes: x, codes and scales for 128 inputs."""
         return -(-(self.tokens * 2 * STAGE_INPUTS + self.tiles * 576 * STAGE_INPUTS // K_BLOCK) // 1024) * 1024
 
     @property
@@ -81,8 +81,8 @@ class Schedule(NamedTuple):
     fewer than the others."""
 
     def wide(self, outputs: int) -> int:
-        """Count the thread blocks that compute as many tiles as the variant has; these are the first ones, and the
-        others compute one tile less."""
+        """Count the thread blocks that compute as many tiles as the variant allows. These come first; all later thread
+        blocks compute one tile less."""
         narrower = self.blocks * (self.variant.tiles - 1)
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
@@ -94,8 +94,8 @@ FULL_TILES = [64, 96, 128, 192, *range(MOST_DECODED, MOST_TOKENS + 1, 128)]
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
-    """Choose the schedule of shortest predicted time for T tokens, N outputs and K inputs; None if this kernel cannot
-    run the GEMM. ``fuses_lora``: it also adds a LoRA adapter."""
+    """Choose the schedule with the shortest predicted time for a GEMM; None if this kernel cannot compute it.
+    ``fuses_lora``: the GEMM also adds a LoRA adapter."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % X_BOX_INPUTS:
         return None
     return _fastest(FULL_TILES[bisect_left(FULL_TILES, num_tokens)], outputs, inputs, fuses_lora)
@@ -115,8 +115,8 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
 
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
-    """Predict how many SMs the GEMM leaves idle for ``lora_hopper.shrink``, and for how long. SMs that finish early, if
-    they run several thread blocks one after another, count as idle from the start."""
+    """Predict how many SMs the GEMM leaves idle for ``lora_hopper.shrink``, and for how long. If SMs run several thread
+    blocks one after another, those SMs that finish early count as idle from the start."""
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:
@@ -137,8 +137,8 @@ def variants_for(num_tokens: int) -> list[Variant]:
 
 
 def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield the schedules of a variant to choose from: one per number of splits of K, and some without splits in which
-    thread blocks of n and of n - 1 tiles together fill whole waves."""
+    """Yield a variant's candidate schedules: one per number of parts into which K is split, and some without splitting,
+    in which thread blocks of n and of n - 1 tiles together fill whole waves."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
@@ -160,8 +160,9 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 
 @cache
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> float:
-    """Return the most tiles that one of ``sms`` SMs computes one after another; a thread block of one tile counts as
-    ``costs.LONE_TILE``. An SM starts the next thread block when its previous one has ended."""
+    """Return the largest number of tiles that one of ``sms`` SMs computes one after another, if an SM starts the next
+    thread block when its previous one has ended. A thread block of one tile, where others have two, counts as
+    ``costs.LONE_TILE`` tiles, because it takes longer than half the time of a block of two."""
     wide, tiles = schedule.wide(outputs), schedule.variant.tiles
     widths = [tiles] * wide + [costs.LONE_TILE if tiles == 2 else tiles - 1] * (schedule.blocks - wide)
     ends = [0.0] * sms
@@ -175,7 +176,8 @@ def _stages(inputs: int) -> int:
 
 
 def _tile_s(schedule: Schedule, inputs: int) -> float:
-    """Predict the seconds that an SM needs for one tile and those of its K inputs that one thread block adds up."""
+    """Predict the seconds that an SM needs to compute one tile over the inputs of one thread block: all K, or one of
+    ``splits`` parts of K."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-_stages(inputs) // splits) * STAGE_INPUTS // K_BLOCK
     factor = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1
@@ -183,7 +185,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predict the GEMM's seconds on the GPU of ``costs``; infinite if K has fewer pipeline stages than parts."""
+    """Predict the seconds that the GEMM takes on the GPU of ``costs``; infinite if K is split into more parts than it
+    has pipeline stages, which is impossible."""
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:
@@ -268,9 +271,9 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """Build a TMA descriptor of a 3-D tensor: ``sizes``, and ``box``, what one copy transfers, in elements, the
-    contiguous dimension first; ``strides`` in bytes of the second and third dimension. Elements are bf16 with the
-    128-byte swizzle, or have 8 bytes and no swizzle."""
+    """Build a TMA descriptor of a 3-D tensor. ``sizes`` of the tensor and of the ``box`` that one copy transfers are in
+    elements, the contiguous dimension first; ``strides`` of the second and third dimension are in bytes. If
+    ``swizzled_bf16``, elements are bf16 with the 128-byte swizzle; else they have 8 bytes and no swizzle."""
     cuda: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
     [tensor_map] = driver.checked(

@@ -2,8 +2,8 @@
 
 These GEMMs take most of the time of a decoding step. Reading the weights should bound their time, but a straightforward
 conversion of 4-bit weights to bf16 takes more instructions than an SM issues in that time. So the bits of a packed word
-are ordered such that one to three instructions move those of two weights to their places in bf16, each scale is
-converted by one lane only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums are fp32 in a fixed
+are ordered such that one to three instructions move the bits of two weights to their places in bf16 numbers. Each scale
+is converted by one lane only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums are fp32 in a fixed
 order: equal inputs give equal bits.
 
 Weights have the layout of humming-kernels 0.1.17 but for the order of the bits in a word; ``fragments`` defines it.
@@ -39,7 +39,8 @@ class Variant(NamedTuple):
 
     @property
     def x_stages(self) -> int:
-        """Pipeline stages whose inputs x are copied together; limited so that ``blocks`` thread blocks fit on an SM."""
+        """Number of pipeline stages whose inputs x are copied together: few enough for the shared memory of ``blocks``
+        thread blocks to fit on an SM."""
         return {8: 4, 16: 2}.get(self.tokens, 1)
 
     @property
@@ -57,7 +58,7 @@ class Variant(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Kernel variant with which a GEMM runs, and number of parts into which K is divided."""
+    """Way to compute a GEMM: the variant of the kernel, and the number of parts into which K is divided."""
 
     variant: Variant
     splits: int
@@ -96,8 +97,8 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
-    """Choose the schedule of a linear with so many blocks of 256 outputs that they fill the GPU almost without
-    dividing K."""
+    """Choose the schedule of a linear that has enough blocks of 256 outputs to fill the GPU with little or no division
+    of K."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks
@@ -110,11 +111,11 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 
 
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
-    """Choose the schedule of a linear with few blocks of 256 outputs."""
+    """Choose the schedule of a linear with few blocks of 256 outputs, which fill the GPU only if K is divided."""
     if size > FEW_TOKENS:
         return None
-    # Divide K into the largest number of parts with which all clusters run at the same time, with one thread block per
-    # SM. The SMs of a cluster have to be in one GPC.
+    # Divide K into the largest number of parts with which all clusters run at the same time, one thread block per SM. A
+    # cluster has one thread block per part, and its SMs must be in one GPC.
     fitting = (s for s in range(MOST_SPLITS, 0, -1) if costs.GPCS * (costs.SMS_OF_GPC // s) >= blocks)
     splits = next(fitting)
     if splits <= costs.FEW_SPLITS:
@@ -213,9 +214,10 @@ def decode_linear(
 
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
-    """Choose what ``blocks`` thread blocks fetch to L2 of the next weight, for ``Next`` in nvfp4_decode.cu: the weight,
-    the number of parts into which its GEMM divides K, the bytes from one part to the next, the number of thread blocks
-    that fetch, and the bytes that each fetches. Equally many bytes are fetched from the start of each part."""
+    """Choose what ``blocks`` thread blocks of this GEMM prefetch to L2 of the next GEMM's weight. Equally many bytes
+    are fetched from the start of each of the parts into which the next GEMM divides K. Returns the fields of ``Next``
+    in nvfp4_decode.cu: the weight, the number of parts, the bytes from one part to the next, the number of thread
+    blocks that fetch, and the bytes that each of them fetches."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape

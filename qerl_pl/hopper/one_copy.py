@@ -1,10 +1,10 @@
-"""One copy of the packed base for trainer and engine, where the native kernels run.
+"""One copy of the 4-bit base for trainer and engine, on GPUs where this project's CUDA kernels compute vLLM's linears.
 
 The copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps, closes,
-fails to start or starts again. Before vLLM loads, the trainer's weights are put into tile order. vLLM does not read
-them from the checkpoint: before vLLM converts a linear, the linear gets a copy of the trainer's weight (``give``).
-After the conversion, if both hold the same bits, the linear uses the trainer's memory and the copy is freed
-(``adopt``).
+fails to start or starts again. Before vLLM loads its model, the trainer's weights are put into tile order, the order
+that the kernels read. vLLM does not read these weights from the checkpoint: before it converts a linear, the linear
+gets a copy of the trainer's weight (``give``). After the conversion, if the converted copy and the trainer's weight
+have the same bits, the linear uses the trainer's memory and the copy is freed (``adopt``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,8 @@ class Adopted(NamedTuple):
     digest: Tensor  # [2] int64, ``digest_of`` the linear when it was loaded
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
-        """Return, as [] bool, whether the linear still uses the trainer's memory and its digest is unchanged."""
+        """Return, as a tensor [] bool, whether the linear still uses the trainer's memory, and the memory still has the
+        same digest."""
         whole = whole_of([part.packed for part in parts])
         is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
         return (digest_of(layer) == self.digest).all() & is_shared
@@ -45,8 +46,8 @@ def digest_of(layer: Any) -> Tensor:
 
 
 def put_in_tile_order(linears: Linears) -> None:
-    """Rearrange the trainer's NVFP4 weights whose shapes fit to tile order; those that vLLM fuses share one buffer. A
-    second call changes nothing."""
+    """Rearrange those NVFP4 weights of the trainer whose shapes the CUDA kernels support to tile order. Weights that
+    vLLM fuses into one matrix become views of one buffer. A second call changes nothing."""
     for group in fused_groups(list(linears), present=linears.keys()).values():
         parts = [linears[name] for name in group]
         weights = [part.packed for part in parts]
@@ -61,8 +62,8 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Find the linears of vLLM whose codes and scales it need not read; maps the name of each to the names of the
-    trainer's linears that it fuses."""
+    """Find the linears of vLLM's model whose codes and scales vLLM need not read from the checkpoint, because the
+    trainer has them. Returns, by the name of each, the names of the trainer's linears that it fuses."""
     return {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
@@ -71,9 +72,9 @@ def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
 
 
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
-    """Store in each linear of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``. Until
-    ``give``, parameters of linears in ``unread`` take no memory on the trainer's device, so vLLM copies nothing between
-    devices."""
+    """Store in each linear of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``. The
+    parameters of linears in ``unread`` become tensors on the trainer's device that take no memory until ``give``, so
+    that vLLM copies nothing between devices."""
     for name, layer, _, parts in fused_linears(model, linears):
         layer.trainers_weight = whole = whole_of([part.packed for part in parts])
         if name in unread and whole is not None:
@@ -84,7 +85,8 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
 
 
 def give(layer: Any) -> None:
-    """Give a linear that vLLM has not read a copy of the trainer's weight in row order, before it is converted."""
+    """Before vLLM converts a linear whose weight it has not read from the checkpoint, give the linear a copy of the
+    trainer's weight in row order."""
     if vars(layer).pop("is_empty", False):
         rows = to_row_order(layer.trainers_weight)
         codes, scales = packed_codes(layer), layer.weight_scale
@@ -92,7 +94,8 @@ def give(layer: Any) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """Set a converted linear's parameters to the trainer's weight if that has the same bits; return whether it has."""
+    """If the trainer's weight has the same bits as a converted linear's, set the linear's parameters to the trainer's
+    memory; return whether this was done."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
         return False
@@ -107,8 +110,9 @@ def adopt(layer: Any) -> bool:
 
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
-    """Complete a model whose weights vLLM has loaded and converted. With several adapter slots, vLLM adds adapters to
-    the output of gate and up, so their operator may compute silu(gate) * up only with ``one_adapter`` slot."""
+    """Complete a model whose weights vLLM has loaded and converted. ``one_adapter``: vLLM has one adapter slot, and the
+    operator of gate and up also adds the adapter, so it may compute silu(gate) * up too. With several slots, vLLM adds
+    adapters to the operator's output, so it may not."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:
@@ -116,12 +120,12 @@ def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adap
 
 
 def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
-    """Move those parameters to the GPU that vLLM has left in host memory.
+    """Move the parameters that vLLM has left in host memory to the GPU.
 
     vLLM converts weights that it has created in host memory (``patches.packed_weights_on_host``) on the GPU. It then
     moves a parameter back to host memory if the conversion has kept its name. Parameters of adopted linears are set to
     the trainer's memory again.
-    CheckFailed: a linear that vLLM has not read was not filled by ``give``.
+    Raises CheckFailed if a linear that vLLM has not read from the checkpoint was not filled by ``give``.
     """
     for name, layer, _, parts in fused_linears(model, linears):
         if hasattr(layer, "is_empty"):
@@ -140,15 +144,16 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
 
 def tell_next_weights(model: nn.Module) -> None:
-    """Give each native linear the weight of the next one, which its kernel fetches to L2 in advance."""
+    """Tell each linear that this project's CUDA kernels compute the weight of the next such linear, so that its kernel
+    can prefetch that weight to L2."""
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
         linear.native = linear.native._replace(next_weight=following.weight)
 
 
 def move_activations(model: nn.Module) -> None:
-    """Let the kernels of each fused gate and up also compute silu(gate) * up, and make the MLP's activation layer,
-    which did so before, the identity."""
+    """Let the kernel of each fused gate and up also compute silu(gate) * up, and replace the MLP's activation layer,
+    which has computed it so far, by the identity."""
     for mlp in model.modules():
         linear: Any = getattr(mlp, "gate_up_proj", None)
         if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:

@@ -1,5 +1,5 @@
-"""Run-time patches of vLLM that only make it faster, and that are applied only to tested versions of vLLM;
-``rollout/vllm/patches.py`` has those without which results would be wrong, and says how a patch is written."""
+"""Run-time patches of vLLM that only make it faster, and that are applied only to tested versions of vLLM. The patches
+without which results would be wrong are in ``rollout/vllm/patches.py``, which also says how a patch is written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -41,9 +41,11 @@ def state_at_fixed_addresses() -> None:
 
 
 def graphs_with_adapter() -> None:
-    """Capture CUDA graphs only for passes with the adapter; other passes, which are few, run without a graph.
+    """Capture CUDA graphs only for forward passes with the adapter; passes without it, which are few, run without a
+    graph.
 
-    Symptom: capturing graphs takes most of a later start, and graphs that no rollout uses take memory.
+    Symptom: when the kernels have been compiled before, capturing graphs takes most of the engine's start, and graphs
+        that no rollout uses take memory.
     Cause: vLLM captures each graph twice, with and without an adapter, whatever ``cudagraph_specialize_lora`` says.
     Versions: vLLM 0.32. Upstream: none known.
     """
@@ -82,7 +84,8 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
 
     Args:
         kernel: makes the kernel object of one linear.
-        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls the original for other linears.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls the original for linears of other
+            kernel classes.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 

@@ -1,5 +1,5 @@
-"""Parts of vLLM's sampler on CUDA that ``patches`` replaces: log-probabilities of sampled tokens, and copies of the
-tables with the sequences' state."""
+"""Faster replacements, which ``patches`` installs, for parts of vLLM's sampler on CUDA: the log-probabilities of
+sampled tokens, and the copies of the tables with the sequences' state to the GPU."""
 
 from typing import Any
 

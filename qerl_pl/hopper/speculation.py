@@ -1,7 +1,7 @@
-"""Speculation that changes no token, on vLLM's model runner for GPUs.
+"""Speculative decoding that changes no sampled token, on vLLM's model runner for GPUs.
 
 vLLM is started with its own n-gram speculation, so that its scheduler plans for drafts and takes back rejected ones.
-The drafts are replaced by those of ``group_drafts``, and the verification by that of ``equal_drafts``.
+``group_drafts`` then makes the drafts instead of vLLM, and ``equal_drafts`` verifies them.
 """
 
 from dataclasses import replace
@@ -30,10 +30,11 @@ MOST_SIBLINGS = 16
 def arguments(max_num_seqs: int) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` for an engine that speculates.
 
-    vLLM uses the numbers of drafts in these arguments only to choose which CUDA graphs it captures: before each call,
-    the engine gives the scheduler the numbers of ``draft_guard``. Any of those may be 0, so vLLM must also capture
-    graphs without drafts. It does so if, in these arguments, at least one number of sequences has no drafts. If all of
-    them would have drafts, a single sequence is therefore given none.
+    vLLM uses the numbers of drafts in these arguments only to choose which CUDA graphs it captures: before each call of
+    ``generate``, the engine gives the scheduler the numbers that ``draft_guard`` has chosen. Any of the chosen numbers
+    may be 0, so vLLM must also capture graphs without drafts. It does so if, in these arguments, at least one number of
+    sequences has no drafts. If all numbers up to ``max_num_seqs`` would have drafts, a batch of one sequence is
+    therefore given none.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
@@ -54,8 +55,8 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
 
 
 class EqualDrafts:
-    """Verifies drafts in the place of vLLM's ``RejectionSampler``: samples every row as without drafts, and takes the
-    tokens up to and including the first that differs from its draft."""
+    """Verifies drafts in place of vLLM's ``RejectionSampler``: samples a token in every row of logits as without
+    drafts, and takes each sequence's tokens up to and including the first one that differs from its draft."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -67,8 +68,8 @@ class EqualDrafts:
         draft_logits: Tensor | None = None,
         invalid_drafts: Tensor | None = None,
     ) -> SamplerOutput:
-        """Sample from logits [R, V] of all rows. The log-probabilities are of all R rows too; vLLM and the scheduler
-        read those of the tokens that are taken."""
+        """Sample a token in each of R rows of logits [R, V], and take tokens as the class describes. The result has
+        log-probabilities of all R rows; vLLM and its scheduler read only those of the tokens that are taken."""
         assert draft_logits is None
         assert invalid_drafts is None
         batch, output = input_batch, self.sampler(logits, input_batch)
@@ -84,10 +85,10 @@ class EqualDrafts:
 class GroupDrafts:
     """Drafts tokens in place of vLLM's n-gram speculator.
 
-    vLLM keeps the tokens of a request that has ended until another one takes its row of the table. Until then other
-    completions of the same prompt find drafts in it. Only rows that were filled since the last ``forget`` are read, and
-    completions of a prompt are searched in the order of their requests, so drafts depend on the arguments of the
-    current call only.
+    vLLM's table keeps the tokens of a request that has ended until another request takes its row. Until then, drafts
+    for other completions of the same prompt are also taken from that row. Only rows that were filled since the last
+    ``forget``, which the engine calls before each sampling, are read, and the completions of a prompt are searched in
+    the order of their requests. So drafts depend on the current sampling call only.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -98,7 +99,7 @@ class GroupDrafts:
         self.forget()
 
     def forget(self) -> None:
-        """Read no text of earlier requests from now on."""
+        """Take no drafts from the tokens of earlier requests from now on."""
         self.orders: dict[str, int] = {}
         self.groups: dict[tuple[int, ...], dict[int, int]] = {}  # prompt: order of its requests: row
         self.held: dict[int, tuple[tuple[int, ...], int]] = {}  # row: prompt and order
@@ -124,8 +125,9 @@ class GroupDrafts:
         self.list_candidates(prompt)
 
     def list_candidates(self, prompt: tuple[int, ...]) -> None:
-        """Write, for each request of a prompt, the rows in which to look for drafts: those of all requests of the
-        prompt in order or, of more than ``MOST_SIBLINGS``, those nearest to the request in this order."""
+        """Write, for each request of a prompt, the rows in which to look for its drafts: the rows of all requests of
+        the prompt in the order of the requests or, if there are more than ``MOST_SIBLINGS``, of those nearest to the
+        request in this order."""
         rows = [row for _, row in sorted(self.groups[prompt].items())]
         for place, row in enumerate(rows):
             first = max(0, min(place - MOST_SIBLINGS // 2, len(rows) - MOST_SIBLINGS))
@@ -145,8 +147,8 @@ class GroupDrafts:
         num_speculative_tokens: int = MOST_DRAFTS,
         **__: object,
     ) -> Tensor:
-        """Draft ``MOST_DRAFTS`` tokens for each sequence of a batch, [N, MOST_DRAFTS] int64, of which the next step
-        verifies the first ``num_speculative_tokens``; replaces the method of vLLM's speculator."""
+        """Draft tokens for each of N sequences of a batch, [N, MOST_DRAFTS] int64; the next step verifies the first
+        ``num_speculative_tokens`` of each. Replaces the method of vLLM's speculator."""
         if dummy_run or not num_speculative_tokens:
             return torch.zeros(input_batch.num_reqs, MOST_DRAFTS, dtype=torch.int64, device=self.device)
         if self.is_changed:
@@ -157,8 +159,8 @@ class GroupDrafts:
 
 
 def install(worker: WorkerBase) -> GroupDrafts:
-    """Draft and verify as this module says, in an engine that was started with ``arguments``; ValueError if vLLM uses
-    another model runner or recurrent layers."""
+    """Make an engine that was started with ``arguments`` draft and verify as this module describes; ValueError if vLLM
+    uses another model runner, or its model has recurrent layers."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.rejection_sampler).__name__ != "RejectionSampler":
         raise ValueError(

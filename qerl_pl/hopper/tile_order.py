@@ -1,10 +1,11 @@
-"""Tile order: the order of NVFP4 codes and scales in which the native kernels read a weight.
+"""Tile order: the order of NVFP4 codes and scales in which this project's CUDA kernels for Hopper read a weight.
 
-A checkpoint stores the codes of each output's row contiguously (row order); in tile order those of 64 outputs x 16
-inputs are (``nvfp4_decode.fragments`` defines it). A weight in tile order is a ``PackedWeight`` whose codes are int32
-words [K / 16, 2 N] and whose block scales are [K / 16, N]; in row order, codes are uint8. Output rows from one multiple
-of 64 to another are a view of some columns of these tensors, so the trainer's linears (q, k, v; gate, up) can be views
-of the matrix into which the engine fuses them.
+A checkpoint stores the codes of each output's row contiguously (row order). In tile order, the codes of each tile of 64
+outputs x 16 inputs are contiguous (``nvfp4_decode.fragments`` defines their order). A weight in tile order is a
+``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K / 16, N]; in row order, codes
+are uint8. The engine fuses q, k and v, and also gate and up, into one matrix each. Outputs from one multiple of 64 to
+another correspond to contiguous columns of the tensors in tile order, so the trainer's separate linears can be views of
+the fused matrix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multi
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the native kernels support the linear that fuses linears of these shapes (N, K)."""
+    """Return whether this project's CUDA kernels support the linear that fuses linears of these shapes (N, K)."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
@@ -45,7 +46,7 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
 
 
 def _words(codes: Tensor, blocks: int) -> Tensor:
-    """Gather the eight codes of each word from row order, four bits for each."""
+    """Gather the eight 4-bit codes of each int32 word from codes in row order."""
     # In row order a byte has the codes of inputs 2c and 2c + 1 of a k-block of 16 inputs; g is the index of an output
     # among 8. Letters are as in ``fragments``.
     parts = codes.view(-1, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
@@ -113,7 +114,7 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return the weight made by ``fused`` whose rows are exactly these views, in this order, or None."""
+    """Return the fused weight that ``fused`` made if ``views`` are all of its parts in order, else None."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

@@ -1,4 +1,4 @@
-"""Triton kernels for the log-probability and rank of one token per row of logits [T, V], for few rows.
+"""Triton kernels for the log-probability and rank of one token per row of logits [T, V], fast if there are few rows.
 
 A decoding step has one row per sequence, often fewer than the GPU has SMs, so each program reads one block of the
 vocabulary of one row, and a second kernel merges the blocks.

@@ -1,7 +1,8 @@
 """Launch Triton kernels with little work on the host.
 
-Before each launch, Triton takes about 50 us to inspect every argument, longer than many kernels run. ``launch`` looks
-the compiled variant up by what Triton's choice depends on: dtypes, and whether integers are 1 or multiples of 16.
+Before each launch, Triton takes about 50 us to inspect every argument, longer than many kernels run. ``launch`` finds
+the compiled variant of the kernel faster, by the few properties on which Triton's choice depends: dtypes, and whether
+integers are 1 or multiples of 16.
 """
 
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -56,13 +57,15 @@ def _compiled(
     constants: tuple[tuple[str, int], ...],
     options: tuple[tuple[str, int | bool], ...],
 ) -> CompiledKernel:
-    """Compile a kernel for the current device. In ``kinds``, a dtype stands for a tensor whose address is a multiple
-    of 16, a number for an integer argument (``_kind``)."""
+    """Compile a kernel for the current device, or return the variant compiled before. ``kinds`` has one entry per
+    argument: the dtype of a tensor, whose address must be a multiple of 16, or a number that stands for an integer
+    (``_kind``)."""
     return kernel.warmup(*kinds, **dict(constants), **dict(options), grid=(1,))
 
 
 def _is_plain(argument: Tensor | int) -> bool:
-    """Return whether a tensor is aligned as torch allocates it, or an integer has 32 bits."""
+    """Return whether the fast look-up supports an argument: a tensor that is aligned as torch allocates it, or an
+    integer of at most 32 bits."""
     return argument.data_ptr() % 16 == 0 if isinstance(argument, Tensor) else argument < 2**31
 
 

@@ -45,8 +45,8 @@ def logit_gradient(
 
 @triton.jit
 def _merge(highest, total, moment, highest2, total2, moment2):
-    """Merge two partial softmaxes over logits z: the highest, the sum of exp(z - highest), and that of exp(z - highest)
-    (z - highest)."""
+    """Merge the partial softmaxes of two sets of logits z. A partial softmax is the highest z, the sum of exp(z -
+    highest), and the sum of exp(z - highest) (z - highest)."""
     top = tl.maximum(highest, highest2)
     drop, drop2 = highest - top, highest2 - top
     scale, scale2 = tl.exp(drop), tl.exp(drop2)
@@ -57,17 +57,18 @@ def _merge(highest, total, moment, highest2, total2, moment2):
 @triton.jit
 def _statistics_kernel(logits, targets, logprobs, entropy, log_partition, inverse_temperature, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    # Each lane accumulates the partial softmax of its logits, and these are merged once, after the loop. The highest
-    # logit starts at -1e30 and not -inf, because the difference of two infinities would be nan.
+    # Each lane accumulates the partial softmax (see ``_merge``) of its logits, and the lanes' results are merged once,
+    # after the loop. The highest logit starts at -1e30 and not -inf, because the difference of two infinities would be
+    # nan.
     highest = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.full([BLOCK], 0.0, tl.float32)
     moment = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, V, BLOCK):
         col = start + tl.arange(0, BLOCK)
         inside = col < V
-        # Lanes outside of V get -1e30 after the multiplication by 1 / temperature. Before it, the compiler could fuse
-        # the product with the later subtraction of the maximum, which is the same product, rounded. The difference is
-        # the rounding error, up to 1e22, whose exp is inf or nan.
+        # Lanes outside of V get -1e30 after the multiplication by 1 / temperature. If they got it before, the compiler
+        # could fuse this multiplication and the later subtraction of the maximum to one FMA. In lanes where the maximum
+        # is the same product, rounded, the FMA would return the rounding error, up to 1e22, whose exp is inf or nan.
         z = tl.where(inside, tl.load(logits + row * V + col, mask=inside, other=0.0) * inverse_temperature, -1e30)
         highest, total, moment = _merge(highest, total, moment, z, tl.where(inside, 1.0, 0.0), 0.0)
     highest, total, moment = tl.reduce((highest, total, moment), 0, _merge)
