@@ -273,7 +273,7 @@ def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
 
 
 def use_graphs(worker: WorkerBase) -> None:
-    """From now on, replay decoding steps as CUDA graphs, if all blocks of vLLM's model compute attention by
+    """Replay decoding steps as CUDA graphs from now on, if all blocks of vLLM's model compute attention by
     FlashAttention; otherwise change nothing."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:

@@ -55,8 +55,8 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
 
 
 class EqualDrafts:
-    """Verifies drafts in place of vLLM's ``RejectionSampler``: samples a token in every row of logits as without
-    drafts, and takes each sequence's tokens up to and including the first one that differs from its draft."""
+    """Verifies drafts in place of vLLM's ``RejectionSampler``: samples one token per row of logits as without drafts,
+    and takes each sequence's tokens up to and including the first one that differs from its draft."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler

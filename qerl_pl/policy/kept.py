@@ -42,7 +42,7 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """In forward, compute a result and store it, and let autograd keep all tensors that the backward of this
+        """Compute a result in forward and store it, and let autograd keep all tensors that the backward of this
         computation needs. When backward recomputes the block, return the stored result."""
         if self.recomputing:
             return self.take()

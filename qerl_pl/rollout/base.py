@@ -112,8 +112,9 @@ def check_groups(
 def checked_routes(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], routing: Routing, *, engine: str
 ) -> list[list[Completion]]:
-    """Return the result of ``RolloutEngine.generate`` with routes in the smallest dtype; raise CheckFailed if a
-    completion has none, too many or too few, or one that is no expert's number."""
+    """Return the result of ``RolloutEngine.generate`` with the routes, the numbers of the experts that computed each
+    token, in the smallest dtype that holds them. Raise CheckFailed if a completion has no routes, routes of too many or
+    too few tokens, or a number that no expert has."""
     checked = []
     for index, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
         checked.append([])
@@ -149,18 +150,20 @@ class RolloutEngine(Protocol):
 
     @property
     def memory(self) -> EngineMemory | None:
-        """Settings that decide the engine's GPU memory; None if it samples with the trainer's model."""
+        """Settings that decide how much GPU memory the engine takes; None if it samples with the trainer's model, and
+        so has no weights to plan for."""
         ...
 
     @property
     def returns_routes(self) -> bool:
-        """Whether ``generate`` can return the experts that computed the tokens (``Completion.routes``). It must if
-        ``Policy.replays_routes`` is set when the engine starts."""
+        """Whether ``generate`` can return the experts that computed the tokens (``Completion.routes``). ``generate``
+        must return them if ``Policy.replays_routes`` is set when the engine starts."""
         ...
 
     @property
     def batch_tokens(self) -> int:
-        """Most tokens in the KV cache of one batch of sequences. The memory plan uses it if ``memory`` is None."""
+        """Largest number of tokens in the KV cache of one batch of sequences. The memory plan uses this number if
+        ``memory`` is None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -168,8 +171,8 @@ class RolloutEngine(Protocol):
         ...
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Load the policy's base and prepare sampling of at most ``max_model_len`` tokens, prompt and completion
-        together. On a started engine this does nothing."""
+        """Load the policy's base and prepare to sample sequences of at most ``max_model_len`` tokens, prompt and
+        completion together. If the engine is started already, this does nothing."""
         ...
 
     def generate(
@@ -191,18 +194,20 @@ class RolloutEngine(Protocol):
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Compute the log-probabilities of each sequence's tokens but the first, in nats at temperature 1."""
+        """Compute, for each sequence, the log-probabilities of all its tokens except the first, in nats at temperature
+        1."""
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter with which completions are sampled; raises ValueError if a name or shape differs from the
-        policy's. The norms keep their noise; prefixes that were cached under the old adapter are no longer used."""
+        """Set the adapter with which completions are sampled; raises ValueError if a name or shape differs from that of
+        the policy's adapter. The norms keep their noise, and prefixes that were cached under the old adapter are no
+        longer used."""
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Add AQN's noise to the two norms of every block that get it (``Family.noise_norms``), in place of earlier
-        noise; sigma 0 restores the weights without noise bit for bit. Returns the number of norms that have noise
-        according to the weights read back from the engine: twice the number of blocks, or 0 if sigma is 0."""
+        """Replace the noise of AQN on the weights of two norms per block (``Family.noise_norms``) by ``noise``; sigma 0
+        restores the weights without noise bit for bit. Returns the number of norms that have noise according to the
+        weights read back from the engine: twice the number of blocks, or 0 if sigma is 0."""
         ...
 
     def fingerprint(self) -> dict[str, int]:
@@ -228,9 +233,10 @@ def expected_fingerprint(
 ) -> dict[str, int]:
     """Compute the checksums that ``RolloutEngine.fingerprint`` must return.
 
-    ``adapter`` has fp32 master weights by PEFT's names; trained norms in it are ignored, because ``norms`` has all norm
-    weights with their noise, by the model's names. Engines hold norm weights in fp32. Engines multiply B by
-    ``scaling``, LoRA's alpha / r (or alpha / sqrt r), and compute in ``dtype``.
+    ``adapter`` has fp32 master weights by PEFT's names; trained norms in it are ignored, because ``norms`` has the
+    weights of all norms that get noise, with the noise, by the model's names. The checksums are of norm weights in
+    fp32, and of A and ``scaling`` B rounded to ``dtype``, because engines hold these; ``scaling`` is LoRA's alpha / r
+    (or alpha / sqrt r).
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():

@@ -19,8 +19,8 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts of a call before sampling starts: ValueError names the first that is empty, holds an unknown
-    token, or leaves fewer than ``max_tokens`` tokens for the completion (0 if sequences are only scored)."""
+    """Check all prompts of a call before sampling starts: ValueError names the first prompt that is empty, holds an
+    unknown token, or leaves fewer than ``max_tokens`` tokens for the completion (0 if sequences are only scored)."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; expected at least one token")
@@ -60,8 +60,8 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 
 
 def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
-    """Collect the end-of-sequence token ids of the generation config, the model config and the tokenizer of a
-    checkpoint folder; missing files are skipped.
+    """Collect the ids of the tokens that end a completion: the end-of-sequence tokens of the generation config, the
+    model config and the tokenizer of a checkpoint folder. Missing files are skipped.
 
     Chat models often have different tokens in these three places, and each of them is meant to end the assistant's
     turn. Other settings of the generation config, such as a temperature or a repetition penalty, are not used. Tokens
@@ -88,7 +88,8 @@ def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors in ``wanted`` that differ from those in ``live``; waits for the device once."""
+    """Return the names of the tensors in ``wanted`` that differ from the tensors of the same names in ``live``; waits
+    for the device only once, for all tensors together."""
     if not wanted:
         return []
     differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
@@ -96,8 +97,8 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 def padded_routes(routes: Sequence[Tensor]) -> Tensor | None:
-    """Pad the routes of rows, [tokens - 1, L, k] each (``Completion.routes``), with 0 to [B, S, L, k]; None if there
-    are none."""
+    """Pad the routes of B rows, the experts that computed their tokens, [tokens - 1, L, k] each
+    (``Completion.routes``), with 0 to [B, S, L, k]; None if ``routes`` is empty."""
     return F.pad(pad_sequence([*routes], batch_first=True), (0, 0, 0, 0, 0, 1)) if routes else None
 
 

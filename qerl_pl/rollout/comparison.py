@@ -1,5 +1,5 @@
-"""Compare log-probabilities that a rollout engine reports with the trainer's: of a given text, and of tokens that the
-engine samples with a random probe adapter.
+"""Compare log-probabilities that a rollout engine reports with those that the trainer computes: of a given text, and of
+tokens that the engine samples with a random adapter (probe adapter).
 
 Two correct implementations of a model differ by rounding errors, which depend on the model, its dtype and the tokens.
 The trainer therefore measures, on the same tokens and with its own model alone, how much log-probabilities change if
@@ -58,19 +58,19 @@ class Gap(NamedTuple):
 
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
-    """Compare N log-probabilities of an engine with the trainer's, [N] nats each. ``rounding`` [N] is the root mean
-    square by which each of the trainer's log-probabilities changes when it is computed with other rounding errors,
-    ``change`` the mean by which the probe adapter changes them."""
+    """Compare N log-probabilities of an engine with the trainer's, [N] nats each. ``rounding`` [N] is, for each token,
+    the root mean square change of the trainer's log-probability if its rounding errors are drawn anew; ``change`` is
+    the mean absolute change of the trainer's log-probabilities by the probe adapter."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
-    # The trainer's rounding error may be tiny at a token, by chance or because the token is nearly certain, where the
-    # engine's is not; adding 0.1 ``usual`` keeps such tokens from having large multiples.
+    # At some tokens the trainer's rounding error is tiny, by chance or because the token is nearly certain, but the
+    # engine's is not. Adding 0.1 ``usual`` keeps the multiples of such tokens from being large.
     multiples = difference / (rounding + 0.1 * usual).clamp(min=1e-12)
     return Gap(difference.mean().item(), usual.item(), multiples.clamp(max=MOST).mean().item(), change)
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Return the last ``num_tokens`` tokens of a text that ends with the first row, which the second row precedes, then
-    the third and so on. If all rows together are shorter, they are repeated."""
+    """Return the last ``num_tokens`` tokens of the concatenation of all rows in reverse order, so that the text ends
+    with the first row. If all rows together are shorter, the text repeats them."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 
@@ -82,7 +82,8 @@ def wrong_ones(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
 
 @contextmanager
 def trainers_engine(policy: Policy, noise: NormNoise, *, max_model_len: int) -> Iterator[TransformersEngine]:
-    """Yield an engine that computes with the trainer's model and this noise, as the reference for another engine."""
+    """Yield an engine that samples and scores with the trainer's model and the given noise, as the reference to compare
+    a rollout engine with."""
     oracle = TransformersEngine()
     oracle.start(policy, max_model_len=max_model_len)
     try:
@@ -103,13 +104,15 @@ def score_gaps(
     strength: float | None,
     scores: bool,
 ) -> dict[str, Gap]:
-    """Compare log-probabilities of the loop's engine with the trainer's; returns the differences by comparison.
+    """Compare log-probabilities of the loop's engine with the trainer's; returns the difference for each comparison, by
+    its name.
 
     ``oracle`` is an engine with the trainer's model and the same noise, ``dtype`` the less precise of the two engines'
     dtypes. With ``scores``, the log-probabilities of the text ``tokens`` are compared, with and without the adapter.
-    Unless ``strength`` is 0 or None, tokens that are sampled after prefixes of the text with a probe adapter of this
-    strength are compared, too; both engines then keep the probe adapter. ``seed``, for probe adapter and rounding
-    errors, must differ from the previous check's, whose prefixes may still be cached.
+    Unless ``strength`` is 0 or None, a random probe adapter of this strength is loaded, and the log-probabilities of
+    tokens sampled after prefixes of the text are compared too; both engines then still have the probe adapter. ``seed``
+    draws the probe adapter and the rounding errors. It must differ from the seed of the previous check, whose prefixes
+    may still be cached.
     """
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())
@@ -138,8 +141,8 @@ def probe_gap(
     strength: float,
 ) -> Gap:
     """Load a probe adapter, sample one token after each of several prefixes of ``tokens``, and compare the
-    log-probabilities of these tokens in engine and oracle. Both must have the policy's adapter before the call, and
-    have the probe adapter after it.
+    log-probabilities of these tokens by ``engine`` and by ``oracle``, an engine with the trainer's model. Both must
+    have the policy's adapter before the call, and have the probe adapter after it.
 
     The lengths of the prefixes differ by two tokens, so that some end soon after a cached block (of 16 tokens or more),
     where a stale prefix cache changes log-probabilities most.

@@ -14,7 +14,7 @@ from qerl_pl.rollout.base import Sampling
 def completion_texts(
     tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion], *, stop: Sequence[str] = ()
 ) -> list[str]:
-    """Decode completions with special tokens, since these may mark thoughts (``[THINK]``) or answers.
+    """Decode completions to text that includes special tokens, since these may mark thoughts (``[THINK]``) or answers.
 
     Only the tokenizer's end and padding tokens, and a special token that ended the completion, are left out; strings of
     ``stop`` stay in the text, also where they are special tokens.
@@ -31,7 +31,8 @@ def completion_texts(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids of a tokenizer's special tokens, also of those that have no role such as end or padding."""
+    """Return the ids of all special tokens of a tokenizer: those with a role, such as end or padding, and all
+    others."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token for token, text in added if text.special)}
 
@@ -55,8 +56,8 @@ def check_ends(
 ) -> None:
     """Raise CheckFailed if a completion's ``finished`` contradicts its tokens.
 
-    A finished completion ends with an end token or with the token that completes a stop string, and neither occurs
-    earlier in it. In an unfinished one, which has ``max_tokens`` tokens, neither occurs.
+    A finished completion ends with an end token or with the token that completes a stop string, and has no end token or
+    stop string before. An unfinished completion has ``max_tokens`` tokens, without any end token or stop string.
     """
     ends = frozenset(end_tokens)
     for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
@@ -90,7 +91,8 @@ def check_ends(
 def _stop_lengths(
     prompt: Prompt, group: Sequence[Completion], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[int | None]:
-    """Return for each completion the number of its tokens up to the end of the first stop string, or None."""
+    """Return for each completion the number of its tokens up to the end of the first stop string, or None if it has no
+    stop string."""
     if not stop:
         return [None] * len(group)
     longest = max(len(completion.tokens) for completion in group)

@@ -1,4 +1,5 @@
-"""Dynamic sampling (DAPO): replace groups of completions whose advantages are all 0 by groups of further prompts."""
+"""Dynamic sampling (DAPO): groups of completions whose advantages are all 0 teach nothing, so they are replaced by
+groups of further prompts."""
 
 import math
 from collections import Counter
@@ -62,9 +63,9 @@ class DynamicSampling:
         sample: Callable[[Sequence[Prompt]], ScoredBatch],
         watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
-        """Sample prompts and further prompts until the groups with a signal (see the class) fill the batch, further
-        prompts have been sampled ``max_refills`` times, or there are none left. Every rank must call it, with equally
-        many prompts; ``more_prompts`` are the same on all.
+        """Sample completions of ``prompts`` and then of ``more_prompts`` until the groups that have advantages other
+        than 0 (see the class) fill the batch, further prompts have been sampled ``max_refills`` times, or no prompts
+        are left. Every rank must call this method, with equally many ``prompts`` and the same ``more_prompts``.
 
         Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
         of W, group j belongs to prompt r + j * W of the rollout's sequence of prompts.
@@ -97,11 +98,12 @@ class DynamicSampling:
         return sampled, self.max_refills
 
     def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
-        """Choose the first ``batch_size`` groups with a signal among those of all ranks; every rank must call this.
+        """Choose the first ``batch_size`` groups that have a signal (advantages other than 0, see the class) among the
+        groups of all ranks; every rank must call this.
 
-        Returns the groups that this rank trains on; None if there are none. Only if ``may_move``, a rank may train on
-        groups that another rank has sampled. Raises CheckFailed if fewer groups have a signal and ``when_short`` is
-        "error".
+        Returns the groups that this rank trains on; None if there are none. If ``may_move`` is False, each rank trains
+        only on groups that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have a signal and
+        ``when_short`` is "error".
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         shares = ranks.gather_values(sampled.has_signal.tolist())
@@ -133,8 +135,8 @@ class DynamicSampling:
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:
-    """Return a new rank for each group, given the ranks that have them now, such that the ranks' numbers of groups
-    differ by at most one and the fewest groups move."""
+    """Return a new rank for each group, given the rank that has it now (``owners``), such that the numbers of groups of
+    any two ranks differ by at most one, and as few groups as possible change their rank."""
     counts = Counter(owners)
     base, extra = divmod(len(owners), num_ranks)
     by_count = sorted(range(num_ranks), key=lambda rank: -counts[rank])

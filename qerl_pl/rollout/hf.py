@@ -1,4 +1,5 @@
-"""Rollout engine that calls transformers' ``generate`` on the trained policy; checks compare vLLM's with it."""
+"""Rollout engine that calls transformers' ``generate`` on the trained policy; checks of the vLLM engine use it as
+reference."""
 
 from __future__ import annotations
 
@@ -119,8 +120,8 @@ class TransformersEngine:
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=device)
-        # Equal rows may share the computation of what precedes the first masked token. With several copies, all tokens
-        # but the first are therefore masked.
+        # The policy may compute tokens before the first masked one only once for equal rows, but each copy needs errors
+        # of its own. With several copies, all tokens but the first are therefore masked.
         mask[:, at if copies == 1 else slice(1, None)] = True
         targets = rows.clone()
         targets[:, at] = torch.tensor(following, device=device)
@@ -149,7 +150,7 @@ class TransformersEngine:
         return len(self._clean_norms(adapter=True)) if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the model's adapter and norms as they are during a call."""
+        """Compute checksums of the adapter and norms that the trainer's model has while this engine samples."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return expected_fingerprint(
@@ -186,7 +187,8 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows, longest first, into batches of at most ``batch_tokens`` tokens with padding, or of one row."""
+        """Divide rows, longest first, into batches of at most ``batch_tokens`` tokens, padding included; a longer row
+        gets a batch of its own."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -233,7 +235,8 @@ class TransformersEngine:
 
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
-        """Write this engine's adapter and noise into the policy and set evaluation mode within the context."""
+        """Write this engine's adapter and noise into the trained policy and set evaluation mode within the context; the
+        policy's state is restored afterwards."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
@@ -279,7 +282,8 @@ class SampledLogprobs(LogitsProcessor):
         self._columns: list[Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Process logits [B, V] fp32, given the tokens so far, [B, S] int64; returns logits [B, V] to sample from."""
+        """Process logits [B, V] fp32, which follow the tokens [B, S] int64; returns the logits [B, V] from which the
+        next tokens are sampled."""
         self._note(input_ids)
         for cut in self._cuts:
             scores = cut(input_ids, scores)
@@ -316,8 +320,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norm modules by the name of their weight: with ``adapter`` those that the policy uses, which are
-    PEFT's copies if norms are trained, otherwise the base's."""
+    """Return the modules of the norms that get noise, by the name of their weight. If norms are trained, these are
+    PEFT's trained copies with ``adapter``, and the base's modules without."""
     modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
         for name in modules:

@@ -43,7 +43,7 @@ class Rollout:
 
 @dataclass(eq=False)
 class RolloutLoop:
-    """Loop that samples completions of prompts, scores them and turns them into training data.
+    """Loop that samples completions of prompts, scores them by reward functions and turns them into training data.
 
     Before each rollout, ``sync`` sets the engine's adapter and noise. The engine has no other state that affects
     sampling, so a resumed run does not have to restore any; for speculative decoding, ``callbacks/draft_guard.py``
@@ -79,7 +79,8 @@ class RolloutLoop:
     adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise unchanged."""
 
     def sync(self, adapter: Mapping[str, Tensor], noise: NormNoise) -> int:
-        """Wake the engine and set its adapter and noise; returns the number of norms with noise."""
+        """Wake the engine and set its adapter and its norm noise; returns the number of norms that have noise, as read
+        back from the engine."""
         self.engine.wake()
         self.engine.load_adapter(adapter)
         return self.engine.set_norm_noise(noise)
@@ -95,12 +96,12 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """Sample and score one rollout of training data. Every rank must call this, with its own prompts [P] and the
-        same further prompts (for dynamic sampling) and seed. ``watch`` adds up the seconds of "sync", "rollout",
-        "reward", "wait" (for slower ranks) and, if there are observers, "check".
+        """Sample and score one rollout of training data. Every rank must call this, with P prompts of its own, and with
+        the same seed and the same further prompts (for dynamic sampling). ``watch`` adds up the seconds of "sync",
+        "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
 
-        CheckFailed: too many rows could not be scored, dynamic sampling did not fill the batch, or completions do not
-        end as the engine says.
+        Raises CheckFailed if too many rows could not be scored, if dynamic sampling did not fill the batch, or if
+        completions do not end as the engine reports.
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
@@ -146,7 +147,8 @@ class RolloutLoop:
         baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
         """Sample completions of prompts with the engine's current adapter and noise, and score them. ``baseline`` is
-        the rule for the advantages by which groups have a signal; its default accepts groups of one completion."""
+        the rule for the advantages that decide which groups have a signal (``ScoredBatch.of``); the default also
+        supports groups of one completion."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Check of the loopback network interface (127.0.0.1), by which the processes of one machine connect."""
+"""Check of the loopback network interface (127.0.0.1), over which processes on one machine connect to each other."""
 
 import socket
 
@@ -6,7 +6,8 @@ WAIT = 5.0  # seconds until the check fails; a working loopback interface answer
 
 
 def check_loopback() -> None:
-    """Raise OSError if this machine cannot connect to 127.0.0.1; torch's process groups would hang for minutes."""
+    """Raise OSError if this machine cannot connect to itself at 127.0.0.1; without this check, torch's process groups
+    would hang for minutes before they fail."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=WAIT).close()

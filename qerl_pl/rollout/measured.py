@@ -18,7 +18,8 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 
 class Measured(NamedTuple):
-    """Log-probabilities, in nats, of the N tokens of some completions, and evidence about them."""
+    """Log-probabilities, in nats, of the N tokens of some completions, and evidence that the engine did not sample them
+    from the distribution that it reports."""
 
     trainer: Tensor
     """[N] fp64, by the trainer."""
@@ -47,9 +48,10 @@ def measure_some(
     """Choose some completions of this rank, and compute their log-probabilities under the policy with the rollout's
     noise and under ``evidence.ALTERNATIVES``. Every rank must call this.
 
-    ``max_tokens`` limits the tokens of all chosen prompts and completions of all ranks, equal rows counted once; each
-    rank may exceed its share by at most one row. With ``other_rounding``, log-probabilities are computed a second time,
-    with rounding errors drawn anew (``policy.shaken``).
+    ``max_tokens`` limits the number of tokens in the chosen prompts and completions of all ranks together, where equal
+    rows of a rank count once. Each rank may exceed its equal share of the limit by at most one row. With
+    ``other_rounding``, log-probabilities are computed a second time, with rounding errors drawn anew
+    (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)
     limit, chosen, which, total = max_tokens / ranks.num_ranks(), [], [], 0

@@ -1,8 +1,9 @@
 """Random probe adapters, and the strength at which they best reveal a wrong engine.
 
-A probe adapter changes log-probabilities, so an engine that does not use it is noticed. If it is too weak, the change
-drowns in rounding errors; if it is too strong, the model becomes chaotic, and rounding errors grow as large as the
-change. The strengths in between depend on the model, and the trainer finds them with its own model alone.
+A probe adapter is loaded into an engine to check it: the adapter changes log-probabilities, so an engine that does not
+use it is noticed. If it is too weak, the change drowns in rounding errors; if it is too strong, the model becomes
+chaotic, and rounding errors grow as large as the change. The strengths in between depend on the model, and the trainer
+finds them with its own model alone.
 """
 
 from collections.abc import Sequence
@@ -53,12 +54,14 @@ def find_strength(
     oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
 ) -> float | None:
     """Find a strength at which probe adapters change log-probabilities far more than rounding errors of ``dtype`` do.
-    The last ``TOKENS`` of ``tokens``, text like the run's, are scored; the oracle keeps a probe adapter.
+    The last ``TOKENS`` of ``tokens``, which should be text like that of the run, are scored by ``oracle``, an engine
+    with the trainer's model, which still has a probe adapter afterwards.
 
-    Strengths are tried from the strongest on, each with ``SEEDS`` adapters. The share of a strength is the largest
-    ratio of rounding errors to the change of log-probabilities by one of its adapters. Strengths with a change above
-    ``MOST_CHANGE`` are left out. Of those whose share is at most ``USABLE`` and at most twice the smallest share, the
-    weakest is returned, with which the model is least chaotic; None if no share is at most ``USABLE``.
+    Strengths are tried from the strongest on, each with ``SEEDS`` adapters. For each adapter, the ratio of rounding
+    errors to the change of log-probabilities that it causes is measured; the share of a strength is the largest ratio
+    of its adapters. Strengths with a change above ``MOST_CHANGE`` nats are left out. Among the strengths whose share is
+    at most ``USABLE`` and at most twice the smallest share, the weakest is returned, because the model is least chaotic
+    with it; None if no share is at most ``USABLE``.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]

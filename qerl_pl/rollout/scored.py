@@ -1,4 +1,4 @@
-"""Sampled and scored completions, and the tensors of a batch that are made of them."""
+"""Sampled and scored completions, and the tensors for training that are made of them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class ScoredBatch:
         return self.table.scored.view(-1, self.group_size)
 
     def group_numbers(self) -> dict[str, list[float]]:
-        """Return statistics by name, with one value per group; "mean reward" leaves out groups without any score."""
+        """Return statistics by name, each with one value per group; "mean reward" has no value for groups in which no
+        completion was scored."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)

@@ -30,7 +30,8 @@ def llm_arguments(
     on_cpu: bool,
 ) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine; ``memory`` may hold the size of
-    the KV cache that the memory plan has chosen, and ``hooks`` and ``recorder`` are as in ``register_loader``.
+    the KV cache that the memory plan has chosen, and ``hooks`` and ``recorder`` are those of
+    ``loader.register_loader``.
 
     Weights of norms that get noise are kept in fp32, so that noise smaller than the spacing of 16-bit numbers is not
     rounded away, and logits are computed in fp32 as the trainer does.
@@ -51,8 +52,8 @@ def llm_arguments(
     if unpacked:
         overrides["quantization_config"] = None
         log_unpacked(unpacked, dtype)
-    # If "norms" is not in ``elementwise``, the family's norms multiply by the weight before they round, for which every
-    # implementation in vLLM supports fp32 weights.
+    # If "norms" is not in ``elementwise``, the norms of the model's family multiply by the weight before they round to
+    # 16 bits. All of vLLM's implementations of such norms support fp32 weights, so no argument is needed.
     if "norms" in policy.family.elementwise:
         arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
     arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len, on_cpu=on_cpu)
@@ -102,8 +103,8 @@ def policy_arguments(
         "max_lora_rank": accepted_rank(policy.peft_config.r),
         "max_loras": 1,
         "lora_target_modules": sorted(policy.peft_config.target_modules or ()) + ["experts"] * (policy.expert_rank > 0),
-        # vLLM's cache of compiled graphs has these values in its keys, so that no graph is used that was compiled with
-        # other kernels.
+        # vLLM includes these values in the keys of its cache of compiled graphs, so a graph that was compiled with
+        # other kernels is not used.
         "additional_config": {
             **({RANK: accepted_rank(max(MULTIPLE, policy.expert_rank))} if policy.expert_rank else {}),
             "adapter_kernels": "qerl_pl",
@@ -117,17 +118,18 @@ def policy_arguments(
 
 
 def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) -> dict[str, bool]:
-    """Choose the settings of Inductor, which compiles vLLM's layers between the linears and attention on a GPU.
-    ``recurrent``: some layers keep a recurrent state instead of keys and values."""
-    # Choose the tile sizes of reductions by a rule, which costs no measurable time. Inductor otherwise takes those that
-    # are fastest when a process first runs them, and sums depend on them in their last bits.
+    """Choose the settings of Inductor, torch's compiler, which compiles all operations of vLLM's model between linears
+    and attention on a GPU. ``recurrent``: some layers keep a recurrent state instead of keys and values."""
+    # Choose the tile sizes of reductions by a fixed rule, which costs no measurable time. Inductor otherwise takes the
+    # tile sizes that are fastest when a process first runs them, so the last bits of sums would differ between
+    # processes.
     settings = {"deterministic": True}
     if kernel == "native" and not recurrent:
-        # This project's native kernels let the next kernel on the CUDA stream start before they end (programmatic
-        # dependent launch). With this option, kernels that Inductor generates do so too, which saves time because a
-        # decoding step has hundreds of short kernels. Recurrent layers fill a tensor between two of their kernels. The
-        # fill that Inductor generates does not wait for the first of these kernels, so the second, which waits for the
-        # fill only, could read what the first has not yet written.
+        # This project's CUDA kernels for linears ("native") let the next kernel on the CUDA stream start before they
+        # end (programmatic dependent launch). With this option, kernels that Inductor generates do so too, which saves
+        # time because a decoding step has hundreds of short kernels. Recurrent layers fill a tensor between two of
+        # their kernels. The fill that Inductor generates does not wait for the first of the two kernels. The second
+        # kernel waits for the fill only, so it could read what the first has not yet written.
         settings["triton.enable_pdl"] = True
     return settings
 

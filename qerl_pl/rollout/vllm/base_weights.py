@@ -37,8 +37,8 @@ class Fused(NamedTuple):
 
 
 def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the linears of vLLM's model that consist of the trainer's packed linears, given by name
-    (``model.layers.0.mlp.up_proj``)."""
+    """Find the linears of vLLM's model that are, or fuse, linears with packed 4-bit weights of the trainer's model,
+    which ``linears`` has by name (``model.layers.0.mlp.up_proj``)."""
     members = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
@@ -50,8 +50,8 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 
 
 def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the experts of vLLM's model that consist of the trainer's packed linears. ``Fused.layer`` is an object with
-    the parameters of the expert that vLLM holds at present, under the names that the parameters of a linear have.
+    """Find the experts of vLLM's model whose weights are packed linears of the trainer's. ``Fused.layer`` is an object
+    with views of one expert's current weights in vLLM, as attributes with the names that a linear's parameters have.
     Experts whose weights vLLM has rearranged are left out."""
     for name, layer in model.named_modules():
         if not isinstance(layer, RoutedExperts) or hasattr(layer, "loaded_sums"):
@@ -74,8 +74,9 @@ def check_same_base(
     model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
 ) -> int:
     """Compare the NVFP4 weights that vLLM has read from the folder ``base`` with the trainer's, before vLLM converts
-    them; of linears named in ``unread``, vLLM has read the tensor scales only, and only these are compared. Returns the
-    number of the trainer's linears compared; ValueError if a weight differs."""
+    them; of linears that are named in ``unread``, vLLM has read only the tensor scales, and only the scales are
+    compared. Returns how many of the trainer's linears were compared; ValueError if a weight differs, because the
+    folder has then changed since the trainer read it."""
     compared = 0
     for name, layer, _, parts in chain(fused_linears(model, linears), fused_experts(model, linears)):
         codes = packed_codes(layer)
@@ -102,7 +103,8 @@ def check_same_base(
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of packed base weights trainer and vLLM share; nothing for a dense base."""
+    """Log how many bytes of packed base weights are in memory only once, for trainer and vLLM; log nothing for a dense
+    base."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
@@ -160,7 +162,8 @@ def check_rows(
 
 
 def note_experts(model: nn.Module) -> None:
-    """Store ``expert_sums``, as ``loaded_sums``, of experts whose packed weights vLLM has rearranged."""
+    """Store the checksums ``expert_sums`` of experts whose packed weights vLLM has rearranged, as the attribute
+    ``loaded_sums`` of their layers, for later comparison."""
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
             weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
@@ -197,9 +200,9 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the tensor scale of each of the ``count`` trainer's linears that ``layer`` fuses, as a divisor, [n] fp32;
-    None for each if vLLM holds no tensor scales. n is 1, except in delta nets, where the first of these linears has
-    queries, keys and values with three equal divisors."""
+    """Return, for each of the ``count`` linears of the trainer that vLLM's ``layer`` fuses, the tensor scale that vLLM
+    holds, as a divisor [n] fp32, or None if vLLM holds no tensor scales. n is 1, except for the first linear of a delta
+    net: it computes queries, keys and values, for which vLLM holds three divisors that should be equal."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

@@ -40,9 +40,9 @@ def _is_w4a16(scheme: Mapping | None) -> bool:
 
 
 class NVFP4Scheme(CompressedTensorsScheme):
-    """Scheme of vLLM that dequantises an NVFP4 linear, or several that are fused along N (q/k/v, gate/up), when it is
-    loaded. Dequantising in every call would take less memory and was measured to be 2 (many tokens) to 8 times (few
-    tokens) slower."""
+    """Scheme, in vLLM's sense, that dequantises an NVFP4 linear, or several linears that are fused along N (q/k/v,
+    gate/up), once they are loaded. Dequantising in every call would take less memory and was measured to be 2 (many
+    tokens) to 8 times (few tokens) slower."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -72,7 +72,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Dequantise each part of a fused linear by its own tensor scale; vLLM's GPU kernels use the largest."""
+        """Dequantise each part of a fused linear by the part's own tensor scale, where vLLM's GPU kernels would use the
+        largest of the scales for all parts."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
@@ -113,6 +114,7 @@ class OneAdapterKernels(PunicaWrapperCPU):
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
-    """Create the object by which vLLM computes LoRA adapters: vLLM's own class if it has more than one adapter slot."""
+    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has a single adapter slot,
+    else an object of vLLM's own class."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

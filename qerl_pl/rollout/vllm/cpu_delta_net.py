@@ -15,7 +15,8 @@ Operator = Callable[[Tensor, Tensor, Tensor, Tensor, LayerNameType], None]
 
 
 def with_fp32(bf16: Operator) -> Operator:
-    """Make an operator that calls vLLM's operator ``bf16`` for bf16 inputs, and computes other dtypes here."""
+    """Make an operator that calls vLLM's operator ``bf16`` for bf16 inputs, and computes inputs of other dtypes by
+    functions of transformers."""
 
     def cpu_gdn_attention_core(
         mixed_qkv: torch.Tensor,
@@ -75,7 +76,8 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
 def _rows(
     layer: Any, mixed: Tensor, b: Tensor, a: Tensor, conv: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute B rows of S tokens from given states: outputs [B, S, value heads, value width], and the new states."""
+    """Compute B rows of S tokens each, continuing from the given states of convolution and recurrence; returns outputs
+    [B, S, value heads, value width], and both states after the rows."""
     weight = layer.conv1d.weight
     # the convolution's inputs, [B, channels, width of the convolution - 1 + S]
     inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)

@@ -1,4 +1,5 @@
-"""Mixtures of experts on vLLM's CPU platform, by the trainer's functions; bf16, fp32 or dequantised NVFP4."""
+"""Mixtures of experts on vLLM's CPU platform, computed by the functions that the trainer uses; weights are bf16, fp32
+or dequantised NVFP4."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,8 @@ PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Kernel of vLLM for experts that keeps weights in row order, so that they can be compared with the trainer's, and
-    computes the adapter of the first slot."""
+    """Kernel class for experts, in vLLM's sense, that leaves weights in the order of the checkpoint, so that they can
+    be compared with the trainer's. Of adapters, it computes the one in the first slot."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Leave the weights as they are."""
@@ -63,7 +64,8 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 class NVFP4Experts(UnquantizedFusedMoEMethod):
-    """Method of vLLM that reads experts in NVFP4 and dequantises each with its own tensor scale."""
+    """Quantisation method, in vLLM's sense, that reads experts in NVFP4 and dequantises each expert's weights with
+    their own tensor scales."""
 
     group_size = 16
 
@@ -88,7 +90,8 @@ class NVFP4Experts(UnquantizedFusedMoEMethod):
 
 
 def in_torch(select: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], tuple[Any, Any]]:
-    """Replace vLLM's choice of the kernel of unquantised experts by one that is always ``TorchExperts``."""
+    """Replace the function by which vLLM chooses the kernel class of unquantised experts by one that always chooses
+    ``TorchExperts``."""
 
     def select_in_torch(moe_config: Any) -> tuple[Any, Any]:
         return UnquantizedMoeBackend.CPU, TorchExperts

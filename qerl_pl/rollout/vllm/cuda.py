@@ -25,8 +25,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
     """Adapter kernels for one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora`` for linears and by
     ``qerl_pl.kernels.lora_experts`` for few rows of experts.
 
-    An index per token tells the kernels which tokens have the adapter; one CUDA graph therefore serves both kinds of
-    requests. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched for linears.
+    An index per token tells the kernels which tokens have the adapter, so one CUDA graph serves requests with and
+    without the adapter. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched for
+    linears.
     """
 
     def update_metadata(
@@ -36,7 +37,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         and the adapter id in each slot.
 
         vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results: whenever a
-        sequence ends, the host would wait until the GPU has finished a step, and the GPU for the host afterwards.
+        sequence ends, the host would wait until the GPU has finished a step, and afterwards the GPU would wait for the
+        host.
         """
         ids = np.asarray(mapping.index_mapping, dtype=np.int64)
         indices = np.full(len(ids), -1)
@@ -52,7 +54,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
     index of each token in int32."""
 
     def prepare_for_experts(self) -> None:
-        """Set the metadata that vLLM's LoRA kernels for experts read; passes change only tokens' adapter indices."""
+        """Set once the metadata that vLLM's LoRA kernels for experts read. Later forward passes change only the adapter
+        index of each token."""
         self.with_experts, meta = True, self.token_mapping_meta
         meta.token_lora_mapping.fill_(-1)
         meta.active_lora_ids.copy_(torch.tensor([0, -1]))
@@ -143,8 +146,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
     """Call ``kernels.lora.add_lora``; an operator that is opaque to torch.compile. ``a`` and ``b`` are views of the
-    adapter's slot, which are made outside, because compiled code does so faster. ``no_lora`` is a tensor, because a
-    bool would become a constant of the compiled graph."""
+    adapter's slot; they are made outside of this operator, in compiled code, because that is faster. ``no_lora`` is a
+    tensor, because a bool would become a constant of the compiled graph."""
     if not no_lora.item():
         lora.add_lora(y, x, a, b, indices)
 
@@ -173,7 +176,8 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
-    """Create the object by which vLLM computes LoRA adapters: vLLM's own class if it has more than one adapter slot."""
+    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has a single adapter slot,
+    else an object of vLLM's own class."""
     if lora_config.max_loras != 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
     kernels = OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

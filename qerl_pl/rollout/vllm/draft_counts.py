@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DraftCounts:
-    """Numbers of drafts and tokens, by the number of sequences in the decoding step."""
+    """Counts of drafts, and of tokens gained by them, in speculative decoding. The keys are the numbers of sequences in
+    the decoding steps."""
 
     drafted: Counter[int] = field(default_factory=Counter)
     """Tokens that were drafted and verified."""

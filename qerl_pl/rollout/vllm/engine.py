@@ -126,7 +126,8 @@ class VLLMEngine:
 
     @property
     def speculates(self) -> bool:
-        """Whether decoding steps may have drafts; with "auto" and before ``start``, as far as the model allows it."""
+        """Whether decoding steps may have drafts (speculative decoding). With ``speculation: auto``, before ``start``,
+        this only says whether the machine allows them; ``start`` then also takes the model into account."""
         return self._speculates and (self.speculation == "on" or not self._lacks())
 
     returns_routes = True
@@ -169,7 +170,8 @@ class VLLMEngine:
         setup.log_started(self.start_s, self._call(worker.linear_kernels))
 
     def _speculative_arguments(self, policy: Policy) -> dict[str, Any]:
-        """Build the arguments of ``vllm.LLM`` for speculation; ValueError if it is on and cannot be used."""
+        """Build the arguments of ``vllm.LLM`` for speculative decoding, empty if it is not used; ValueError if the
+        setting ``speculation`` is "on" and machine or model does not support it."""
         if self.speculation == "off":
             return {}
         lacks = self._lacks() + ["a model without recurrent layers"] * (num_recurrent_layers(policy.config) > 0)
@@ -190,7 +192,8 @@ class VLLMEngine:
         return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Copy the base's norm weights, reserve adapter slots, and prepare kernels and graphs of decoding steps."""
+        """Complete the start of vLLM: copy the base's norm weights, reserve the adapter slots, and prepare the kernels
+        and CUDA graphs of decoding steps."""
         faster = native.for_vllm()
         self._scheduler().draft_counts = self.draft_counts
         if faster:
@@ -231,8 +234,9 @@ class VLLMEngine:
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Score sequences as ``RolloutEngine.score`` describes. vLLM gets all tokens but the last as a prompt, and the
-        last as a candidate for the first sampled token."""
+        """Score sequences as ``RolloutEngine.score`` describes. Each sequence becomes a request whose prompt is all
+        tokens but the last; vLLM returns the log-probability of the last token as that of a candidate for the first
+        sampled token."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -355,7 +359,8 @@ class VLLMEngine:
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:
-        """Use the base's norms instead of trained norms while sampling without the adapter."""
+        """Write the base's norm weights instead of the trained ones into vLLM's model within the context, if
+        ``adapter`` is False and norms are trained."""
         if adapter or self._clean_norms is self._base_norms:
             yield
             return

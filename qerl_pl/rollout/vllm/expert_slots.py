@@ -1,4 +1,5 @@
-"""Adapter slots of experts in vLLM, of a smaller rank than the slots of linears."""
+"""Adapter slots of experts in vLLM, with a smaller rank than the slots of other linears, because adapters on experts
+usually have a smaller rank."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ RANK = "expert_slot_rank"
 
 
 def of_own_rank(create: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the method that creates experts' adapter slots in vLLM, so that they get the rank that ``additional_config``
-    has under ``RANK``, if any."""
+    """Wrap the method by which vLLM creates the adapter slots of experts, so that the slots get the rank that vLLM's
+    ``additional_config`` has under the key ``RANK``; without it, the rank of all other slots."""
 
     def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         settings: Any = get_current_vllm_config().additional_config

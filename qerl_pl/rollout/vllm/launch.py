@@ -1,4 +1,5 @@
-"""Create ``vllm.LLM`` for a policy; after a failed start the state of the process is restored."""
+"""Create ``vllm.LLM`` for a policy. After a failed start, changes to the process, such as environment and process
+groups, are undone."""
 
 from __future__ import annotations
 

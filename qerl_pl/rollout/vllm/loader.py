@@ -1,5 +1,6 @@
-"""Model loader for vLLM that takes from the trainer what both can share, and reads the rest from the checkpoint. If
-vLLM has no kernels for the base's 4-bit format, it gets the trainer's packed linears dequantised."""
+"""Model loader for vLLM that sets parameters to the trainer's tensors where trainer and vLLM can share memory, and
+reads all others from the checkpoint. If vLLM has no kernels for the base's 4-bit format, the loader dequantises the
+trainer's packed linears for it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -35,10 +36,11 @@ def register_loader(
             while the engine runs. Those whose shape, dtype or device differs from vLLM's, which pads vocabularies to a
             multiple of 64, are not shared.
         unpacked: the trainer's packed linears by name that vLLM is to hold dequantised.
-        packed: the trainer's packed linears by name that vLLM holds packed, too. What vLLM reads of them is compared.
-        hooks: from ``for_vllm().loader_hooks()`` if the native kernels compute these linears, which then use the
-            trainer's memory.
-        recorder: recorder of the experts that the model chooses.
+        packed: the trainer's packed linears by name that vLLM holds packed, too. The weights that vLLM reads for them
+            are compared with the trainer's.
+        hooks: from ``for_vllm().loader_hooks()`` if this project's CUDA kernels compute the linears in ``packed``,
+            which then use the trainer's memory; else None.
+        recorder: records the experts that vLLM's routers choose; None if they are not needed.
     """
 
     class WithTrainerLoader(DefaultModelLoader):
@@ -86,7 +88,8 @@ def register_loader(
 
 
 def forget() -> None:
-    """Register a loader without the trainer's tensors; vLLM never releases the class registered last."""
+    """Register a loader that holds none of the trainer's tensors, so that they can be freed: vLLM never releases the
+    class that was registered last."""
     register_loader({}, {}, {})
 
 

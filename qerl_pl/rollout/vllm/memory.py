@@ -2,8 +2,8 @@
 memory.
 
 vLLM has one such pool per process, and refuses to start an engine while any byte of it is in use. Modules, compiled
-graphs or caches may still refer to tensors of an engine that has ended. The functions here free the memory of these
-tensors even so. Memory outside the pool is never freed here.
+graphs or caches may still refer to tensors of an engine that has ended. The functions of this module free the memory of
+such tensors in spite of the references. They never free memory outside the pool.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ the address of each segment to vLLM's record of it."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Free all memory in vLLM's pool, which belongs to the one engine that vLLM allows at a time, and drop vLLM's
-    references to the trainer's memory, before a worker is shut down."""
+    """Free all memory in vLLM's pool and drop vLLM's references to the trainer's memory, before the worker is shut
+    down. All memory of the pool is the worker's, because vLLM allows one engine at a time."""
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
         gc.unfreeze()  # vLLM calls gc.freeze after its start; gc.get_objects omits frozen objects
@@ -43,12 +43,14 @@ def free(worker: WorkerBase) -> None:
 
 
 def referred_to() -> list[Tensor]:
-    """List the tensors that Python's garbage collector tracks, on any device, without those that are frozen or fake."""
+    """List the tensors that Python's garbage collector tracks, on any device, without objects frozen by ``gc.freeze``
+    and without placeholder tensors of torch.compile."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_traced(thing)]
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those tensors that lie in ``segments`` of vLLM's pool (sizes in bytes by address)."""
+    """Free the memory of those tensors that are in vLLM's pool, whose ``segments`` are given as sizes in bytes by
+    address."""
     starts = sorted(segments)
     for tensor in tensors:
         if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():
@@ -57,8 +59,8 @@ def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
 
 def collect() -> None:
     """Free the memory that an engine has left allocated at its end. Call it only while no engine runs, since all share
-    one pool. A warning says how much is still referenced. That memory is freed with its last reference, and does not
-    stop the next engine from starting (``ignoring_what_is_left``)."""
+    one pool. If some of it is still referenced and so cannot be freed, a warning says how much. That memory is freed
+    with its last reference, and does not prevent the start of the next engine (``ignoring_what_is_left``)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -88,9 +90,9 @@ def given_back() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Let vLLM start although ended engines still hold memory of its pool, which vLLM wants empty before it loads
-    weights; memory of running engines still counts. If a start within the context fails, later starts also ignore the
-    memory that the failed one has not freed."""
+    """Let vLLM start within the context although memory of ended engines is still in its pool. vLLM checks that the
+    pool is empty before it loads weights; only memory of running engines counts in this check now. If a start within
+    the context fails, later starts also ignore the memory that the failed start has not freed."""
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
     count = pool.get_current_usage if pool else None

@@ -1,4 +1,5 @@
-"""Norms with fp32 weights in vLLM's model, so that no noise is rounded away; activations stay in the compute dtype.
+"""Norms with fp32 weights in vLLM's model, so that small noise on the weights (AQN) is not rounded away; activations
+stay in the compute dtype.
 
 With 16-bit activations, all implementations of norms in vLLM 0.32 accept an fp32 weight, except the CUDA kernel, which
 vLLM does not use for such a weight. In a compiled engine, Inductor fuses a norm with its neighbours and does not round
@@ -27,7 +28,8 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
 
 
 def widen(model: nn.Module, norms: Sequence[str]) -> None:
-    """Convert the weights of those norms of a loaded model that ``norms`` names (``Family.noise_norms``) to fp32."""
+    """Convert weights of a loaded model's norms to fp32, for the norms of each block that ``norms`` names
+    (``Family.noise_norms``)."""
     for name, module in model.named_modules():
         if is_noise_norm(f"{name}.weight", norms):
             module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)

@@ -1,10 +1,10 @@
-"""Run-time patches of vLLM and torch without which results would be wrong or vLLM would fail; ``hopper/patches.py`` has
-those that only make vLLM faster.
+"""Run-time patches of vLLM and torch without which results would be wrong or vLLM would fail; patches that only make
+vLLM faster are in ``hopper/patches.py``.
 
 vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process.
 Each function is one patch: its docstring says the symptom without it, the cause, the versions that it was written for,
-and the upstream discussion. A patch raises an error that names the attribute if this is gone or has another signature.
-``python -m qerl_pl doctor`` prints ``PATCHES``.
+and the upstream discussion. If the attribute to replace does not exist or has another signature than expected, the
+patch raises an error that names it. ``python -m qerl_pl doctor`` prints ``PATCHES``.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once
 
 
 def apply_all() -> None:
-    """Apply the patches that are in force for the whole process; a second call changes nothing. All others are in force
-    for one engine. On platforms other than CPU and CUDA nothing is patched. RuntimeError: an attribute that is to be
-    patched is gone or has another signature."""
+    """Apply those patches that stay in force until the process ends; a second call changes nothing. The other patches
+    of this module are applied for one engine each. On platforms other than CPU and CUDA nothing is patched.
+    RuntimeError: an attribute that is to be patched is gone or has another signature."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -82,10 +82,11 @@ def experts_in_torch() -> None:
 def routers_in_fp32() -> None:
     """Compute the logits of routers in fp32, as the trainer does.
 
-    Symptom: more tokens have other experts than in the trainer; on a CPU, weights of routers cannot be compared.
-    Cause: vLLM rounds the logits of Qwen3-MoE to 16 bits, in which one token of 18 has equal logits for the last chosen
-    expert and the next; it packs weights of linears on a CPU, except of layers with the attribute that is set here.
-    Versions: vLLM 0.32. Upstream: none known.
+    Symptom: more tokens are computed by other experts than in the trainer; on a CPU, vLLM's router weights cannot be
+        compared with the trainer's.
+    Cause: vLLM rounds the router logits of Qwen3-MoE to 16 bits. For one token of 18, the last expert that is chosen
+    and the first that is not then have equal logits. On a CPU, vLLM also rearranges the weights of linears, except of
+    layers with the attribute that this patch sets. Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.routers import in_fp32
 
@@ -95,9 +96,10 @@ def routers_in_fp32() -> None:
 
 
 def slots_of_experts() -> None:
-    """Give the adapter slots of experts a rank of their own.
+    """Let the adapter slots of experts have another rank than those of other linears.
 
-    Symptom: experts' slots take several times the memory that their adapters need, and kernels read the zeros, too.
+    Symptom: the adapter slots of experts take several times the memory that the adapters need, and kernels also read
+        the zeros with which the slots are padded.
     Cause: vLLM makes all slots of the largest rank, and adapters on experts usually have a much smaller one than those
     on attention.
     Versions: vLLM 0.32. Upstream: none known.
@@ -133,7 +135,8 @@ def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iter
 
     Args:
         pool: vLLM's ``CuMemAllocator``.
-        current_usage: replaces ``get_current_usage``; returns the bytes to count as in use.
+        current_usage: replaces the pool's ``get_current_usage``, and returns the bytes that a running engine uses,
+            without those of ended engines.
     """
     replace(pool, "get_current_usage", current_usage, takes=())
     try:
@@ -151,7 +154,8 @@ def sleep_beside_other_processes(given_back: Callable[[], int]) -> Iterator[None
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        given_back: returns the bytes that vLLM's pool has given back, which are compared instead.
+        given_back: returns the bytes that vLLM's pool has given back to the GPU; vLLM then compares these instead of
+            the GPU's free memory.
     """
     plainly = torch.accelerator.get_memory_info
 

@@ -12,8 +12,9 @@ from qerl_pl.common.packages import TESTED, installed_vllm
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
-    """Set ``owner.name`` to ``new`` after checking that its present value takes the parameters ``takes``, in order, and
-    further ones only with defaults. RuntimeError: the attribute is gone or has another signature."""
+    """Set ``owner.name`` to ``new`` after checking the present value: a function with the parameters ``takes``, in this
+    order, and further parameters only with defaults. RuntimeError: the attribute does not exist or has another
+    signature."""
     expect(owner, name, takes)
     setattr(owner, name, new)
 
@@ -27,9 +28,9 @@ def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Se
 
 
 def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
-    """Make imports from the module ``name``, unless it is imported already, return attributes of the module ``other``,
-    which is imported when the first of them is used. ``has``: functions of ``other``, and their parameters, that are
-    checked as in ``replace``."""
+    """Make the module ``name``, unless it is imported already, a stand-in whose attributes are those of the module
+    ``other``, which is imported when an attribute is first used. ``has``: functions of ``other`` and their parameters,
+    which are then checked as ``replace`` does."""
 
     def attribute(wanted: str) -> Any:
         if wanted.startswith("__"):

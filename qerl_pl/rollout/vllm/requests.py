@@ -20,7 +20,8 @@ COOLEST, HOTTEST = 0.01, 2.0  # vLLM replaces temperatures below COOLEST by COOL
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse (ValueError) a temperature that vLLM does not support; vLLM would raise one that is too low."""
+    """Refuse (ValueError) a temperature that vLLM does not support. vLLM itself would silently raise a temperature that
+    is too low."""
     if temperature != 0 and not COOLEST <= temperature <= HOTTEST:
         raise ValueError(f"temperature is {temperature}; vLLM samples at 0 or {COOLEST} to {HOTTEST}")
 
@@ -93,7 +94,8 @@ def completion(
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
-    """Build one request per sequence to score, given its last token; all tokens before it are the request's prompt."""
+    """Build the parameters of one request per sequence to score, from the sequence's last token; all tokens before the
+    last are the request's prompt."""
     from vllm import SamplingParams
 
     return [
@@ -110,7 +112,7 @@ def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
 
 
 def scores(output: RequestOutput) -> list[float]:
-    """Return the log-probabilities, in nats, of all tokens of a scored sequence but the first."""
+    """Return the log-probabilities, in nats, of all tokens of a scored sequence except the first token."""
     return [*_values(output.prompt_logprobs), _values(output.outputs[0].logprobs)[-1]]
 
 

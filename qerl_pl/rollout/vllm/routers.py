@@ -21,8 +21,8 @@ def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply tokens [T, H] by a router's weight [E, H] in fp32: [T, E] fp32. On a GPU one kernel does so for bf16,
-    whose products are exact in fp32."""
+    """Multiply tokens [T, H] by a router's weight [E, H] in fp32: [T, E] fp32. On a GPU, one kernel multiplies bf16
+    inputs with an fp32 result, without rounding to fp32 first: products of bf16 numbers are exact in fp32."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

@@ -1,9 +1,9 @@
 """Numbers of the experts that vLLM's routers choose, held by slot of the KV cache.
 
-A token's experts are written where its keys and values are, so what makes vLLM's attention right also makes them right:
-prompts whose cache several requests share, preempted requests and rejected drafts need no code. vLLM 0.32 has another
-recorder (``enable_return_routed_experts``), which needs its prefix cache and its second model runner and so does not
-work on a CPU.
+The numbers of a token's experts are written to the slot that its keys and values have in the KV cache. vLLM already
+keeps the slots right where several requests share a prompt, requests are preempted or drafts are rejected, so none of
+these cases needs code here. vLLM 0.32 has another recorder (``enable_return_routed_experts``), which needs its prefix
+cache and its second model runner and so does not work on a CPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class RouteRecorder:
         """[slots + 1, L, k] int16, -1 where nothing was recorded; the last row is of padding, whose slot is -1."""
 
     def bind(self, model: nn.Module, config: VllmConfig) -> None:
-        """Make the routers of vLLM's model pass the experts that they choose to ``capture``. ValueError if a kernel or
-        router of the model does not support this, or if trainer and vLLM have unequal numbers of mixtures."""
+        """Make the routers of vLLM's model pass the numbers of the experts that they choose to ``capture``. ValueError
+        if a kernel or router of the model does not support this, or if trainer and vLLM have unequal numbers of
+        mixtures."""
         layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
         if len(layers) != self.routing.num_layers:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")
@@ -62,7 +63,7 @@ class RouteRecorder:
 
     def read(self, blocks: Sequence[int], size: int, num_tokens: int) -> Tensor:
         """Return the experts of a sequence's first tokens, [num_tokens, L, k] int16, given the numbers of its blocks of
-        ``size`` slots of the KV cache. On a GPU the copy to the host may end after the call."""
+        ``size`` slots of the KV cache. On a GPU, the copy to the host may still be running when the call returns."""
         assert self._chosen is not None
         slots = (torch.tensor(blocks).unsqueeze(1) * size + torch.arange(size)).flatten()[:num_tokens]
         return self._chosen[slots.to(self._chosen.device)].to("cpu", non_blocking=True)

@@ -28,11 +28,12 @@ T = TypeVar("T")
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Scheduler that collects log-probabilities of sampled tokens, and the experts that computed them; in steps that
-    also return log-probabilities of other tokens, vLLM handles these.
+    """Scheduler that collects the log-probabilities of sampled tokens, and the experts that computed each token. Steps
+    that also return log-probabilities of other tokens are left to vLLM's code.
 
-    With ``is_lean``, steps in which all requests decode are scheduled here, and a token that does not end its request
-    is kept here until the request ends, instead of being output alone. All other requests and steps are vLLM's.
+    If ``is_lean``, this class itself schedules the steps in which all requests decode, and keeps a request's tokens
+    until the request ends, instead of making an output object of every token. All other requests and steps are left to
+    vLLM's code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,10 +42,11 @@ class RolloutScheduler(AsyncScheduler):
         self.draft_counts = DraftCounts()
         """Counts of drafted and accepted tokens; ``VLLMEngine`` replaces the object by its ``draft_counts``."""
         self.recorder: RouteRecorder | None = None
-        """Recorder of the experts that the model chooses; the engine sets it if it returns them."""
+        """Recorder of the experts that the model's routers choose; the engine sets it if ``generate`` has to return
+        them."""
         self._routes: dict[str, Tensor] = {}
         self.is_lean = False
-        """Whether to take the shorter ways; set if the KV cache has blocks of full attention only."""
+        """Whether to use the faster code that the class describes; set if all layers have full attention."""
         self._ends: dict[str, tuple[set[int | None], int] | None] = {}
         """Tokens that end each running request, and the most tokens of its output; None: vLLM has to look at each of
         its tokens, for a stop string, for example."""
@@ -52,12 +54,14 @@ class RolloutScheduler(AsyncScheduler):
         """Tokens of running requests that have not been output yet."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return and forget the log-probabilities, in nats per sampled token, by the caller's request id."""
+        """Return the log-probabilities of the tokens sampled for each request, in nats, by the caller's request id, and
+        forget them."""
         return _taken(self._logprobs)
 
     def take_routes(self) -> dict[str, Tensor]:
-        """Return, by the caller's request id, the experts that computed the tokens of each ended request, [T, L, k]
-        int16, and forget them. Its last token was sampled but not computed. Empty without a recorder."""
+        """Return, by the caller's request id, the experts that computed the T tokens of each ended request, [T, L, k]
+        int16, and forget them. The last token of a request is left out: it was sampled, but no pass computed it. Empty
+        without a recorder."""
         if self._routes and torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the copies to the host
         return _taken(self._routes)
@@ -72,7 +76,8 @@ class RolloutScheduler(AsyncScheduler):
             self.recorder.clear()
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """Read the experts of an ended request before vLLM gives its blocks of the KV cache to others."""
+        """Read the experts that computed an ended request's tokens, before vLLM gives the request's blocks of the KV
+        cache to other requests."""
         params = request.sampling_params
         if self.recorder and request.num_output_tokens and params and params.prompt_logprobs is None:
             of_group = self.kv_cache_manager.get_block_ids(request.request_id)
@@ -87,8 +92,8 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule one token of each running request, if all of them decode without drafts, none waits and the KV cache
-        has a free block for each; None if vLLM has to schedule."""
+        """Schedule one token of each running request, if all running requests decode without drafts, no request waits
+        and the KV cache has a free block for each. Otherwise return None: vLLM's own code has to schedule the step."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.waiting or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
@@ -123,7 +128,8 @@ class RolloutScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Collect a step's tokens and log-probabilities, and call vLLM's method of this name without the latter."""
+        """Collect a step's tokens and log-probabilities, and call vLLM's method of this name without the
+        log-probabilities."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -154,7 +160,8 @@ class RolloutScheduler(AsyncScheduler):
     def _keep(
         self, scheduled: Mapping[str, int], sampled: list[list[int]], rows: Mapping[str, int], values: list[float]
     ) -> dict[str, int]:
-        """Append tokens to the running requests that they do not end, as vLLM does, and keep them.
+        """Append sampled tokens to their running requests, as vLLM does, and keep them for later output. Requests that
+        a token ends, or that only vLLM can process, are left out.
 
         Args:
             scheduled: the number of tokens of each request in this step.
@@ -163,7 +170,7 @@ class RolloutScheduler(AsyncScheduler):
             values: the log-probability in each row, in nats.
 
         Returns:
-            The entries of ``scheduled`` of the other requests.
+            The entries of ``scheduled`` of the requests that were left out.
         """
         others, size = {}, self.block_size
         for name, number in scheduled.items():

@@ -65,9 +65,9 @@ def prepare_environment() -> None:
 
 @contextmanager
 def among_ranks() -> Iterator[dict[str, Any]]:
-    """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine, if the trainer has a process group.
-    vLLM then creates groups of single ranks from it, which all ranks have to do at the same time, and reads rank and
-    GPU from environment variables, which are set within the context."""
+    """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine, if the trainer has a process group;
+    empty without one. From the trainer's group, vLLM creates a group for every single rank, so all ranks have to start
+    vLLM at the same time. vLLM reads rank and GPU from environment variables, which are set within the context."""
     if not dist.is_initialized():
         yield {}
         return
@@ -84,8 +84,9 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 
 def inspect_here(architectures: Sequence[str]) -> None:
-    """Give vLLM the classes of models that it only knows by name, so that it reads their properties in this process. By
-    default it starts another process for that, which imports vLLM again: 12 s at the first start on a machine."""
+    """Import the classes of models that vLLM knows only by name, and register them, so that vLLM reads their properties
+    in this process. By default vLLM starts another process to read them, which imports vLLM again: 12 s at the first
+    start on a machine."""
     from vllm import ModelRegistry
 
     for name in architectures:
@@ -113,18 +114,19 @@ def decoding_kernel(
 
 
 def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype: torch.dtype) -> None:
-    """Refuse native kernels (ValueError) that cannot run, and say what they need."""
+    """Raise ValueError if ``kernel`` is "native" and this project's CUDA kernels cannot run; the message says what they
+    need."""
     if kernel == "native" and (missing := native.lacks(fmt, dtype)):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
 
 
 def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -> bool:
-    """Return whether vLLM's own kernels will compute packed linears of a base on a GPU."""
+    """Return whether vLLM's own kernels, and not this project's, will compute the packed linears of a base on a GPU."""
     return kernel == "humming" and fmt is not None and not lacks(fmt)
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Log that equal calls may give different results, and why, if kernels of vLLM compute packed linears on a GPU.
+    """If vLLM's own kernels compute packed linears on a GPU, log that equal calls may give different results, and why.
     Humming's kernels add partial sums in varying order, and vLLM's others may do so; cuBLAS and this project's CUDA
     kernels use a fixed order."""
     if fmt is None or not by_vllms_kernels(fmt, kernel):
@@ -157,8 +159,8 @@ def destroy_groups() -> None:
 
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
-    """Keep the trainer's default process group while vLLM destroys groups within this context. If vLLM created the
-    default group (``engines_own``), destroy it at the end of the context."""
+    """Keep the trainer's default process group within this context, in which vLLM shuts down and would destroy it. If
+    vLLM created the default group (``engines_own``), destroy it instead."""
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
     if engines_own and dist.is_initialized():
@@ -166,7 +168,8 @@ def trainers_group(*, engines_own: bool) -> Iterator[None]:
 
 
 def log_starting() -> None:
-    """Log that vLLM starts, why this may take minutes, and why rollouts are slow if the changes for speed are off."""
+    """Log that vLLM starts and why this may take minutes; if this project's changes of vLLM for speed are off, also log
+    why."""
     rank_zero_info("vLLM starts. With a new model or new settings it compiles kernels first, which can take minutes")
     if reason := native.why_off():
         rank_zero_info(f"rollouts run without this project's changes of vLLM for speed: {reason}")
@@ -197,7 +200,8 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Check the base's tensor scales before vLLM starts on a GPU, and prepare and log the use of vLLM's kernels."""
+    """Prepare the use of vLLM's kernels before vLLM starts on a GPU: check the base's tensor scales, load Humming if it
+    is used, and log if equal calls may give different results."""
     check_fused_scales(policy.base)
     if by_vllms_kernels(policy.packed_format, kernel):
         load_humming()

@@ -44,18 +44,20 @@ class Slot(NamedTuple):
     experts."""
 
     def views(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """View PEFT's A and n rows of B with as many dimensions as the slot's tensors."""
+        """View A and n rows of B, in the form in which PEFT stores them, in the form of the slot's tensors."""
         return (a, b) if self.a.ndim == 2 else stacked(a, b, len(self.a))
 
     def held(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return A and n rows of B in PEFT's form, without the padding of the rank."""
+        """Return the slot's A and n rows of B in the form in which PEFT stores them, without the padding of the
+        rank."""
         a, b = self.a[..., :rank, :], self.b[..., :rank]
         return (a, b) if a.ndim == 2 else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
     """Reserve vLLM's adapter slots for a LoRA request and fill them with 0. vLLM then treats its id as a loaded
-    adapter. That adapter has no matrices, because vLLM's ``add_dummy_lora`` would copy pinned zeros for each linear."""
+    adapter. The LoRA model that is registered with vLLM has no matrices; with vLLM's ``add_dummy_lora``, pinned zeros
+    would be copied for each linear."""
     from vllm.lora.lora_model import LoRAModel
 
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
@@ -142,7 +144,8 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
 
 
 def samples_by_keyed_noise(worker: WorkerBase) -> bool:
-    """Return whether tokens are sampled as ``policy.margins`` says: by vLLM's model runner V2."""
+    """Return whether vLLM samples tokens with Gumbel noise that is a hash of the request's seed (``policy.margins``):
+    its model runner V2 does."""
     return type(worker.model_runner).__module__ == "vllm.v1.worker.gpu.model_runner"
 
 
@@ -152,7 +155,8 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
 
 
 def _flags(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return, for each mixture of experts with slots, the flag [1] by which its kernels compute the adapter."""
+    """Return, for each mixture of experts that has adapter slots, the flag [1] that makes vLLM's kernels add the
+    adapter."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     modules = manager.modules.items()
