@@ -1,1 +1,2 @@
-"""Memory of a run: predict it, choose settings that fit the GPU, and go on with less when memory runs out."""
+"""GPU memory of a run: predict it, choose settings with which the run fits, and repeat training passes with settings
+that need less when memory runs out."""

@@ -51,8 +51,8 @@ def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
     """List the changes of settings that together make a run fit on a GPU, in the order of ``savings``.
 
     A change is left out if it does not lower the bytes by which the run exceeds the GPU's memory, or if the other
-    changes suffice without it. If all changes together do not suffice, ``peak`` of the last one is above
-    ``fitting.usable``.
+    changes suffice without it. If all changes together do not suffice, they are returned nevertheless, and ``peak`` of
+    the last change is above ``fitting.usable``.
     """
 
     def planned(changes: Mapping[str, Any]) -> Plan:
@@ -118,7 +118,8 @@ def savings(run: RunMemory) -> dict[str, list[Any]]:
 
 
 def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
-    """Return the run with other values of settings that ``savings`` lists, by their keys in the YAML file."""
+    """Return the run with changed values of settings that ``savings`` lists; ``changes`` has the new values by the
+    settings' keys in the YAML file."""
     engine = {key.removeprefix(ENGINE): value for key, value in changes.items() if key.startswith(ENGINE)}
     if run.engine and engine:
         run = replace(run, engine=replace(run.engine, **engine))

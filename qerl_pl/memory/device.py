@@ -12,7 +12,8 @@ LARGEST_GPU = 4096
 
 
 def check_gpu_memory(gib: float | None, name: str) -> None:
-    """Raise ValueError if the setting ``name`` is no plausible number of GiB; None means that it is not set."""
+    """Raise ValueError if ``gib``, the value of the setting ``name``, is no plausible number of GiB; None, for a
+    setting that is not set, is accepted."""
     if gib is not None and not 0 < gib <= LARGEST_GPU:
         raise ValueError(f"{name} is {gib}; expected GiB, more than 0 and at most {LARGEST_GPU}")
 
@@ -24,8 +25,9 @@ def used_bytes(device: torch.device) -> int:
 
 
 def others_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that other processes use: all bytes in use except torch's and the CUDA context of this
-    process, so other memory of this process, such as vLLM's, would count as theirs."""
+    """Return the bytes of a GPU that other processes use: all bytes in use, less what torch and the CUDA context of
+    this process take. Correct only before vLLM starts, because other memory of this process, such as vLLM's, would
+    count as that of other processes."""
     return max(0, used_bytes(device) - torch.cuda.memory_reserved(device) - CONTEXT)
 
 

@@ -28,8 +28,9 @@ STEP = 256
 # constants are close to right for other model sizes.
 OVERHEAD = 600
 """Time of a pass that does not depend on its number of tokens, in units of the time per token."""
-# Extra time of recomputation, as a share of the time of a pass without it: of every block (less than the share of a
-# forward pass, because a block's last matrix product is not recomputed), and of element-wise operations only.
+# Extra time of recomputation, as a share of the time of a pass without recomputation. WHOLE: every block is recomputed,
+# except its last matrix product, which makes it less than the share of a forward pass. SELECTIVE: only element-wise
+# operations are recomputed.
 WHOLE, SELECTIVE = 0.33, 0.09
 FUSED_WHOLE, FUSED_SELECTIVE = 0.31, 0.023  # if norms, rotary embeddings and SwiGLU are fused kernels
 OFFLOAD = 0.07  # of copying the blocks' inputs to host memory and back, as a share of a pass that recomputes all
@@ -65,7 +66,8 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """Level of gradient checkpointing, with the largest micro-batch that fits or, if none does, the smallest one."""
+    """Candidate level of gradient checkpointing, with the largest micro-batch with which it fits the GPU or, if none
+    fits, the smallest micro-batch."""
 
     how: Recompute
     setting: Setting
@@ -93,7 +95,7 @@ class Option(NamedTuple):
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
     """List the levels of gradient checkpointing to choose from, whether they fit or not, starting with the one that
-    needs the most memory. If the run's settings give a level, the list has this one alone."""
+    needs the most memory. If the run's settings name a level, the list has only this level."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     setting = run.recompute(shape.num_layers)
     options = []
@@ -131,8 +133,8 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     """Return the most tokens that each completion of a run may have on a GPU, a multiple of ``STEP``; 0 if none fits.
 
-    Settings that the run leaves open are chosen anew for each length, and the KV cache has to hold one sequence. The
-    number of positions that the model itself supports is not considered.
+    Settings that the run leaves open are chosen anew for each length that is tried, and the KV cache must hold at least
+    one sequence of this length. The number of positions that the model itself supports is not considered.
     """
 
     def too_long(steps: int) -> bool:
@@ -166,7 +168,8 @@ def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
 
 
 def extra_work(how: Recompute, num_layers: int, *, fused: bool = False, dropout: bool = False) -> float:
-    """Return the time that recomputation adds to a training pass, as a share of one without recomputation."""
+    """Return the time that recomputation adds to a training pass, as a share of the time of a pass without
+    recomputation."""
     if not how.selective:
         return 0.0
     whole = how.blocks / num_layers
@@ -180,5 +183,6 @@ def extra_work(how: Recompute, num_layers: int, *, fused: bool = False, dropout:
 def time_per_token(
     how: Recompute, num_layers: int, tokens: int, *, fused: bool = False, dropout: bool = False
 ) -> float:
-    """Return the time per token of a pass, relative to that of an infinitely long pass without recomputation."""
+    """Return the time per token of a training pass of ``tokens`` tokens. The unit is the time per token of an
+    infinitely long pass without recomputation, in which the fixed overhead of a pass does not count."""
     return (1 + extra_work(how, num_layers, fused=fused, dropout=dropout)) * (1 + OVERHEAD / tokens)

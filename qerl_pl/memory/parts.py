@@ -15,8 +15,8 @@ from qerl_pl.policy.logprobs import CHUNK_BYTES
 from qerl_pl.policy.lora_experts import MULTIPLE
 from qerl_pl.policy.recompute import Recompute
 
-# Estimates for parts of a run's memory that no formula gives. To check them, compare the predicted and the measured
-# peak, which ``callbacks/memory.py`` logs.
+# Estimates for those parts of a run's memory for which there is no formula. To check them, compare the predicted and
+# the measured peak of a run, which ``callbacks/memory.py`` logs.
 CONTEXT = 1 * 2**30
 """Bytes of the CUDA context, loaded kernels and workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
@@ -34,28 +34,30 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the number of LoRA parameters of one block at rank 1: outputs plus inputs of each adapted linear."""
+    """Return the number of LoRA parameters that one block has per unit of rank: the sum of outputs plus inputs over its
+    linears in ``targets``."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
 def adapted_experts(shape: ModelShape) -> int:
-    """Return the number of LoRA parameters of all experts of one block at rank 1: one matrix A for gate and up
-    together, a B for each of the two, and A and B of down."""
+    """Return the number of LoRA parameters that all experts of one block have per unit of rank: per expert, one matrix
+    A for gate and up together, a B for each of the two, and A and B of down."""
     return shape.experts.num * (2 * shape.hidden + 3 * shape.experts.inner)
 
 
 def adapter_values(
     shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool, expert_rank: int = 0
 ) -> int:
-    """Return the number of trained parameters: those of LoRA (``expert_rank`` is its rank on experts) and of trained
-    norms."""
+    """Return the number of trained parameters: LoRA's (with rank ``expert_rank`` on experts, and ``rank`` elsewhere)
+    and, if ``train_norms``, those of norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
     values = shape.num_layers * (rank * adapted(shape, targets) + norms)
     return values + shape.experts.layers * expert_rank * adapted_experts(shape)
 
 
 def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
-    """Return the bytes of the LoRA matrices of one block's experts, with the rank padded as in matrix products."""
+    """Return the bytes of the LoRA matrices of one block's experts, whose rank is padded to a multiple of ``MULTIPLE``
+    for the matrix products."""
     return itemsize * ceil(expert_rank / MULTIPLE) * MULTIPLE * adapted_experts(shape)
 
 
@@ -74,14 +76,15 @@ def experts_kept(shape: ModelShape, itemsize: int) -> int:
 
 
 def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
-    """Return the bytes that ``Completion.routes`` take as tensors, with a byte per token and layer that counts
-    differences from the trainer's routers: for all tokens of a rollout, and two copies for the tokens of a pass."""
+    """Return the bytes of the tensors with which training replays the engine's choice of experts: the numbers of the
+    experts of each token and layer (``Completion.routes``), and a byte per token and layer that counts differences from
+    the trainer's routers. They exist for all tokens of a rollout, and twice more for the tokens of a pass."""
     return (shape.experts.route_bytes + shape.experts.layers) * (run_tokens + 2 * pass_tokens)
 
 
 def recorded_routes(shape: ModelShape, slots: int) -> int:
-    """Return the bytes of the buffer that records the experts chosen in vLLM: an int16 each, for every slot of the KV
-    cache."""
+    """Return the bytes of the buffer in which vLLM's choice of experts is recorded: for every slot (token) of the KV
+    cache, an int16 per layer and chosen expert."""
     return 2 * shape.experts.layers * shape.experts.chosen * (slots + 1)
 
 
@@ -229,8 +232,8 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the peak bytes of a pass without gradients: those of an MLP's activations and a dequantised weight, or
-    those of the hidden states and a chunk of logits if these are more."""
+    """Return the peak bytes of a pass without gradients: the larger of two sums, an MLP's activations and a dequantised
+    weight, and the hidden states and a chunk of logits."""
     rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
     mlp = itemsize * (tokens * (max(3 * shape.inner, rows) + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
@@ -238,14 +241,15 @@ def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto") -> int:
-    """Return the bytes that one token takes in the KV cache: 2 key_width values in each layer with attention, of one
-    byte each if ``kv_cache_dtype`` starts with fp8, and of ``itemsize`` bytes otherwise."""
+    """Return the bytes that one token takes in the KV cache: in each layer with attention, ``2 * key_width`` values,
+    which have one byte if ``kv_cache_dtype`` starts with fp8, else ``itemsize`` bytes."""
     layers = shape.num_layers - shape.recurrent.num_layers
     return 2 * layers * shape.key_width * (1 if kv_cache_dtype.startswith("fp8") else itemsize)
 
 
 def recurrent_state(shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes of one sequence in one recurrent layer: its state in fp32, and the convolution's last inputs."""
+    """Return the bytes that vLLM's cache holds per sequence and recurrent layer: the recurrent state in fp32, and the
+    convolution's last inputs."""
     sizes = shape.recurrent
     return 4 * sizes.state_values + itemsize * sizes.conv_width * sizes.conv_tokens
 
@@ -285,8 +289,9 @@ def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, share
 def engine_pass(
     shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int, dequantises: bool = False
 ) -> int:
-    """Return the peak bytes of vLLM's largest forward pass: the larger of an MLP with LoRA's fp32 buffers (and, if it
-    ``dequantises``, a copy of its fused gate and up projections), and the logits, in two fp32 copies while it samples.
+    """Return the peak bytes of vLLM's largest forward pass, which are the larger of two moments: an MLP with LoRA's
+    fp32 buffers (and, if the engine ``dequantises``, a dequantised copy of the fused gate and up), and sampling, with
+    two fp32 copies of the logits.
     """
     mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
     mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
@@ -321,7 +326,8 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
 
 
 def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
-    """Return the bytes of vLLM's adapter slots. A slot of experts holds the matrix A that gate and up share twice."""
+    """Return the bytes of vLLM's adapter slots. In a slot of experts, gate and up each have a copy of the matrix A that
+    they share in the trainer."""
     values = slot_rank(rank) * shape.num_layers * adapted(shape, targets)
     if expert_rank:
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden
@@ -330,5 +336,5 @@ def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Colle
 
 
 def slot_rank(rank: int) -> int:
-    """Return the rank of vLLM's adapter slots: ``rank`` rounded up to one that vLLM supports."""
+    """Return the rank of vLLM's adapter slots: the smallest rank that vLLM supports and that is at least ``rank``."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

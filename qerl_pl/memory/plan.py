@@ -83,7 +83,8 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the GPU memory of a run with the given settings; ``fitting.fitted`` chooses those left open."""
+    """Predict the GPU memory of a run whose memory settings are all given; ``fitting.fitted`` chooses settings that a
+    run leaves open."""
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
     sizes |= _adapter(shape, run)
@@ -100,8 +101,9 @@ def _at(size: int, *moments: str) -> dict[str, int]:
 
 
 def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    # The adapter of ``model.lora.start`` is in host memory. Its copy on the GPU exists only while the reference is
-    # scored, which is before there are gradients, and is as large as they are, so it adds nothing to the peak.
+    # The adapter of ``model.lora.start`` is in host memory. It is copied to the GPU only while log-probabilities of the
+    # reference are computed. At that time there are no gradients, which are as large as the copy, so the copy adds
+    # nothing to the peak.
     values = adapter_values(shape, run)
     return {
         "adapter, fp32": _at(4 * values, *MOMENTS),
@@ -158,14 +160,15 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 
 
 def shared_base(shape: ModelShape, run: RunMemory) -> int:
-    """Return the bytes of packed base weights that exist once for trainer and vLLM, and count in the part "base"."""
+    """Return the bytes of packed base weights of which trainer and vLLM share one copy; the plan counts them in the
+    part "base" only."""
     engine = run.engine  # the kernels that read the trainer's order of tiles multiply by 16-bit activations only
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """Predict the memory of the transformers engine: a KV cache; a copy of one decoder block's part of the cache, made
-    when a token is appended; and fp32 logits."""
+    """Predict the memory of the transformers engine: a KV cache; a copy of one decoder block's part of the cache, which
+    transformers makes when it appends a token; and fp32 logits."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)
@@ -180,8 +183,8 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
     """Predict the memory of a teacher: its weights, its passes and, for a divergence over the whole vocabulary, its
-    hidden states at all completion tokens of the rollout, a copy of its head if its weights are in host memory, and
-    five tensors of a chunk of logits."""
+    hidden states at all completion tokens of the rollout, a copy of its head if its other weights are in host memory,
+    and five tensors of the size of a chunk of logits."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class MicroBatchBudget:
-    """Limit on the tokens of one pass; halved when a pass runs out of memory, and never raised again."""
+    """Limit on the tokens of one training pass. It is halved when a pass runs out of GPU memory, and never raised
+    again."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -31,8 +32,8 @@ class MicroBatchBudget:
             work: makes the passes of an optimizer step; its argument is the limit on the tokens of one pass.
             longest: tokens of the longest row (prompt and completion), below which the limit is not lowered.
             undo: reverts what a failed call of ``work`` has done, such as accumulated gradients.
-            recompute_more: raises the level of gradient checkpointing, and returns the new setting, or None if it
-                cannot be raised. Then the tokens per pass are halved.
+            recompute_more: raises the level of gradient checkpointing, and returns the new setting. If it returns None,
+                because the level cannot be raised, the tokens per pass are halved instead.
 
         Raises:
             RuntimeError: memory runs out even with one row per pass.
@@ -43,8 +44,8 @@ class MicroBatchBudget:
                 return work(tokens)
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition("\n")[0]
-            # Memory is freed after the except block and not in it, because there the error's traceback still refers to
-            # the tensors of the failed pass.
+            # Memory is freed after the except block: inside of it, the error's traceback still refers to the tensors of
+            # the failed pass.
             undo()
             gc.collect()
             if torch.cuda.is_available():

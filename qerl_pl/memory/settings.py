@@ -28,7 +28,8 @@ less memory than the engine's own passes."""
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Settings of a vLLM engine that decide its memory, named as the arguments of ``VLLMEngine``."""
+    """Settings of a vLLM engine that decide how much GPU memory it takes; most have the names of arguments of
+    ``VLLMEngine``."""
 
     dtype: str = "auto"
     """Compute dtype; "auto" means the policy's."""
@@ -106,11 +107,12 @@ class RunMemory:
     """Whether trainer and engine share the memory of embedding and head; they do so only if their dtypes are equal."""
 
     def recompute(self, num_layers: int) -> Recompute | None:
-        """Return the level of gradient checkpointing that the settings give, as ``recompute_of``."""
+        """Return the level of gradient checkpointing that the settings name; None and errors as in ``recompute_of``."""
         return recompute_of(self.gradient_checkpointing, num_layers, self.offload_checkpoints)
 
     def rank_of_experts(self, shape: ModelShape) -> int:
-        """Return the rank of the adapters on experts of a base; 0 without any."""
+        """Return the rank of the adapters on the experts of a base; 0 if the base has no experts or they get no
+        adapters."""
         return expert_rank(self.rank, self.expert_rank, self.targets, shape.experts.chosen)
 
     def with_completions(self, tokens: int) -> RunMemory:
@@ -124,7 +126,8 @@ class RunMemory:
 
     @property
     def checked_tokens(self) -> int:
-        """Tokens of the trainer's largest forward pass without gradients while the engine is awake."""
+        """Number of tokens of the trainer's largest forward pass without gradients while the engine is awake, in which
+        completions are checked."""
         return min(check_limit(self.longest_row), self.rows * self.longest_row)
 
     @property
@@ -134,7 +137,8 @@ class RunMemory:
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the limit on the tokens of a pass in which completions are checked, which is at least the longest row."""
+    """Return the limit on the tokens of a forward pass that checks completions of the engine: ``CHECKED_TOKENS``, or
+    the longest row if this has more."""
     return max(longest_row, CHECKED_TOKENS)
 
 

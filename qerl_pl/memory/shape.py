@@ -34,7 +34,8 @@ from qerl_pl.quant.selection import fused_groups, is_ignored
 
 
 class Recurrent(NamedTuple):
-    """Sizes of layers with a recurrent state instead of attention (Qwen3.5's gated delta nets); 0 without any."""
+    """Sizes of layers with a recurrent state instead of attention (Qwen3.5's gated delta nets); all are 0 if the model
+    has no such layers."""
 
     num_layers: int = 0
     """Number of such layers."""
@@ -51,7 +52,7 @@ class Recurrent(NamedTuple):
 
 
 class ExpertSizes(NamedTuple):
-    """Sizes of a block's mixture of experts; 0 without any."""
+    """Sizes of a block's mixture of experts; all are 0 if the model has no experts."""
 
     num: int = 0
     """Number of experts of a block, E."""
@@ -66,14 +67,15 @@ class ExpertSizes(NamedTuple):
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of the numbers of the experts that compute a token, in training."""
+        """Bytes per token that training needs to store which experts computed the token: a number for each mixture and
+        chosen expert."""
         return self.layers * self.chosen * Routing(self.layers, self.num, self.chosen).dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder, and bytes that the weights of the base take on a GPU. Letters: L blocks, H hidden size,
-    I MLP size, V vocabulary."""
+    """Dimensions of a decoder model, and bytes that its weights take on a GPU in trainer and engine. Letters: L blocks,
+    H hidden size, I MLP size, V vocabulary."""
 
     num_layers: int
     hidden: int
@@ -106,7 +108,8 @@ class ModelShape:
     engine_packed_bytes: int
     """Part of ``engine_linear_bytes`` that is packed in 4 bits, and so does not depend on vLLM's compute dtype."""
     fitting_bytes: int
-    """Part of ``engine_packed_bytes`` that the native NVFP4 kernels can read from the trainer's memory."""
+    """Part of ``engine_packed_bytes`` that this project's NVFP4 kernels can read from the trainer's memory, so that
+    vLLM needs no copy."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
@@ -122,7 +125,7 @@ class ModelShape:
 
     @property
     def num_key_heads(self) -> int:
-        """Number of key heads, which is also the number of value heads."""
+        """Number of key heads of attention, which is also the number of value heads."""
         return self.key_width * self.num_heads // self.query_width
 
     @property
@@ -171,9 +174,9 @@ def checkpoint_shape(
 def planned_shape(
     base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
 ) -> ModelShape:
-    """Find the dimensions of the base that ``model.base``, ``base_format`` and ``quantize`` describe: from its folder,
-    else from the table of known models, else from config.json on the hub. A folder that does not exist may have a known
-    model's name. ValueError: the base was found in none of these places, or a run cannot use it."""
+    """Find the dimensions of the base that the settings ``model.base``, ``base_format`` and ``quantize`` describe: from
+    the base's folder or, if the folder does not exist, by the name in the table of known models or in config.json on
+    the hub. ValueError: the base was found in none of these places, or a run cannot use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
     fmt = WRITERS[name].fmt if name else None

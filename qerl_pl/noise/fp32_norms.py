@@ -29,14 +29,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
 
 def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Forward hook that casts a norm's output to the dtype of its input, so that the residual stream stays 16-bit."""
+    """Cast a norm's output to the dtype of its input, as a forward hook. A norm with an fp32 weight would otherwise
+    return fp32, and the residual stream would not stay in 16 bits."""
     return output.to(args[0].dtype)
 
 
 @contextmanager
 def weights_replaced(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the context, replace the weights of transformers' norms by other weights [H] of any dtype, given by name
-    of the module. The output of each norm keeps the dtype of its input."""
+    """Inside the context, replace the weights of transformers' norms by other weights [H] of any dtype; ``modules`` and
+    ``weights`` have the same keys. The output of each norm keeps the dtype of its input."""
     with ExitStack() as after:
         for name, weight in weights.items():
             parameter = modules[name].get_parameter("weight")

@@ -1,4 +1,4 @@
-"""Add Gaussian noise to norm weights, as a pure function of the weights without noise, sigma and a seed."""
+"""Add Gaussian noise to norm weights: the result is a pure function of the weights without noise, sigma and a seed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,13 @@ class NormNoise:
             raise ValueError(f"sigma is {self.sigma}; expected 0 (no noise) or more")
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the norm weights in a rollout engine that computes in ``dtype``."""
+        """Return the dtype in which a rollout engine that computes in ``dtype`` stores norm weights with this noise."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
 def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
-    """Tell whether a parameter is the weight of a norm to which noise is added (``Family.noise_norms``)."""
+    """Return whether a parameter is the weight of a norm to which AQN adds noise; ``norms`` are the names of these
+    norms in a block (``Family.noise_norms``)."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module.rpartition(".")[2] in norms
 
@@ -38,8 +39,8 @@ def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
 def noisy_norms(
     clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Compute w + Z with Z ~ N(0, sigma^2) for every weight [H] by name (arXiv 2510.11696, eq. 7-10), as new tensors in
-    ``dtype`` (None: that of each weight) on the device of each weight, also with sigma 0.
+    """Compute w + Z with Z ~ N(0, sigma^2) for every weight w [H] (arXiv 2510.11696, eq. 7-10). Returns new tensors by
+    name, also with sigma 0, on the device of each weight, in ``dtype`` (None: in the dtype of each weight).
 
     The noise is drawn in fp32 on the CPU, by one random generator for all norms in the order of their names, so it is
     the same on every device and rank.

@@ -45,8 +45,8 @@ def stage_sigma(
 
     Stage 0 of the ``num_stages`` equal parts of a run has no noise, stage 1 has sigma_start, and the last stage has
     sigma_end. With the exponent that the paper gives for stage k, (k-1)/(K-1), sigma_end would not be reached. The
-    exponent here is (k-1)/(K-2), as in the paper's published code. The decay "exponential" did best in the paper;
-    "constant" keeps sigma_start.
+    exponent here is (k-1)/(K-2), as in the paper's published code. The decay "exponential" did best in the paper; with
+    "constant", all stages after stage 0 have sigma_start.
     """
     check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
     stage = stage_of(index, num_rollouts=num_rollouts, num_stages=num_stages)

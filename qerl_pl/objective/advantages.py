@@ -12,7 +12,8 @@ AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Return [P] bool, True for groups in which at least two scored rewards differ, so that advantages are not all 0.
+    """Return [P] bool: True for groups in which at least two scored rewards differ, so that the group's advantages are
+    not all 0 and it contributes to the loss.
 
     ``rewards`` and ``scored`` are as in ``group_advantages``; raises ValueError if their shapes differ or are not
     [P, G], or a scored reward is not finite.
@@ -83,15 +84,16 @@ def group_advantages(
 
 
 def batch_std(rewards: Tensor) -> Tensor:
-    """Compute the unbiased std, [] fp64, of N scored rewards, gathered from all ranks; 0 if N < 2."""
+    """Compute the unbiased std, [] fp64, of a batch's N scored rewards, which the caller has gathered from all ranks; 0
+    if N < 2."""
     return rewards.double().std() if len(rewards) > 1 else rewards.new_zeros((), dtype=torch.float64)
 
 
 def less_penalty(
     advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline | AdvantageFunction = "normalized"
 ) -> Tensor:
-    """Subtract from advantages [P, G] a penalty [P, G] relative to its group: A - (penalty - baseline of the penalties
-    in the group).
+    """Subtract a penalty [P, G], such as the KL of each completion, from advantages A [P, G]. As a reward would be, the
+    penalty is taken relative to its group: A - (penalty - baseline of the group's penalties).
 
     "centered" and "leave_one_out" are linear, so this equals ``group_advantages(rewards - penalty)``: RLOO's KL in the
     reward (arXiv 2402.14740). With the other baselines, the penalty only has its group's mean subtracted and is not

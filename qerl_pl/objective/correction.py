@@ -1,4 +1,5 @@
-"""Measure the difference between trainer and sampler, and correct it with importance weights.
+"""Measure the difference between the token probabilities of trainer and sampler (the rollout engine), and correct it
+with importance weights.
 
 All functions take the log-ratio, log(trainer / sampler) in nats, at the sampled tokens. The trainer's probability is
 that of the policy before its first update on the batch, because the ratio in the surrogate loss covers the change by
@@ -24,8 +25,8 @@ class Rejection:
     """Leaves out completions on which trainer and sampler differ too much, in addition to importance weights per token.
 
     Weights per token bound the influence of single tokens. However, if the probabilities differ a little at every token
-    of a completion, the trainer may be very unlikely to sample the whole completion. Truncated weights and rejection
-    can be used together.
+    of a completion, the differences add up, and the trainer may be very unlikely to sample the whole completion. Such
+    completions are rejected. Truncated weights and rejection can be used together.
 
     Args:
         level: the quantity that is bounded: the ratio of trainer to sampler over the whole completion ("sequence",
@@ -151,8 +152,8 @@ def importance_weights(
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Return the ratios of trainer to sampler, and a bool for each, True if it is of at least one valid token; both [B,
-    S] at the level "token", else [B, 1]."""
+    """Return the ratios of trainer to sampler, and a bool for each ratio, True if at least one token of ``mask``
+    belongs to it; both are [B, S] at the level "token", else [B, 1]."""
     values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
     if level != "token":
         units = mask.any(dim=1, keepdim=True)
@@ -162,12 +163,14 @@ def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tenso
 
 
 def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> Tensor:
-    """Compute (sum w)^2 / (n sum w^2), the effective sample size of n weights w as a share of n; 0 if all are 0."""
+    """Compute (sum w)^2 / (n sum w^2), the effective sample size of n weights w as a share of n; 0 if all weights are
+    0."""
     return weight_sum.square() / (num_units * square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)
 
 
 class Mismatch(NamedTuple):
-    """Statistics of log r, r = trainer / sampler, over tokens, fp64; NaN if there is no token."""
+    """Statistics over tokens of log r, where r is the trainer's probability of the token divided by the sampler's;
+    fp64, NaN if there is no token."""
 
     count: Tensor
     """[] tokens."""

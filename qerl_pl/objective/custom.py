@@ -60,9 +60,9 @@ class UserFunction:
         return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
-        """Call the function with those of the offered arguments that it takes, and return its value, set to 0 where an
-        argument ``scored`` is False. ValueError: the function fails, or its value is not a finite tensor of the first
-        argument's shape."""
+        """Call the function with those of the arguments ``offered`` that it takes, and return its value; if there is an
+        argument ``scored``, the value is set to 0 where this is False. ValueError: the function fails, or its value is
+        not a finite tensor of the first argument's shape."""
         try:
             value = self.function(**{name: offered[name] for name in self.takes})
         except torch.OutOfMemoryError:  # the pass is repeated with fewer tokens
@@ -81,7 +81,7 @@ class UserFunction:
 
 @dataclass(frozen=True)
 class UserSurrogate:
-    """A user's surrogate as a policy loss.
+    """A user's surrogate loss, in the form of this project's policy losses (``objective.losses``).
 
     The user's function returns the loss of each token, [B, S]. It gets ``logprobs`` and ``old_logprobs`` [B, S] in
     nats, 0 outside of ``mask`` [B, S] bool, the tokens in the loss; ``advantages`` [B, 1]; and ``clip_low``,
@@ -140,8 +140,9 @@ class UserSurrogate:
 class UserAdvantages:
     """A user's rule for advantages: a function of ``rewards`` [P, G] fp32, 0 where ``scored`` [P, G] bool is False.
 
-    It returns advantages [P, G]. The advantages of a group should depend on this group's rewards alone, because dynamic
-    sampling replaces groups, and each rank calls the function with only its own groups.
+    The function returns advantages [P, G]. The advantages of a group should depend on this group's rewards alone:
+    dynamic sampling replaces other groups later, and each rank calls the function with only a part of the batch's
+    groups.
     """
 
     function: UserFunction

@@ -24,13 +24,14 @@ from torch import Tensor
 Aggregation = Literal["token", "sequence", "constant"]
 KLKind = Literal["k1", "k2", "k3"]
 
-# nats; log-ratios are clamped to +-this value, because exp of larger ones overflows in fp32, and the gradient of such
-# tokens is clipped or noise
+# Log-ratios are clamped to +- this value in nats, because exp of larger ones overflows in fp32. The gradient of such
+# tokens is clipped or mere noise anyway.
 MAX_LOG_RATIO = 20.0
 
 
 class PolicyLoss(NamedTuple):
-    """A policy loss, and sums for its metrics: detached sums over tokens, which can be added over micro-batches."""
+    """A policy loss, and sums over tokens for its metrics. The sums are detached, and can be added over
+    micro-batches."""
 
     loss: Tensor
     """[] the loss, with gradient; 0 that can be backpropagated if no token is valid."""
@@ -75,7 +76,8 @@ def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tens
 
 
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """Reduce values [B, S] (a KL, an entropy) as the policy losses do, with the weights [B] of ``row_weights``."""
+    """Reduce values [B, S], such as KL estimates or entropies, to a scalar as the policy losses do: sum them over
+    ``mask``, multiplied by the weights [B] from ``row_weights``."""
     return (torch.where(mask, values, 0.0) * weights.unsqueeze(1).to(values.dtype)).sum()
 
 
@@ -203,8 +205,9 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
     A KL estimator expects tokens sampled from the policy itself. After the first update on a batch, the tokens are
     those of an older policy, and E_new[k] = E_old[(new / old) k] per token (the ratio in the KL term of arXiv
     2512.02556, which also lets a gradient through it). Quantities that depend only on the preceding tokens, such as the
-    exact entropy, need no weight: the expectation of the weight over the sampled token is 1, so it would only add
-    noise. The result is multiplied by ``importance`` [B, S], the weights between trainer and sampler.
+    exact entropy, need no weight: the expectation of the weight over the sampled token is 1, so the weight would only
+    add noise. The result is also multiplied by ``importance`` [B, S], the weights that correct the difference between
+    trainer and sampler.
     """
     ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     return ratio if importance is None else ratio * importance
@@ -215,8 +218,9 @@ def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
     rho).
 
     ``entropy`` [N] nats is of the valid tokens of all ranks that share the batch. The number of tokens that reach the
-    threshold is rounded up. Without any token, the threshold is +inf. The paper divides the loss by the number of all
-    tokens, so the divisor counts tokens below the threshold too. Raises ValueError if the share is not in (0, 1].
+    threshold is rounded up. Without any token, the threshold is +inf. Tokens below the threshold carry no policy loss,
+    but the loss is still divided by the number of all tokens, as in the paper. Raises ValueError if the share is not in
+    (0, 1].
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")
@@ -249,7 +253,8 @@ def _clipped(
 def with_sums(
     loss: Tensor, ratio: Tensor, below: Tensor, above: Tensor, token_log_ratio: Tensor, mask: Tensor
 ) -> PolicyLoss:
-    """Add the sums for metrics to a loss; ``below`` and ``above`` [B, S] bool are the tokens that were clipped."""
+    """Return a loss with the sums for its metrics; ``below`` and ``above`` [B, S] bool are the tokens whose ratio was
+    clipped at the lower and at the upper bound."""
     log_ratio = token_log_ratio.detach()
     k3 = torch.expm1(log_ratio) - log_ratio
     ratio_sum = torch.where(mask, ratio.detach(), 0.0).sum()

@@ -1,4 +1,5 @@
-"""The objective of a run as YAML says it, the published objectives, and what follows from settings that are given."""
+"""The objective of a run as the settings in YAML describe it, the published objectives, and the values of settings that
+are left out."""
 
 import math
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ DEFINING = ("surrogate", "aggregation", "baseline")
 """Settings that cannot be changed together with a preset, because they define the published objective of that name."""
 
 PUBLISHED: dict[Preset, dict[str, Any]] = {
-    # arXiv 2503.14476: only DAPO's loss. Its dynamic sampling, overlong filtering and length reward have settings of
-    # their own.
+    # Only the loss of DAPO (arXiv 2503.14476). DAPO's dynamic sampling, overlong filtering and length reward have
+    # settings of their own.
     "dapo": {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized", "clip_high": 0.28},
     # arXiv 2402.03300, without its KL (there kl_coefficient is 0.04)
     "grpo": {"surrogate": "clipped", "aggregation": "sequence", "baseline": "normalized", "clip_high": 0.2},
@@ -148,9 +149,9 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     by name.
 
     The "constant" aggregation goes with "centered" rewards, as in Dr. GRPO, which weighs every token and every prompt
-    equally. Sampler and trainer always differ a little, so importance weights correct it unless the ratio is taken
-    against the sampler: one weight per token, or with the "sequence" surrogate one per row, of the form of GSPO's
-    ratio. A surrogate of the user's own has its own clip bounds.
+    equally. Sampler and trainer always differ a little. Importance weights correct this difference, unless the
+    surrogate's ratio is taken against the sampler and so contains it: one weight per token or, with the "sequence"
+    surrogate, one per row, a geometric mean as GSPO's ratio is. Clip bounds of a user's surrogate get no values.
 
     Raises:
         ValueError: a setting contradicts the preset, or names neither a known surrogate or baseline nor an import path.

@@ -1,4 +1,5 @@
-"""The loss of one micro-batch, and the complete settings that determine it, which ``Objective.resolve`` returns."""
+"""The loss of one micro-batch, and the complete settings that determine this loss, which ``Objective.resolve``
+returns."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from qerl_pl.objective.teacher import TeacherTerm
 class LossInputs(NamedTuple):
     """Inputs of the loss of one micro-batch of B rows and S tokens.
 
-    ``training.terms.BatchTerms`` shows how the masks are related; every other mask is a subset of ``mask``.
+    All other masks are subsets of ``mask``, the tokens in the loss; ``training.terms.BatchTerms`` describes how they
+    are related.
     """
 
     logprobs: Tensor
@@ -144,7 +146,8 @@ class ResolvedObjective:
             yield "correct_noise is false and nothing is corrected; expected a correction or a rejection"
 
     def _without_effect(self) -> Iterator[str]:
-        """Find settings that are not at their defaults and have no effect with the others."""
+        """Yield an error message for each setting that is not at its default and has no effect in combination with the
+        other settings."""
         unused: dict[str, dict[str, Any]] = {}
         if self.kl_coefficient == 0:
             unused["kl_coefficient is 0"] = {"kl_in": "loss", "kl": "k3" if self.kl_in == "loss" else "k1"}
@@ -161,14 +164,17 @@ class ResolvedObjective:
         return {"correction_low": 0.0, "correction_high": 2.0, "correction_level": level}
 
     def at_noise(self, sigma: float) -> ResolvedObjective:
-        """Return the objective for a rollout that was sampled with AQN of this standard deviation."""
+        """Return the objective for a rollout whose norms had AQN's noise of standard deviation ``sigma``: without
+        corrections between trainer and sampler if there was noise and ``correct_noise`` is False, which keeps the
+        effect of the noise."""
         if sigma == 0 or self.correct_noise:
             return self
         off: dict[str, Any] = {"correction": "none", "correction_divisor": "all", "rejection": None}
         return replace(self, **off, **self._usual_bounds, correct_noise=True)
 
     def at_rollout(self, index: int) -> ResolvedObjective:
-        """Return the objective of an RL iteration, counted from 0, with the teacher's coefficient at that time."""
+        """Return the objective of the RL iteration ``index``, counted from 0, with the coefficient that the teacher's
+        term has in this iteration."""
         return self if self.teacher is None else replace(self, teacher=self.teacher.at(index))
 
     @property
@@ -178,13 +184,15 @@ class ResolvedObjective:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss needs log-probabilities or entropies of the whole batch before the first backward pass."""
+        """Whether the loss of any micro-batch depends on log-probabilities or entropies of the whole batch, so that a
+        forward pass over the batch is needed before the first backward pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
 
     @property
     def every_row_counts(self) -> bool:
-        """Whether completions with advantage 0 have a gradient too, by a KL or entropy term or a teacher."""
+        """Whether completions with advantage 0 have a gradient too, because the loss has a KL term, an entropy bonus or
+        a teacher's term."""
         bonus = self.entropy_coefficient != 0 or self.teacher is not None
         return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
@@ -204,8 +212,8 @@ class ResolvedObjective:
         """Compute the loss of one micro-batch; the sum over micro-batches is the loss of the batch.
 
         Returns:
-            The loss; the policy loss of the surrogate alone, with its counts; the sum over tokens of the estimated KL
-            to the reference, in nats.
+            The whole loss; the policy loss alone (without KL, entropy and teacher), with sums for its metrics; and the
+            sum over tokens of the estimated KL to the reference, in nats.
         """
         logprobs, old_logprobs, importance = inputs.logprobs, inputs.old_logprobs, inputs.importance
         weights = row_weights(inputs.mask, self.aggregation, inputs.divisor)
@@ -233,10 +241,11 @@ class ResolvedObjective:
     def _to_teacher(self, inputs: LossInputs) -> Tensor:
         """Compute the divergence from the teacher at each token, [B, S].
 
-        At sampled tokens it is the estimator "k2", whose gradient is (log p - log q) grad log p: that of a policy loss
-        whose advantage is log q - log p. After the first update on a batch, this estimator needs importance weights,
-        because an older policy sampled the tokens. A divergence over the whole vocabulary depends only on the preceding
-        tokens, and needs no weights.
+        With p the policy's and q the teacher's probability: if ``divergence`` is "sampled", the result is the KL
+        estimator "k2" at the sampled tokens, whose gradient is (log p - log q) grad log p: that of a policy loss whose
+        advantage is log q - log p. After the first update on a batch, this estimator needs importance weights, because
+        an older policy sampled the tokens. The other divergences, over the whole vocabulary, depend only on the
+        preceding tokens, and need no weights.
         """
         if inputs.teacher_divergence is not None:
             return inputs.teacher_divergence

@@ -1,4 +1,5 @@
-"""The term of the loss that draws the policy towards a teacher, on the policy's own samples."""
+"""The term of the loss that draws the policy towards a teacher on completions that the policy has sampled (on-policy
+distillation)."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class TeacherTerm:
 
     @property
     def mixture(self) -> float | None:
-        """The share of the teacher in the mixture that ``policy.divergence`` takes; None for "sampled"."""
+        """The argument ``beta`` of ``policy.divergence``, the share of the teacher in the mixture; None for "sampled",
+        which compares only the sampled tokens."""
         between = 0.5 if self.beta is None else self.beta
         shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": between}
         return shares[self.divergence]
