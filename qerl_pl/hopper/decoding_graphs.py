@@ -93,7 +93,8 @@ class DecodingGraphs:
         self.step: Step | None = None
         """The graphs of the running step; None if its inputs were written without a graph."""
         self.uncaptured: tuple[InputBatch, BatchExecutionDescriptor] | None = None
-        """The running step's batch, if its inputs were written without a graph; ``sample`` captures them then."""
+        """The running step's batch, if vLLM has written its inputs without a graph; ``sample`` then captures the same
+        launches."""
         self.kind: Hashable = None
         """``kind_of_sampling`` of the running batch; None: not determined yet, or sampling is not captured."""
         self.is_updated = False

@@ -42,7 +42,8 @@ def loading(policy: Policy) -> Iterator[None]:
 
 
 def loader_hooks() -> Any:
-    """Return the module whose functions ``unread``, ``lend`` and ``loaded`` the model loader calls."""
+    """Return the module with the functions ``unread``, ``lend`` and ``loaded``, by which vLLM's model loader uses the
+    trainer's weights instead of a second copy."""
     from qerl_pl.hopper import one_copy
 
     return one_copy

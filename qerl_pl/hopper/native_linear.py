@@ -1,8 +1,9 @@
 """NVFP4 linears of vLLM on Hopper: the kernel class, in vLLM's sense, by which this project's CUDA kernels ("native
 kernels") compute them, and its torch operators.
 
-Native kernels compute up to 2048 tokens. In passes with more, the weight is dequantised to scratch memory and
-multiplied by cuBLAS. Native kernels and cuBLAS add partial sums in a fixed order, so equal inputs give equal bits.
+Native kernels compute forward passes of up to 2048 tokens. In passes with more tokens, each weight is dequantised to
+scratch memory and multiplied by cuBLAS. Native kernels and cuBLAS add partial sums in a fixed order, so equal inputs
+give equal bits.
 """
 
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def prepare(outputs: int, inputs: int, device: torch.device) -> None:
 
 
 def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
-    """List the native kernels for linears of one shape and for their adapters."""
+    """List this project's CUDA kernels for linears of one shape and for their adapters."""
     linears = *nvfp4_decode.kernels_for(outputs, inputs), *nvfp4_batch.kernels_for(outputs, inputs)
     return [*linears, *lora_hopper.all_kernels()]
 

@@ -90,7 +90,8 @@ class Schedule(NamedTuple):
 VARIANTS = [*(Variant(tokens, tiles) for tokens in (64, 96, 128) for tiles in range(2, 6)), Variant(256, 2)]
 PROMPTS = [variant for variant in VARIANTS if variant.tokens >= 128]  # for more than ``MOST_DECODED`` tokens
 FULL_TILES = [64, 96, 128, 192, *range(MOST_DECODED, MOST_TOKENS + 1, 128)]
-"""Numbers of tokens that fill the last token tile of some variant; others use the next larger one's schedule."""
+"""Numbers of tokens that fill the last token tile of some variant, for which schedules are chosen; a number between
+them uses the schedule of the next larger one."""
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:

@@ -83,8 +83,8 @@ def words_in_tile_order(words: Tensor) -> Tensor:
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Group the 32 bits of a word by how many positions they move up; returns, for each such number, the masks of its
-    bits before and after the move."""
+    """Describe how the 32 bits of a word move from row order to tile order. The keys are distances by which bits move
+    up (negative: down); the values are masks of the bits that move by this distance, before and after the move."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32

@@ -20,7 +20,7 @@ from qerl_pl.policy.recompute import Recompute
 CONTEXT = 1 * 2**30
 """Bytes of the CUDA context, loaded kernels and workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
-"""Bytes of the engine's CUDA graphs per decoder block, for steps with a fixed number of drafts per sequence."""
+"""Bytes that the engine's CUDA graphs take per decoder block and per number of drafts for which it captures graphs."""
 FRAGMENTATION = 0.05
 """Bytes lost to fragmentation in torch's allocator, as a share of the bytes of a pass's tensors."""
 SCAN_BYTES = 52
@@ -174,9 +174,10 @@ def blocks_kept(
     fused: bool = False,
     dropout: bool = False,
 ) -> tuple[int, int]:
-    """Return the bytes of the activations that all blocks keep for backward, except what ``checkpoints`` counts, at two
-    moments: before backward, and during backward of the last block, after its activations have been recomputed.
-    Backward of an earlier block needs no more, since the completely recomputed blocks are the first ones."""
+    """Return the bytes of the activations that all blocks keep for backward at two moments: before backward, and during
+    backward of the last block, after its activations have been recomputed. Inputs of recomputed blocks are not included
+    (``checkpoints``). Backward of an earlier block needs no more, since the completely recomputed blocks are the first
+    ones."""
     options = {"targets": targets, "expert_rank": expert_rank, "fused": fused, "dropout": dropout}
     full = block_kept(shape, tokens, itemsize, rank=rank, **options)
     if not how.selective:

@@ -61,7 +61,8 @@ class TeacherMemory:
 
     shape: ModelShape
     keep: Literal["auto", "gpu", "host"]
-    """Place of the teacher's weights while it does not score; "auto": the GPU if the run then fits, else the host."""
+    """Place of the teacher's weights while the teacher does not score; "auto": the GPU if the run fits with them there,
+    else host memory."""
     states: bool
     """Whether the teacher's hidden states at all sampled tokens are kept during the updates."""
 

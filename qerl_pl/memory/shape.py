@@ -80,7 +80,7 @@ class ModelShape:
     num_layers: int
     hidden: int
     inner: int
-    """I, of the dense MLPs; if all blocks have experts instead, that of the shared experts."""
+    """I, inner size of the dense MLPs or, if all blocks have experts instead, of the shared experts."""
     experts: ExpertSizes
     """Mixtures of experts in place of MLPs."""
     vocabulary: int

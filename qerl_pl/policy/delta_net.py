@@ -26,7 +26,8 @@ from qerl_pl.policy.kept import kept_whole
 from qerl_pl.policy.lora import apply_linears
 
 GROUP_TOKENS = 4096
-"""Most tokens, padding included, of a group of rows that are computed together; a longer row is a group of its own."""
+"""Limit on the tokens, padding included, of a group of rows that are computed together; a longer row is a group by
+itself."""
 CHUNK = 64
 """Number of tokens to a multiple of which transformers' code pads rows."""
 

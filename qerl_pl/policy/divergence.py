@@ -55,9 +55,9 @@ def divergence(
 
     Args:
         hidden: [T, H] of the student.
-        head: the student's.
-        teacher_hidden: [T, H'], at the same tokens.
-        teacher_head: the teacher's.
+        head: output head of the student.
+        teacher_hidden: [T, H'] of the teacher at the same tokens.
+        teacher_head: output head of the teacher.
         beta: 0 is the forward KL, 1 the reverse KL.
         chunk_bytes: bytes of one chunk's fp32 logits; about five times as many are needed.
 

@@ -41,7 +41,7 @@ SLOPES = (1.0, 0.5, -0.5, -1.0)
 STEEPNESS = 4
 """Number k of the alternatives for sorted groups: a rank is the largest, or smallest, of k uniform draws."""
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
-"""Completions of the same prompt that a completion may be a copy of."""
+"""Earlier completions of the same prompt of which an alternative makes copies."""
 
 
 def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Draw(NamedTuple):
     prompt: int
     """Number that identifies the prompt."""
     equal: tuple[float, ...]
-    """Shares of the completions that equal this one, among those that each entry of ``COPIED`` names; NaN if it names
+    """Share, for each entry of ``COPIED``, of the completions named by it that equal this completion; NaN if there are
     none."""
     logprob: float
     """Log-probability of the completion in nats."""

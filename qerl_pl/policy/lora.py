@@ -24,20 +24,20 @@ class LoraSettings:
     """Settings of the adapter, y = W x + (alpha / rank) B A x (arXiv 2106.09685).
 
     Args:
-        rank: inner dimension of A and B; null: 32, or the one of ``start``.
-        alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``); null: 32, or the
-            one of ``start``.
+        rank: inner dimension of A and B; null: the rank of ``start``, or 32 without ``start``.
+        alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``); null: the alpha of
+            ``start``, or 32 without ``start``.
         dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
-            differ from the ones of the policy that sampled, and training takes more memory.
+            differ from those that the engine samples with, because it has no dropout, and training takes more memory.
         targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or the ones of
             ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear, qkv_proj, which the three names
             together mean; gate_proj and up_proj together mean gate_up_proj. In a mixture of experts, gate_proj, up_proj
             and down_proj together mean all experts; MLPs of blocks without experts stay frozen there.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
         train_norms: also train both norms of every block in full (the reference release does; the paper does not).
-        expert_rank: rank of the adapters on the experts of a mixture, whose alpha is such that the scale of the update
-            is that of other linears; 0: experts get no adapters; null: rank / k, where k experts compute each token, at
-            least 1, or the one of ``start``.
+        expert_rank: rank of the adapters on the experts of a mixture. Their updates are scaled by the same factor as
+            those of other linears. 0: experts get no adapters; null: that of ``start``, or without ``start`` rank / k,
+            at least 1, where k experts compute each token.
         start: folder of an adapter that PEFT wrote, with which the run starts (after supervised fine-tuning, say); it
             is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
 

@@ -54,7 +54,7 @@ class Packed:
     positions: Tensor
     """[T] int64, position of each token in its row."""
     rows: Tensor
-    """[T] int64, row of each token; of a shared prompt's, the first row that has it."""
+    """[T] int64, row of each token; for tokens of a shared prompt, the first row that has this prompt."""
     starts: Tensor
     """[B + 1] int32, index of each row's first token, followed by T."""
     longest: int

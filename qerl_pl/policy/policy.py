@@ -53,7 +53,7 @@ class TokenStats(NamedTuple):
 
 
 class TeacherStates(NamedTuple):
-    """Results of a teacher at N tokens, from which a policy's divergence from it is computed."""
+    """Results of a teacher model at N tokens, from which the divergence of the policy from the teacher is computed."""
 
     hidden: Tensor
     """[N, H'], in row-major order of the masked tokens."""

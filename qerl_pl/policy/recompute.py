@@ -25,7 +25,7 @@ from qerl_pl.policy.lora import LoraLinear
 from qerl_pl.quant.experts import FrozenExperts
 
 Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
-"""Values of ``model.gradient_checkpointing``; true means blocks, false none, a number that many blocks."""
+"""Values of ``model.gradient_checkpointing``; True means "blocks", False "none", and a number n "n blocks"."""
 SHARES = 8
 """Number of values of n, equally spaced, for which the level "n blocks" is considered."""
 

@@ -43,7 +43,7 @@ class StartAdapter(NamedTuple):
     tensors: dict[str, Tensor]
     """fp32 tensors by PEFT's names, on the CPU."""
     base: str
-    """Name or folder of the base that it was trained for; empty if the adapter does not say."""
+    """Name or folder of the base model for which the adapter was trained; empty if adapter_config.json does not say."""
     expert_rank: int = 0
     """Rank of the adapters on experts; 0 without any."""
 

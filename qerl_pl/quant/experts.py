@@ -233,7 +233,8 @@ def use_replay(model: Any) -> None:
 
 
 def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch.dtype) -> None:
-    """Replace the mixtures of experts of a model on the meta device by ``Mixture`` with ``SeparateExperts``."""
+    """Replace the mixtures of experts of a model on the meta device, whose weights transformers stacks, by ``Mixture``
+    with ``SeparateExperts``, so that each linear of an expert is a module, as in the checkpoint."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "experts") and hasattr(module, "gate"):
             mixture = Mixture(config, names, dtype)

@@ -29,7 +29,7 @@ class Part:
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
-    """Converts the stored tensor, given the buffer's shape, which the caller checks in the result."""
+    """Converts the stored tensor, given the shape of the buffer; the caller checks that the result has this shape."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class OutputFolder:
         self.done = dict(manifest["files"])
 
     def add(self, file: str, tensors: Mapping[str, Tensor], layers: Sequence[object] = ()) -> None:
-        """Write one safetensors file, and add it to the manifest with the reports of its packed layers."""
+        """Write one safetensors file, and add it to the manifest together with ``layers``, the reports on the errors of
+        the file's packed linears."""
         write_tensors(self.partial / file, tensors)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, "layers": layers}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})

@@ -21,7 +21,8 @@ class NVFP4Config(CompressedTensorsConfig):
     """Configuration class of compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit activations."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return the object that stores and computes a layer; for experts in NVFP4, ``NVFP4Experts``."""
+        """Return the object by which vLLM stores and computes a layer: ``NVFP4Experts`` for experts in NVFP4, else
+        vLLM's own."""
         if isinstance(layer, RoutedExperts):
             self._add_fused_moe_to_target_scheme_map()
             if _is_w4a16(self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")):

@@ -53,14 +53,15 @@ class VLLMEngine:
 
     The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
     arguments give equal tokens and equal bits, whatever was sampled before; with ``trainer.deterministic: true`` also
-    in a resumed run. A packed base that vLLM's own kernels compute on a GPU is an exception: they may add partial sums
-    in any order, so equal calls may choose differently between two likely tokens. The engine logs this when it starts.
+    in a resumed run. A 4-bit base that vLLM's own kernels compute on a GPU is an exception: these kernels may add
+    partial sums in any order, so equal calls may choose differently between two likely tokens. The engine logs this
+    when it starts.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
         kv_cache_bytes: size of the KV cache. None: enough for max_num_seqs sequences of the longest length, but at most
             what the memory plan allows (training on a GPU), half of the free memory (otherwise on a GPU) or 4 GiB (on
-            a CPU). If it is full, vLLM preempts the newest sequences and recomputes their cache later.
+            a CPU). If the cache is full, vLLM preempts the newest sequences and recomputes their keys and values later.
         max_num_seqs: sequences sampled at the same time.
         max_num_batched_tokens: most tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
         enforce_eager: use no CUDA graphs and no compilation, which starts faster and samples slower.
@@ -75,9 +76,9 @@ class VLLMEngine:
             decode slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings and a
             tested vLLM.
         speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
-            repeats what the sequence or another completion of its prompt says. Every token is the one that is sampled
-            without it, up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
-            (`docs/speculation.md`). "auto": on if there is all of this and the GPU is a Hopper.
+            repeats what the sequence or another completion of its prompt says. The tokens are those that are sampled
+            with "off", up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
+            (`docs/speculation.md`). "auto": on if all of this is there and the GPU is a Hopper.
 
     Raises:
         ValueError: a value is out of its range.
@@ -139,7 +140,7 @@ class VLLMEngine:
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
         """Load vLLM with the policy's base and adapter; ValueError if vLLM does not start, or if ``decoding_kernel`` is
-        "native" and the native kernels cannot run."""
+        "native" and this project's CUDA kernels cannot run."""
         if self._llm is not None:
             return
         setup.prepare_environment()

@@ -49,7 +49,7 @@ def launch(
     """Load vLLM with the policy's base. ``sizes`` hold the size of the KV cache if the memory plan has chosen one;
     ``settings`` are arguments of ``vllm.LLM`` that the user set, which override those that follow from the policy;
     ``watch`` adds up the seconds of "imports" and "vLLM". ValueError: vLLM does not start, or ``decoding_kernel`` is
-    "native" and the native kernels cannot run."""
+    "native" and this project's CUDA kernels cannot run."""
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with preserved_rng(), preserved_torch_settings(), any_algorithm(), quietly:

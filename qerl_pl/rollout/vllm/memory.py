@@ -69,7 +69,8 @@ def collect() -> None:
         _left.update(pool.pointer_to_data)
         warnings.warn(
             f"{left() / 2**20:.0f} MiB of the vLLM engine that has ended are still referenced, and stay on the GPU "
-            f"while they are: {dict(Counter(data.tag for data in pool.pointer_to_data.values()))} (vLLM's names)",
+            f"until no reference is left: {dict(Counter(data.tag for data in pool.pointer_to_data.values()))} "
+            "(vLLM's names)",
             RuntimeWarning,
             stacklevel=3,
         )

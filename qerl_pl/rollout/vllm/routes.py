@@ -39,7 +39,8 @@ class RouteRecorder:
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         named = config.compilation_config.static_forward_context.items()
         self.attention, self._layer = next((name, layer) for name, layer in named if isinstance(layer, Attention))
-        """Name of the first attention layer, by whose slots tokens are found; slots of delta nets are for states."""
+        """Name of the first attention layer, whose slots in the KV cache say where a token's experts are stored. Delta
+        nets have slots for states and not for tokens."""
         bind_routed_experts_capturer(model, self)  # pyright: ignore[reportArgumentType]
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:

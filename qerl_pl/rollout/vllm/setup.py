@@ -135,7 +135,7 @@ def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["nativ
     way = f"need {', and '.join(missing)}" if missing else "run if decoding_kernel is 'auto'"
     rank_zero_info(
         f"vLLM's own kernels compute this {fmt.name} base and may add in any order, so equal calls may sample other "
-        f"tokens. The native kernels, which add in a fixed order, {way}"
+        f"tokens. This project's kernels, which add in a fixed order, {way}"
     )
 
 

@@ -124,7 +124,8 @@ def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     """Count the linears and mixtures of experts of vLLM's model by the class that computes them. Linears of
-    ``NativeLinear`` whose shapes the native kernels do not support are counted as "NativeLinear, dequantised"."""
+    ``NativeLinear`` whose shapes this project's CUDA kernels do not support are counted as "NativeLinear,
+    dequantised"."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
