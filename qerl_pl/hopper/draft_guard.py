@@ -6,7 +6,8 @@ So there are no drafts at those numbers of sequences at which, in recent rollout
 fewer tokens per sequence than steps without drafts give in the same time. The functions depend on counts and constants
 only, never on a clock, so a run that resumes with the same counts decides the same.
 
-Counts are a list with a row [drafts, verifications, tokens that these gave] for each of ``CLASSES``, or empty.
+Counts are a list with a row [drafts, verifications, tokens that the verifications gave] for each class of numbers of
+sequences (``CLASSES``), or an empty list.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""Triton kernels that draft tokens for sequences: what followed the longest match of a sequence's end, in the sequence
-itself or in other completions of its prompt.
+"""Triton kernels that draft tokens for sequences: they find the longest match of a sequence's last tokens, in the
+sequence itself or in other completions of its prompt, and propose the tokens that follow the match.
 
 One kernel finds the longest match in each block of positions, the other takes the best block of each sequence and
 copies what follows. Drafts depend neither on random numbers or times nor on the order of rows in the table, so equal

@@ -196,7 +196,7 @@ def dequantised_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Compute a linear [T, K] bf16 -> [T, N]: dequantise the weight, which may be in row order or tile order, to
-    scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in row order."""
+    scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in the order of the outputs."""
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 

@@ -168,8 +168,8 @@ def decode_linear(
 
     The kernel starts to copy the weight before the previous kernel of the stream has ended (programmatic dependent
     launch), so the previous kernel must not write ``weight`` or ``scales``. A few thread blocks compute h, and the
-    others wait for it at their end. The kernel has counters for this in global memory, so two streams must not run
-    these kernels at the same time.
+    others wait for h before they round their sums. The kernel has counters for this waiting in global memory, so two
+    streams must not run these kernels at the same time.
 
     Args:
         x: [T, K] bf16.
@@ -259,5 +259,6 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] for Humming: of 32 outputs first those with n % 8 in (0, 1), then (2, 3), and so on."""
+    """Reorder a bias [N] as the kernels read it, and those of the library Humming: of every 32 outputs n, first those
+    with n % 8 in (0, 1), then (2, 3), and so on."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

@@ -20,8 +20,8 @@ WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise an NVFP4 weight to [N, K] from contiguous codes [N, K/2] and block scales [N, K/16], uint8 in row
-    order; equals ``nvfp4.dequantize_reference``, rounded once to ``dtype``. The tensor scale, fp64 or fp32, is [], or
-    [E] for E concatenated weights of N / E rows each."""
+    order (as checkpoints store them); equals ``nvfp4.dequantize_reference``, rounded once to ``dtype``. The tensor
+    scale, fp64 or fp32, is [], or [E] for E concatenated weights of N / E rows each."""
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
     grid, words_a_scale = (triton.cdiv(words.numel(), WORDS),), words.numel() // global_scale.numel()

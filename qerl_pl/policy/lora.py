@@ -94,8 +94,8 @@ class LoraSettings:
 
     def of_base(self, chosen: int) -> Self:
         """Return the settings with the rank of adapters on experts filled in, for a base with ``chosen`` experts per
-        token (0: the base has no experts). ValueError: ``expert_rank`` applies to no experts of the base, or there is
-        dropout."""
+        token (0: the base has no experts). ValueError: ``expert_rank`` is set although no experts get adapters, or
+        experts get adapters and ``dropout`` is above 0."""
         rank, _, targets, _ = self.filled_in()
         found = expert_rank(rank, self.expert_rank, targets, chosen)
         if self.expert_rank and not found:
@@ -186,7 +186,8 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Apply several linears to the same x [..., K], as one node of the autograd graph if all of them have adapters."""
+    """Apply several linears to the same x [..., K], as one node of the autograd graph if all of them have adapters,
+    otherwise one after another."""
     adapted = [linear.adapted() if isinstance(linear, LoraLinear) else None for linear in linears]
     whole = [linear_adapted for linear_adapted in adapted if linear_adapted is not None]
     return lora_products(x, whole) if len(whole) == len(linears) else tuple(linear(x) for linear in linears)

@@ -61,8 +61,8 @@ def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number
 
 class LoraExperts(nn.Module, LoraLayer):
     """PEFT layer that holds the adapter of the down_proj of a block's frozen experts. Inside it is another such layer,
-    which holds the adapter of gate_proj and up_proj together, and inside that are the experts. PEFT's own layer would
-    build the dense sum of weights and update."""
+    which holds the adapter of gate_proj and up_proj together, and inside that are the experts. PEFT's own layer is not
+    used, because it would build the sum of all experts' dense weights and updates."""
 
     def __init__(
         self, base_layer: nn.Module, config: LoraConfig, adapter: str, *, sizes: tuple[int, int, int, int], scale: float

@@ -1,9 +1,9 @@
 """Audit of sampled tokens by the noise that the sampler must have added.
 
 vLLM's sampler on a GPU (its model runner V2) samples by the Gumbel-max trick: it takes the token with the largest sum
-of logit and noise, and the noise is a hash of the request's seed, the position and the token. So the trainer's own
-logits say which token must have been taken, up to the difference between the two models' logits (Token-DiFR, arXiv
-2511.20621, which audits providers of models in this way).
+of logit and noise, and the noise is a hash of the request's seed, the position and the token. So the trainer can
+compute from its own logits which token the sampler must have taken, up to the difference between the trainer's and the
+sampler's logits (Token-DiFR, arXiv 2511.20621, which audits providers of models in this way).
 """
 
 import torch
@@ -15,9 +15,9 @@ WORD = 0xFFFFFFFF  # arithmetic is modulo 2^32, in int64
 def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
     """Compute how far each target is from being the token that must have been sampled: max(z + g) - (z + g)[target].
 
-    A margin is at least 0. If the sampler took the token with its largest sum, the margin is at most the largest
-    difference between the errors of two logits. A token that was sampled with another temperature, row of logits or
-    noise usually has a margin of some nats.
+    A margin is at least 0. If the sampler took the token with the largest sum of its own logits and the noise, the
+    margin is at most the largest difference between two tokens' logit errors (sampler minus trainer). A token that was
+    sampled with another temperature, row of logits or noise usually has a margin of some nats.
 
     Args:
         logits: [R, V] fp32, z, divided by the sampling temperature.

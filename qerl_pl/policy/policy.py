@@ -126,7 +126,8 @@ class Policy(nn.Module):
 
     def recompute_more(self) -> Setting | None:
         """Switch to the next level of gradient checkpointing, which needs less memory; returns the new value of
-        ``model.gradient_checkpointing``, or None if there is no further level or the user's settings fix it."""
+        ``model.gradient_checkpointing``, or None, without any change, if there is no further level or the user's
+        settings fix the level."""
         less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
         if less is None or not self.recompute_is_open:
             return None

@@ -1,4 +1,5 @@
-"""Read an adapter that PEFT wrote, from which a run starts: its settings, its tensors and a digest of both."""
+"""Read an adapter that PEFT wrote, with which a run starts: its settings and its tensors, and a digest of the tensors,
+which shows whether a resumed run has the same adapter."""
 
 import hashlib
 import json

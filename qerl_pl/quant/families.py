@@ -53,8 +53,8 @@ ROPE_NUMBERS = (
 
 
 def check_family(path: str | Path) -> Mapping:
-    """Check by config.json of a checkpoint folder that its model can be trained; if not, raise ValueError with a
-    message of one line.
+    """Check, from its config.json alone, that the model in a checkpoint folder can be trained; if not, raise ValueError
+    with a message of one line.
 
     Returns:
         The content of config.json; for a checkpoint with a vision part, the configuration of its text model.
@@ -98,8 +98,8 @@ def check_positions(positions: int | None, short: int | None, *, longest: int) -
 
     A model with LongRoPE has short and long factors of the rotary embedding. transformers chooses between them by the
     longest row of a forward pass, so that one long row would change all rows that are packed with it. vLLM chooses once
-    by ``max_model_len``, which is ``longest``. Both use the short factors if no sequence is longer than ``short``,
-    which is ``longest_with_short_factors``.
+    by ``max_model_len``, which is ``longest``. Both use the short factors if no sequence is longer than ``short``, the
+    result of ``longest_with_short_factors``, so a larger ``longest`` is refused (ValueError).
     """
     if positions is not None and longest > positions:
         raise ValueError(

@@ -76,8 +76,7 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
     Args:
         weight: [N, K] floating, finite, K a multiple of the format's block.
-        global_scale: [] tensor scale that is shared with other tensors, or [N] one of each row; None computes this
-            tensor's own.
+        global_scale: tensor scale to use, [], or [N] with one per row; None: it is computed from this weight alone.
         name: name of the tensor in error messages.
     """
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:

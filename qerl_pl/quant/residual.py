@@ -27,8 +27,8 @@ def residual_factors(
     With M [K, K] the mean of x x^T, or a positive multiple of it, the minimum over all products of this rank is Q Q^T
     E, where the columns of Q are the eigenvectors of E M E^T with the largest eigenvalues. This is the solution of QERA
     (Theorem 1), written without the inverse of a square root of M, so M may be singular. Since Q Q^T is an orthogonal
-    projection, the product increases the error for no input at all, whatever M is. Row i of A and column i of B have
-    equal norms. Components beyond the rank of E (all, if E is 0) are those of ``fresh_factors``, drawn by the
+    projection, the error |(E - B A) x| is at most |E x| for every input x, whatever M is. Row i of A and column i of B
+    have equal norms. Components beyond the rank of E (all, if E is 0) are those of ``fresh_factors``, drawn by the
     generator.
 
     Arithmetic is fp64. M should be summed in fp64 too: a channel of a pretrained model can have a mean square a million

@@ -26,9 +26,9 @@ def pack_group(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
-    """Pack groups of weights with equally many columns, such as those of all experts, by the method rtn. The results
-    equal those of ``pack_group`` for each group bit for bit, but all groups together take far fewer kernel launches on
-    a GPU."""
+    """Pack groups of weights with equally many columns, such as those of all experts, by the method rtn (round to
+    nearest). The results equal those of ``pack_group`` for each group bit for bit, but all groups together take far
+    fewer kernel launches on a GPU."""
     weights = {name: weight for group in groups for name, weight in group.items()}
     scales = [group_scale(list(group.values()), fmt) for group in groups]
     scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}

@@ -126,9 +126,9 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 
 def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]:
-    """Return the names of the linears that engines fuse into one matrix with a single tensor scale, for the group to
-    which ``linear`` belongs, ``linear`` included. Names that are not in ``present``, if it is given, are left out,
-    because blocks of some families lack a linear of a group."""
+    """Return the names of the linears that engines fuse with ``linear`` into one matrix with a single tensor scale,
+    ``linear`` included. Names that are not in ``present``, if it is given, are left out, because blocks of some
+    families lack a linear of a group."""
     parent, dot, leaf = linear.rpartition(".")
     group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
     return [member for member in group if present is None or member in present]

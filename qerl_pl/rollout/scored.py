@@ -167,9 +167,10 @@ def _log_spread(values: Sequence[int]) -> float:
 def collate(
     prompts: Sequence[Prompt], completions: Sequence[Completion], *, scored: Tensor, advantages: Tensor, in_loss: Tensor
 ) -> Experience:
-    """Build the right-padded tensors of B rows, each a prompt and its completion, with whether a reward scored them [B]
-    bool, advantages [B] fp32, and whether they are in the loss [B] bool. ValueError: numbers of rows, or of tokens and
-    log-probabilities, differ."""
+    """Build the right-padded tensors of B rows, each a prompt followed by a completion. ``scored`` [B] bool: whether a
+    reward scored the row; ``advantages`` [B] fp32; ``in_loss`` [B] bool: whether the row counts in the loss.
+    ValueError: the arguments have different numbers of rows, or a completion has more or fewer tokens than
+    log-probabilities."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

@@ -69,8 +69,7 @@ def experts_in_torch() -> None:
     """Compute mixtures of experts by torch on a CPU.
 
     Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
-    attention has some.
-    Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform.
+    attention has adapters. Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.cpu_experts import in_torch

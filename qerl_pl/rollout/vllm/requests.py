@@ -82,8 +82,8 @@ def completion(
     """Build a completion from the result of a sampling request.
 
     ``logprobs`` are those of the completion's tokens in nats. ``routes`` are the experts that computed prompt and
-    completion (``Completion.routes``, but int16). ``seed`` is the request's, given if vLLM's sampling noise is a hash
-    of it (``policy.margins``)."""
+    completion (``Completion.routes``, but int16). ``seed`` is the request's seed, or None if vLLM's sampling noise is
+    not a hash of it (``policy.margins``)."""
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
     if isinstance(sampled.stop_reason, str):  # vLLM may have sampled one more token after the stop string

@@ -96,7 +96,7 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 def lacks(fmt: Format | None) -> bool:
     """Return whether vLLM 0.32 lacks kernels for a weight format (None: not quantised) with 16-bit activations here:
-    for NF4, and for MXFP4 on a CPU and on Blackwell, where its kernels quantise activations as well."""
+    for NF4, and for MXFP4 on a CPU and on Blackwell, where vLLM's kernels for MXFP4 quantise activations as well."""
     from vllm.platforms import current_platform
 
     if fmt is None or fmt is NVFP4:
@@ -209,7 +209,8 @@ def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "h
 
 
 def load_humming() -> None:
-    """Register the operators of the library Humming with torch, if it is installed and the GPU is a Hopper. vLLM loads
-    cached graphs that call these operators before Humming registers them, and would compile the graphs again."""
+    """Register the operators of the library Humming with torch, if it is installed and the GPU is a Hopper. Otherwise
+    vLLM would load cached graphs that call these operators before Humming registers them, fail, and compile the graphs
+    again."""
     if find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0):
         import_module("humming.ops.utils").init_humming_launcher()

@@ -33,8 +33,8 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Tensors in which vLLM holds the adapter of one linear, or of one linear of all E experts; R is its rank, rounded
-    up to the next that vLLM supports."""
+    """Tensors in which vLLM holds the adapter of one linear, or of one linear of all E experts; R is the adapter's
+    rank, rounded up to the next rank that vLLM supports."""
 
     a: Tensor  # [R, K] or [E, R, K], LoRA's matrix A; rows from the adapter's rank on are 0
     b: Tensor  # [n, R] or [E, n, R], n rows of the matrix B times LoRA's scaling; columns from the rank on are 0
