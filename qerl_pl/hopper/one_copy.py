@@ -123,9 +123,9 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
     """Move the parameters that vLLM has left in host memory to the GPU.
 
     vLLM converts weights that it has created in host memory (``patches.packed_weights_on_host``) on the GPU. It then
-    moves a parameter back to host memory if the conversion has kept its name. Parameters of adopted linears are set to
-    the trainer's memory again.
-    Raises CheckFailed if a linear that vLLM has not read from the checkpoint was not filled by ``give``.
+    moves a parameter back to host memory if the conversion has kept its name. Parameters of adopted linears, which use
+    the trainer's memory, are set to that memory again. Raises CheckFailed if a linear that vLLM has not read from the
+    checkpoint was not filled by ``give``.
     """
     for name, layer, _, parts in fused_linears(model, linears):
         if hasattr(layer, "is_empty"):

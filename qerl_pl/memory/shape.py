@@ -135,8 +135,8 @@ class ModelShape:
 
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
-    """Compute the shape of a model from its configuration. Linears (except the head) are packed in ``fmt``, or dense if
-    it is None; everything that is not packed has ``dtype``."""
+    """Compute the shape of a model from its configuration. Linears, except the head, have 4-bit weights of the format
+    ``fmt``, or are dense if ``fmt`` is None; all other weights have ``dtype``."""
     return _shape(empty_model(config, dtype), fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 

@@ -65,8 +65,8 @@ def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
 def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
     """Compute ``lora_product`` of one input x with several adapted linears as one node of the autograd graph.
 
-    The matrices A are concatenated, so x is read once for all of them, in forward and for their gradients. The linears'
-    parts of the gradient of x are added up by the matrix products that compute them.
+    The matrices A are concatenated, so x is read once for all of them, in forward and for their gradients. The matrix
+    products that compute the linears' parts of the gradient of x also add them up.
     """
     known = tuple(
         linear.kept.take().detach() if linear.kept and linear.kept.recomputing else None for linear in linears

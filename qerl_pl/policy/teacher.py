@@ -18,7 +18,7 @@ Place = Literal["gpu", "host"]
 
 
 class Teacher:
-    """A causal language model without an adapter, which scores tokens in the packed passes that a policy uses.
+    """A frozen causal language model that scores tokens in packed forward passes, as a policy does.
 
     Args:
         folder: checkpoint folder, dense or packed.

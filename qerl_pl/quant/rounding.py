@@ -121,8 +121,9 @@ def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: T
 
 
 def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:
-    """Compute the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1, where H is the second
-    moment. Inputs that were always zero get a positive diagonal element in H, so they do not affect other columns."""
+    """Compute, for GPTQ, the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1, where H is
+    the second moment of the inputs. Inputs that were always zero get a positive diagonal element in H, so they do not
+    affect other columns."""
     # fp64, because outlier channels spread the spectrum of H over many orders of magnitude.
     moment = second_moment.to(torch.float64, copy=True)
     diagonal = moment.diagonal()
