@@ -1,11 +1,12 @@
-"""Time the schedules of the batch GEMM, and dequantising with cuBLAS: python -m tests.bench.bench_batch
+"""Time the NVFP4 GEMM for up to 2048 tokens by schedule, and cuBLAS: python -m tests.bench.bench_batch
 
-The results decide the constants of ``qerl_pl/hopper/costs.py`` from which a schedule is chosen, and
-``nvfp4_batch.MOST_TOKENS``. Each fused linear layer of a block is measured without an adapter, in a CUDA graph that
-uses copies of the weight in turn. ``batch/gemm`` has the chosen schedule and, for each variant of the kernel, the
-schedule that is predicted to be the fastest; ``batch/dequantised`` dequantises the weight to memory and multiplies with
-cuBLAS. A line names the schedule that was measured and says whether it is the chosen one. A model size takes about a
-minute.
+This GEMM is the one of ``qerl_pl/hopper/nvfp4_batch.py``. The results decide the constants of
+``qerl_pl/hopper/costs.py`` from which its schedule is chosen, and its largest number of tokens, ``MOST_TOKENS``. Each
+fused linear layer of a transformer block is measured without an adapter, in a CUDA graph that uses copies of the weight
+in turn, so that no weight is in the cache. Results have the name ``batch/gemm`` for the chosen schedule and, for each
+variant of the kernel, the schedule that is predicted to be the fastest, and ``batch/dequantised`` where the weight is
+first dequantised to memory and then multiplied by cuBLAS. Each result, a JSON line, names the schedule that was
+measured and says whether the product would choose it. A model size takes about a minute.
 """
 
 from functools import partial
@@ -26,8 +27,8 @@ SAMPLE_S = 0.03
 
 
 def candidates(tokens: int, outputs: int, inputs: int) -> list[Schedule]:
-    """Return the chosen schedule, and for each variant of the kernel the schedule that is predicted to be the
-    fastest."""
+    """Return the schedule that the product would choose and then, for each variant of the kernel, the schedule that is
+    predicted to be the fastest."""
     chosen = nvfp4_batch.choose_schedule(tokens, outputs, inputs)
     assert chosen is not None, (tokens, outputs, inputs)
     best = (
@@ -41,7 +42,8 @@ def candidates(tokens: int, outputs: int, inputs: int) -> list[Schedule]:
 
 
 def linear(size: str, name: str, tokens: int, repeats: int) -> None:
-    """Check and time one fused linear layer with each candidate schedule, and with dequantising and cuBLAS."""
+    """Check and time one fused linear layer with each schedule of ``candidates``, and by dequantising the weight and
+    multiplying with cuBLAS."""
     widths, inputs = fused_shape(size, name)
     outputs = sum(widths)
     weights = random_weights(outputs, inputs)

@@ -1,9 +1,11 @@
-"""Measure the differences that the canary sees in healthy and in broken engines: python -m tests.bench.bench_canary
+"""Measure what the canary compares, in healthy and in broken engines: python -m tests.bench.bench_canary
 
-Engines have a random base and, in turn, several adapters as strong as trained ones. There is one JSON line for each
-state of the engine, with the smallest, the median and the largest mean difference over the adapters, in nats. The
-checksums of weights, which detect most of these faults too, are not compared here. The limits of
-``qerl_pl.rollout.comparison`` have to lie between the values of healthy and of broken engines.
+The canary is the callback that stops a run whose engine does not compute with the current policy: it compares the
+engine's log-probabilities with the trainer's. Here engines have a random base and, in turn, several adapters as strong
+as trained ones. One JSON line for each state of the engine (healthy, or with one fault) has the smallest, the median
+and the largest mean difference over the adapters, in nats. The checksums of weights, which detect most of these faults
+too, are not compared here. The limits of ``qerl_pl.rollout.comparison`` have to lie between the values of healthy and
+of broken engines.
 """
 
 import statistics
@@ -56,7 +58,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[str, float]]:
-    """Return the mean difference in nats by state of the engine and by comparison, for one random adapter."""
+    """Return the mean difference in nats by state of the engine (healthy, or with one fault) and by comparison of the
+    canary, for one random adapter."""
     adapter = probe_adapter(policy, strength=TRAINED, seed=seed)
     policy.load_adapter_state(adapter)
     old = {name: 0.9 * tensor if ".lora_B" in name else tensor for name, tensor in adapter.items()}

@@ -1,7 +1,7 @@
 """Measure the constants of qerl_pl/hopper/costs.py again: python -m tests.bench.bench_constants
 
 Prints one JSON line for each constant: ``today`` is the value in the file, and ``measured`` the value on this GPU. The
-file is not changed. Thresholds between alternatives, which the file marks as such, are not measured. Needs a GPU of
+file is not changed. Constants that the file calls thresholds between two alternatives are not measured. Needs a GPU of
 compute capability 9.0 and takes about a minute.
 """
 
@@ -34,8 +34,8 @@ class Constant(NamedTuple):
 
 
 class GemmTime(Protocol):
-    """Function that returns the seconds of the batch GEMM with a schedule, with or without the addition of an
-    adapter."""
+    """Function that returns the seconds of the GEMM of ``nvfp4_batch`` with a given schedule; with ``fuses_lora`` the
+    GEMM also adds an adapter."""
 
     def __call__(
         self, schedule: Schedule, num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False
@@ -43,8 +43,9 @@ class GemmTime(Protocol):
 
 
 def fitted(variant: Variant, gemm_s: GemmTime, *, tiles: int | None = None) -> tuple[float, float]:
-    """Fit a line over K to the seconds of one wave of thread blocks, each with ``tiles`` tiles (by default all of the
-    variant). Returns the slope, in cycles of an SM per k-block and tile, and the intercept in seconds."""
+    """Fit a line over K, the number of inputs, to the seconds of one wave (as many thread blocks as the GPU runs at the
+    same time). Each thread block computes ``tiles`` tiles of 64 outputs, by default the variant's number. Returns the
+    slope, in cycles of an SM per tile and k-block (16 inputs), and the intercept in seconds."""
     schedule, tiles = Schedule(variant, 1, costs.SMS), tiles or variant.tiles
     outputs = costs.SMS * tiles * TILE
     slope, rest = linear_regression(DEPTHS, [gemm_s(schedule, variant.tokens, outputs, K) for K in DEPTHS])
@@ -60,8 +61,8 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
     yield Constant("BLOCK_S", costs.BLOCK_S, fmean(rest for _, rest in fits.values()))
     yield Constant("TWO_TILES", costs.TWO_TILES, fitted(Variant(128, 2), gemm_s)[0] / fits[128][0])
 
-    # Each of 112 thread blocks has the same work, in clusters of 1, 2 and 8 thread blocks, which add up partial sums of
-    # 256 outputs x 128 tokens.
+    # 112 thread blocks with equal work form clusters of 1, 2 and 8 thread blocks. The thread blocks of a cluster add up
+    # their partial sums of 256 outputs x 128 tokens, so the times differ only by what a cluster and its sums cost.
     variant, blocks, depth = Variant(128, 4), 8 * CLUSTERS_OF_EIGHT, DEPTHS[0]
     one, two, eight = (
         gemm_s(Schedule(variant, splits, blocks // splits), 128, blocks // splits * 4 * TILE, depth * splits)
@@ -81,7 +82,8 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
 
 
 def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant]:
-    """Compute the constants of x A^T. ``shrink_s`` gives its seconds for a number of slices and of inputs K."""
+    """Compute the constants of the kernel for x A^T, the adapter's first product. ``shrink_s`` gives the kernel's
+    seconds for a number of matrices A and of inputs K."""
     for slices, (constant, per_input) in costs.SHRINK_TILE_S.items():
         slope, rest = linear_regression(DEPTHS, [shrink_s(slices, inputs) for inputs in DEPTHS])
         yield Constant(f"SHRINK_TILE_S[{slices}] constant", constant, rest)
@@ -91,8 +93,8 @@ def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant
 def time_gemm(
     schedule: Schedule, num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False, repeats: int
 ) -> float:
-    """Time the batch GEMM on the GPU with random operands; consecutive calls use different weights, so none is in the
-    cache."""
+    """Return the median seconds of the GEMM of ``nvfp4_batch`` with random operands. Consecutive calls use different
+    weights, so no weight is in the GPU's cache when it is read."""
     driver.prepare([nvfp4_batch.kernel(schedule.variant)], torch.device("cuda", torch.cuda.current_device()))
     x, one = torch.randn(num_tokens, inputs, device="cuda").bfloat16(), torch.ones(1, device="cuda")
     update = None
@@ -109,8 +111,8 @@ def time_gemm(
 
 
 def time_shrink(slices: int, inputs: int, *, repeats: int) -> float:
-    """Time x A^T of one tile of tokens on the GPU; consecutive calls use different matrices A, so none is in the
-    cache."""
+    """Return the median seconds of x A^T for one tile of tokens. Consecutive calls use different matrices A, so no
+    matrix is in the GPU's cache when it is read."""
     tokens = max(lora_hopper.CHUNKS_IN_FLIGHT[slices])
     driver.prepare([lora_hopper.kernel(tokens, slices)], torch.device("cuda", torch.cuda.current_device()))
     x, indices = torch.randn(tokens, inputs, device="cuda").bfloat16(), torch.zeros(tokens, device="cuda").long()
@@ -125,7 +127,8 @@ def time_shrink(slices: int, inputs: int, *, repeats: int) -> float:
 
 
 def gpu_constants() -> Iterator[Constant]:
-    """Ask the driver for the number of SMs, and for the number of clusters of each size that run at the same time."""
+    """Ask the driver for the number of SMs, and how many clusters of thread blocks run at the same time, by the size of
+    the clusters."""
     device = torch.device("cuda", torch.cuda.current_device())
     yield Constant("SMS", costs.SMS, torch.cuda.get_device_properties(device).multi_processor_count)
     cuda: Any = import_module("cuda.bindings.driver")

@@ -1,9 +1,10 @@
-"""Time whole steps of one global batch on one GPU and on several: python -m tests.bench.bench_ddp --gpus 1 2
+"""Time GRPO steps of the same global batch on one GPU and on several: python -m tests.bench.bench_ddp --gpus 1 2
 
 Runs train.py with random weights, once for each number of GPUs. The runs start together and take turns to train. The
 batch should fill the engines of all GPUs: choose --prompts so that prompts x 8 is at least max-num-seqs x GPUs.
 Otherwise each of several GPUs decodes fewer rows at a time than one GPU alone, which saves little time, so that several
-GPUs look worse than they are. Prints a line for each run, with its curves.
+GPUs look worse than they are. Prints a JSON line for each run, with the seconds of its phases and its curves of reward,
+loss, gradient norm, entropy and the difference between trainer and engine.
 """
 
 import argparse
@@ -26,8 +27,8 @@ CURVES = ("train/reward", "train/loss", "train/grad_norm", "policy/entropy", "ga
 
 
 def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Reward each completion by its share of even tokens. Every token counts, so a few different tokens change the
-    reward only a little."""
+    """Reward each completion by the share of its tokens that have an even number. Every token counts equally, so
+    completions that differ in a few tokens have nearly equal rewards."""
     return [sum(token % 2 == 0 for token in row.tokens) / len(row.tokens) for row in completions]
 
 

@@ -1,11 +1,14 @@
-"""Time every variant of the decode GEMM and every way to divide K: python -m tests.bench.bench_decode
+"""Time the NVFP4 GEMM for up to 64 tokens, in every variant and division of K: python -m tests.bench.bench_decode
 
-The results decide the constants of ``qerl_pl/hopper/costs.py`` from which the decode GEMM's schedules are chosen.
-``decode/alone`` times each fused linear layer of a block with its adapter, in a CUDA graph that uses copies of the
-weight in turn. A schedule that is fastest when the layer runs alone need not be fastest between other layers, so
+This GEMM is the one of ``qerl_pl/hopper/nvfp4_decode.py``; K is the number of inputs, and a schedule is a variant of
+the kernel with the number of parts of K that different thread blocks add up. The results decide the constants of
+``qerl_pl/hopper/costs.py`` from which a schedule is chosen. ``decode/alone`` times each fused linear layer of a
+transformer block with its adapter, in a CUDA graph that uses copies of the weight in turn, so that no weight is in the
+cache. A schedule that is fastest when the layer runs alone need not be fastest between other layers, so
 ``decode/layer`` times all linear layers of a block as ``bench_layer`` does: with the chosen schedules, and with each of
-the fastest schedules of one linear layer instead of the chosen one. A line names the schedule that was measured and
-says whether it is the chosen one. A model size takes about a minute; ``decode/layer`` needs vLLM.
+the fastest schedules of one linear layer instead of the chosen one. Each result, a JSON line, names the schedule that
+was measured and says whether the product would choose it. A model size takes about a minute; ``decode/layer`` needs
+vLLM.
 """
 
 import importlib.util
@@ -31,7 +34,7 @@ GROUPS, K_BLOCKS, STAGES, BLOCKS = (1, 2, 4), (4, 8), (2, 3, 4, 5, 6), (1, 2, 3,
 
 
 def variants(size: int) -> Iterator[Variant]:
-    """Yield the variants for up to ``size`` tokens that an SM has registers and shared memory for."""
+    """Yield the kernel's variants for up to ``size`` tokens that fit the registers and the shared memory of an SM."""
     for parameters in product(GROUPS, K_BLOCKS, STAGES, BLOCKS):
         variant = Variant(size, *parameters)
         registers = variant.blocks * variant.threads * REGISTERS[size]
@@ -41,8 +44,8 @@ def variants(size: int) -> Iterator[Variant]:
 
 
 def schedules(size: int, outputs: int, inputs: int) -> Iterator[Schedule]:
-    """Yield the schedules to try for a linear layer: those with at least one thread block per two SMs, and at most
-    twice as many thread blocks as run at the same time."""
+    """Yield the schedules to try for a linear layer: those with at most twice as many thread blocks as run at the same
+    time and, unless K cannot be divided further, at least one thread block per two SMs."""
     blocks = outputs // nvfp4_decode.BLOCK_OUTPUTS
     for variant, splits in product(variants(size), range(1, nvfp4_decode.MOST_SPLITS + 1)):
         stages = inputs // nvfp4_decode.K_BLOCK // (variant.k_blocks * variant.groups)
@@ -52,8 +55,8 @@ def schedules(size: int, outputs: int, inputs: int) -> Iterator[Schedule]:
 
 
 def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
-    """Time one fused linear layer and its adapter with every schedule, and print the chosen and the fastest ones.
-    Returns the fastest schedules."""
+    """Time one fused linear layer and its adapter with every schedule. Prints the times of the schedule that the
+    product would choose and of the fastest ones, and returns the latter."""
     widths, inputs = fused_shape(size, name)
     outputs = sum(widths)
     chosen = nvfp4_decode.choose_schedule(tokens, outputs, inputs)
@@ -84,8 +87,8 @@ def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
 
 
 def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule]]) -> None:
-    """Time all linear layers of a block with the chosen schedules, and then with each given schedule in place of the
-    chosen one of its linear layer."""
+    """Time all linear layers of a block with the schedules that the product would choose. Then repeat this for each
+    schedule in ``fastest``, used in one linear layer in place of the chosen one."""
     bench_layer: Any = import_module("tests.bench.bench_layer")  # with Triton's kernels, which a CPU interprets
     layers = bench_layer.in_turn([bench_layer.random_layer(size) for _ in range(LAYERS)])
     x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()
@@ -116,7 +119,8 @@ def random_weight(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
 
 
 def random_weights(outputs: int, inputs: int) -> list[tuple[Tensor, Tensor]]:
-    """Draw so many copies of a weight that, used in turn, no copy is still in the cache when it is used again."""
+    """Draw several random weights of one shape: so many that, used in turn, none of them is still in the GPU's cache
+    when it is used again."""
     return [random_weight(outputs, inputs) for _ in range(2 + int(CACHE_BYTES / (outputs * inputs * 0.5625)))]
 
 

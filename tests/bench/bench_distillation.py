@@ -6,14 +6,14 @@
     python -m tests.bench.bench_distillation trl ...
 
 ``step`` trains with each of ``--divergences`` in turn, each run in its own process, and prints a line for each: seconds
-per step and per phase of a step, sampled tokens, and ``over_none``, its seconds per step divided by those of the run
-without a teacher. If no teacher is named, the model is its own teacher. ``loss`` computes the divergences of the same
-tokens (problems with their solutions) by this trainer and by TRL, in fp32 on one GPU. ``trl`` times steps of TRL's
+per step and per phase of a step, sampled tokens, and ``over_none``, the run's seconds per step divided by those of the
+run without a teacher. If no teacher is named, the model is its own teacher. ``loss`` computes the divergences of the
+same tokens (problems with their solutions) by this trainer and by TRL, in fp32 on one GPU. ``trl`` times steps of TRL's
 DistillationTrainer, with vLLM in its process, LoRA and the reverse KL, on the prompts, settings and numbers of
 completions of a task; ``step --task heal --divergences reverse`` times the same with this trainer. ``loss`` and ``trl``
-need TRL 1.16 (``pip install trl``). Bases that were trained towards their dense model are measured by bench_four_bits
-(variants with ~heal), the memory of a large teacher by bench_grpo (``--teacher``), and what a policy learns from a
-teacher by bench_real_runs.
+need TRL 1.16 (``pip install trl``). Other modules of tests/bench measure the rest: bench_four_bits the accuracy of
+quantised models trained towards their dense original (variants with ~heal), bench_grpo the memory of a large teacher
+(``--teacher``), and bench_real_runs what a policy learns from a teacher.
 """
 
 import argparse
@@ -66,8 +66,8 @@ BETAS = (0.0, 0.5, 1.0)
 
 
 def trained(args: argparse.Namespace, divergence: str, folder: Path) -> dict[str, Curve]:
-    """Train in a process of its own; returns the curves, and under "tokens" the number of sampled tokens in each
-    step."""
+    """Train with one divergence from the teacher, in a process of its own. Returns the run's curves by name, and with
+    them a curve "tokens": the number of sampled tokens in each step."""
     objective = {"teacher": {"divergence": divergence}}
     base = {"base": str(args.teacher.resolve()), "quantize": args.quantize}
     model: dict[str, Any] = {"base": str(args.model.resolve()), "quantize": args.quantize, "dtype": str(DTYPE)[6:]}
@@ -124,8 +124,8 @@ def step(args: argparse.Namespace) -> None:
 
 
 def trainer_of_trl(student: str, teacher: str, prompts: Sequence[str], lora: Mapping[str, Any], **settings: Any) -> Any:
-    """Make TRL's trainer. Student and teacher are folders of models, prompts are texts, and ``settings`` are fields of
-    TRL's DistillationConfig."""
+    """Make TRL's DistillationTrainer. ``student`` and ``teacher`` are folders of models, ``prompts`` are texts, and
+    ``settings`` are further fields of TRL's DistillationConfig."""
     trl = imported_trl(vllm=settings.get("use_vllm", False))
     loading = settings.setdefault("model_init_kwargs", {"dtype": "float32"})
     return trl.DistillationTrainer(
@@ -143,8 +143,9 @@ def trainer_of_trl(student: str, teacher: str, prompts: Sequence[str], lora: Map
 def losses_of_trl(
     student: str, teacher: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], *, temperature: float = 1.0
 ) -> dict[float, float]:
-    """Compute TRL's loss of given prompts and completions for each value of TRL's ``beta``, with an untrained
-    adapter."""
+    """Compute TRL's distillation loss for each beta in ``BETAS`` (0 is the forward KL, 1 the reverse KL). ``rows`` are
+    pairs of prompt tokens and completion tokens. The student has an untrained adapter, so it computes as without
+    one."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of_trl(
             student, teacher, ["-"], {"rank": 4, "alpha": 4}, output_dir=folder, bf16=False, temperature=temperature
@@ -167,7 +168,8 @@ def losses_of_trl(
 def losses(
     student: str, teacher: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], *, temperature: float = 1.0
 ) -> dict[float, float]:
-    """Compute this trainer's mean divergence of the same tokens, for each value of TRL's ``beta``."""
+    """Compute what ``losses_of_trl`` does with this trainer's divergences: the mean over the tokens of the completions,
+    for each beta in ``BETAS``."""
     lengths = [len(head) + len(tail) for head, tail in rows]
     tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64, device=DEVICE)
     mask = torch.zeros_like(tokens, dtype=torch.bool)

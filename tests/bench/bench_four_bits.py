@@ -1,14 +1,14 @@
-"""Measure how close 4-bit copies of a model are to it, by quantiser and start: python -m tests.bench.bench_four_bits
+"""Measure how close 4-bit copies of a model are to the model itself: python -m tests.bench.bench_four_bits
 
     python -m tests.bench.bench_four_bits --models models/qwen2.5-coder-0.5b --train gsm8k_train.jsonl \
         --test gsm8k_test.jsonl --variants rtn gptq rtn+32 gptq+32 --calibrations gsm8k_train.jsonl policy
 
-A variant is METHOD, METHOD/LINEAR or METHOD/lastN, each optionally followed by +RANK. METHOD/LINEAR keeps all linear
-layers of this name (e.g. down_proj) dense, and METHOD/lastN the last N blocks. +RANK adds an adapter of this rank that
-starts at the quantisation error (``qerl quantize --residual``). With ~heal at the end, configs/tasks/heal.yaml trains
-the adapter towards the dense model on training problems, and ``heal`` in the line has the curves of this run. A
-calibration is a text or JSON lines file, or "policy": completions that the dense policy samples at temperature 1 for
-training problems. A variant that reads no calibration data is measured once.
+A variant is a way to make a 4-bit copy: METHOD, METHOD/LINEAR or METHOD/lastN, each optionally followed by +RANK.
+METHOD/LINEAR keeps all linear layers of this name (e.g. down_proj) dense, and METHOD/lastN the last N blocks. +RANK
+adds an adapter of this rank that starts at the quantisation error (``qerl quantize --residual``). With ~heal at the
+end, configs/tasks/heal.yaml trains the adapter towards the dense model on training problems, and ``heal`` in the line
+has the curves of this run. A calibration is a text or JSON lines file, or "policy": completions that the dense policy
+samples at temperature 1 for training problems. A variant that reads no calibration data is measured once.
 
 The dense policy samples completions of test problems at temperature 1, and every variant scores the same tokens. The
 JSON line of a variant has these means over all sampled tokens: KL(dense, variant) of the whole distributions and the
@@ -103,7 +103,8 @@ class Sample(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Values of each of N tokens, [N] fp64, in nats. A dense policy that is compared with itself has no divergence."""
+    """Comparison of a variant with the dense policy at each of N tokens: [N] fp64, in nats except for ``argmax_equal``,
+    which is 0 or 1. If the dense policy is compared with itself, ``kl`` is 0."""
 
     kl: Tensor
     entropy: Tensor
@@ -124,8 +125,8 @@ def variant_of(name: str) -> Variant:
 
 
 def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
-    """Compute the mean over tokens, and its standard error. Rows are taken as independent, but the tokens of a row are
-    not.
+    """Compute the mean over tokens, and the standard error of this mean. Rows count as independent samples, but the
+    tokens of a row do not.
 
     Args:
         values: [N] fp64.
@@ -141,12 +142,13 @@ def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
 def compare(
     dense: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], targets: Tensor, *, divisor: float, cap: float | None
 ) -> Statistics:
-    """Compare two models' distributions of each sampled token: divergence KL(dense, other), the other one's entropy,
-    difference of the sampled token's log-probability, and whether the most likely tokens are equal.
+    """Compare two models' distributions at each sampled token: the divergence KL(dense, other), the entropy of
+    ``other``, the absolute difference of the sampled token's log-probabilities, and whether both have the same most
+    likely token.
 
     Args:
-        dense: hidden states [N, H] and output matrix [V, H] of the first distribution.
-        other: hidden states and output matrix of the second one.
+        dense: hidden states [N, H] and output matrix [V, H] of the dense model.
+        other: hidden states and output matrix of the model that is compared with it.
         targets: [N] int64, the sampled tokens.
         divisor: number by which the logits are divided.
         cap: the model's soft cap of logits.
@@ -218,8 +220,9 @@ def own_text(engine: RolloutEngine, prompts: Sequence[Prompt], args: argparse.Na
 
 
 def verdicts(engine: RolloutEngine, prompts: Sequence[Prompt], tokenizer: Any, *, tokens: int) -> dict[str, Tensor]:
-    """Answer problems greedily; returns by the name of the verdict, strict or lenient, 1 for each right answer and 0
-    for each wrong one, [number of problems] fp64."""
+    """Answer problems greedily and judge the answers. Returns a tensor for "strict" (only an answer in a box counts)
+    and one for "lenient" (an answer of any form counts): [number of problems] fp64, 1 for a right answer and 0 for a
+    wrong one."""
     sampling = Sampling(num_completions=1, max_tokens=tokens, temperature=0.0)
     rows = [group[0] for group in engine.generate([prompt.tokens for prompt in prompts], sampling, 0)]
     texts = completion_texts(tokenizer, rows, stop=())
@@ -228,8 +231,9 @@ def verdicts(engine: RolloutEngine, prompts: Sequence[Prompt], tokenizer: Any, *
 
 
 def accuracies(answered: dict[str, Tensor], dense: dict[str, Tensor]) -> dict[str, Any]:
-    """Compute by the name of the verdict the accuracy and its difference to the dense policy's, each with its standard
-    error, and the number of problems with another verdict."""
+    """Compare a model's results of ``verdicts`` with those of the dense policy. For each kind of verdict the result has
+    the accuracy and its difference to the dense accuracy, both as [mean, standard error], and the number of problems
+    that only one of the two models solved."""
 
     def summary(values: Tensor) -> list[float]:
         return [values.mean().item(), values.std().item() / len(values) ** 0.5]
@@ -282,7 +286,8 @@ class Bench:
         return load_policy(str(folder), dtype=DTYPES[self.args.dtype], lora=lora, seed=0, device=DEVICE).eval()
 
     def heal(self, base: Path, adapter: Path | None, folder: Path) -> tuple[Path, dict[str, Any]]:
-        """Train an adapter of a quantised base towards the dense model; returns its folder and the run's curves."""
+        """Train an adapter of a quantised base towards the dense model, from ``adapter`` if given. Returns the folder
+        of the trained adapter and the run's curves."""
         args, run = self.args, folder / "run"
         sources = {"train_path": str(args.train.resolve()), "validation_path": str(args.test.resolve())}
         model = {"base": str(base), "dtype": args.dtype, "teacher": {"base": str(self.folder)}}

@@ -1,13 +1,13 @@
 """Time whole GRPO steps through train.py, each run in a process of its own: python -m tests.bench.bench_grpo
 
 The setting is QeRL's: prompts of 256 tokens, groups of 8, gradient checkpointing, and completions of the greatest
-allowed length, because random weights hardly ever end a completion. Rewards are drawn at random, so that every row has
-a gradient. With ``--cap GIB`` another process holds all but this much of the GPU's memory, to imitate a smaller GPU; a
-run that does not fit is a result, too. With ``--mean`` completions have realistic lengths: the limit of each is drawn
-once from a lognormal distribution with this mean, cut at ``--completion``, and is the same for every base and setting.
-Steps like those on GSM8K are ``--prompts 16 --mean 250 --completion 4096 --updates 4``, and like those on Big-Math
-``--prompts 8 --group 16 --mean 2000 --completion 8192``. ``--plain`` trains without fused kernels: every block is
-recomputed, by transformers' sequences of kernels.
+allowed length, because random weights hardly ever end a completion. Rewards are drawn at random, so that nearly every
+group of completions has different rewards and thus a gradient. With ``--cap GIB`` another process holds all but this
+much of the GPU's memory, to imitate a smaller GPU; a run that does not fit is a result, too. With ``--mean``
+completions have realistic lengths: the limit of each is drawn once from a lognormal distribution with this mean, cut at
+``--completion``, and is the same for every base and setting. Steps like those on GSM8K are ``--prompts 16 --mean 250
+--completion 4096 --updates 4``, and like those on Big-Math ``--prompts 8 --group 16 --mean 2000 --completion 8192``.
+``--plain`` trains without fused kernels: every block is recomputed, by transformers' sequences of kernels.
 """
 
 import argparse
@@ -54,8 +54,9 @@ def coin(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[f
 
 
 def lengths(mean: int, longest: int, number: int) -> list[int]:
-    """Draw limits of completions in tokens, from 8 to ``longest``: lognormal with sigma 0.8, scaled so that their mean
-    after clamping is ``mean``."""
+    """Draw for each of ``number`` completions the number of tokens at which it is cut: from 8 to ``longest``, lognormal
+    with sigma 0.8, and scaled so that the mean of the clamped numbers is ``mean``. Equal arguments give equal
+    numbers."""
     drawn = torch.randn(number, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(0.8).exp()
     for _ in range(50):  # cutting the tail off lowers the mean
         drawn = (drawn * mean / drawn.clamp(8, longest).mean()).clamp(min=8)
@@ -84,8 +85,8 @@ class Lengths(Callback):
 
 
 def taught(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the settings of a teacher with random NVFP4 weights; the policy learns from its probabilities of all
-    tokens."""
+    """Write a teacher with random NVFP4 weights, and return the settings with which the policy learns from the
+    probabilities that this teacher gives to all tokens of the vocabulary (reverse KL)."""
     base = str(written_apart(args.folder, args.teacher, "nvfp4"))
     return {"teacher": {"base": base}, "objective": {"teacher": {"divergence": "reverse"}}}
 
@@ -140,7 +141,8 @@ def settings(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Any
 
 
 def run(args: argparse.Namespace, base: str, folder: Path) -> None:
-    """Train in a process of its own, and print the line of results.
+    """Train in a process of its own, and print its result as a JSON line. A run that needs more memory than the GPU has
+    gets a line, too.
 
     Raises:
         SystemExit: the run failed for another reason than too little memory, or ended before the second step.
@@ -206,7 +208,8 @@ def memory_reason(errors: Iterable[str]) -> str | None:
 
 
 class Usage(NamedTuple):
-    """Resources that a process uses at one point of time; ``time`` is in seconds since the epoch."""
+    """Resources in use while a run is being watched: GPU memory of all programs, and the run's own memory and open
+    files. ``time`` is in seconds since the epoch."""
 
     time: float
     gpu_bytes: int  # taken on the GPU by all processes
@@ -215,8 +218,8 @@ class Usage(NamedTuple):
 
 
 def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]:
-    """Wait for a process, or kill it after ``limit_s`` seconds; returns samples of its resources, one per half
-    second."""
+    """Wait until a process ends, and kill it after ``limit_s`` seconds (None: never). Returns a sample of the resources
+    in use for every half second."""
     start, samples = time.perf_counter(), []
     watched = psutil.Process(process.pid)
     while process.poll() is None:
@@ -231,17 +234,17 @@ def follow(process: subprocess.Popen[Any], limit_s: float | None) -> list[Usage]
 
 
 def check_share(curves: Mapping[str, Curve]) -> float | None:
-    """Compute which share of the steps' time the checks take. The first ``EARLY`` steps, in all of which every check
-    runs, are left out, and so is an incomplete period of ``CHECKS_PERIOD`` steps at the end; None if there is no whole
-    period."""
+    """Compute which share of the time of training is spent on the callbacks that check a run. Every check runs in each
+    of the first ``EARLY`` steps and later only once in ``CHECKS_PERIOD`` steps, so the first ``EARLY`` steps and an
+    incomplete period at the end are left out. None if there is no whole period."""
     check, step = (curves[f"time/{name}_s"].values[EARLY:] for name in ("check", "step"))
     whole = len(step) // CHECKS_PERIOD * CHECKS_PERIOD
     return sum(check[:whole]) / sum(step[:whole]) if whole else None
 
 
 def quarters(curves: Mapping[str, Curve], usage: Sequence[Usage]) -> dict[str, list[float]]:
-    """Compute the median seconds per step, and the largest use of each resource, in each quarter of the steps after the
-    first one."""
+    """Compute the median seconds per step and the largest use of each resource in each quarter of a run, to show
+    whether a long run becomes slower or larger. The first step is left out."""
     steps = curves["time/step_s"]
     edges = [round(part * (len(steps.times) - 1) / 4) for part in range(5)]
     parts = [
@@ -270,8 +273,8 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    """Read the GPU's used memory, of all processes, every 5 ms, and keep the largest growth since the start, in
-    bytes."""
+    """Read the memory that all processes use on the GPU every 5 ms. The yielded dictionary has under "bytes" by how
+    much this memory has grown at most since the start."""
     peak = {"bytes": 0}
     if not CUDA:
         yield peak

@@ -2,9 +2,10 @@
 
 Shows within seconds and without an engine what a change of the kernels is worth: several blocks run one after another
 in a CUDA graph, with NVFP4 weights, the engine's kernels, and elementwise kernels in the place of norms and attention.
-Nothing is measured without Humming and vLLM. ``together`` is what the engine does: where possible, the kernel of the
-base also adds the adapter, and it fetches the next weight to L2. ``unfetched`` does not fetch the next weight.
-``apart`` adds the adapter in separate kernels, those that are used with bases in other formats; ``matmul`` adds it with
+Nothing is measured without Humming and vLLM. The results are named after the ways to add the adapter. ``together`` is
+what the engine does: where possible, the kernel that multiplies by the NVFP4 weight also adds the adapter, and it
+fetches the weight of the next linear layer to L2. ``unfetched`` is the same without fetching the next weight. ``apart``
+adds the adapter by the separate kernels that are used where the base has another format; ``matmul`` adds it with
 cuBLAS, and ``none`` has no adapter.
 """
 
@@ -50,7 +51,8 @@ def random_layer(size: str) -> dict[str, Linear]:
 
 
 def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
-    """Tell each linear layer which weight is used after its own, so that it can fetch this weight to the cache."""
+    """Give each linear layer the weight of the linear layer that is computed next, so that its kernel can fetch this
+    weight to the L2 cache. Returns the layers with these weights."""
     weights = iter([linear.operands[0] for layer in layers for linear in layer.values()][1:])
 
     def told(linear: Linear) -> Linear:
@@ -60,8 +62,8 @@ def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
 
 
 def variants() -> dict[str, Add]:
-    """Name the ways to multiply by base and adapter; each is a function of a linear layer, its input and an index of
-    the adapter per token."""
+    """Return the ways to multiply by a base weight and its adapter that the module's docstring names. Each is a
+    function of a linear layer, the layer's input, and per token the index of the token's adapter."""
     native: Any = import_module("qerl_pl.hopper.native_linear")
     no_lora = torch.tensor([False])
 
@@ -86,7 +88,8 @@ def variants() -> dict[str, Add]:
 
 
 def decode(layers: Sequence[dict[str, Linear]], add: Add, x: Tensor, indices: Tensor) -> Tensor:
-    """Compute all layers for x [T, H]; tanh replaces norms and attention, and keeps values finite."""
+    """Compute the linear layers of all blocks for x [T, H]. Norms and attention are replaced by tanh, so that values
+    stay finite."""
     for layer in layers:
         heads = add(layer["qkv"], x, indices)[:, : x.shape[1]].tanh()
         gate, up = add(layer["gate_up"], add(layer["o"], heads, indices).tanh(), indices).chunk(2, dim=1)

@@ -59,7 +59,7 @@ def peft(model: PreTrainedModel, *, fp32: bool) -> Policy:
 
 
 def variants() -> dict[str, Build]:
-    """Name the policies that are compared, each by a function that builds it from a configuration."""
+    """Return, by the name that the results use, functions that build a policy from a model's configuration."""
 
     def base(config: PretrainedConfig, *, packed: bool) -> PreTrainedModel:
         return random_model(config, NVFP4 if packed else None, dtype=DTYPE, device=DEVICE)
@@ -76,8 +76,8 @@ def variants() -> dict[str, Build]:
 
 
 def draw(tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Draw tokens and a mask of completions, both [B, S]. Rows have a quarter to seven quarters of the mean length, and
-    prompts an eighth of the mean."""
+    """Draw rows with ``tokens`` tokens together, and the mask of their completions, both [B, S]. The lengths of rows
+    range from 0.25 to 1.75 times their mean; each prompt is an eighth of this mean."""
     rows = max(1, tokens // 2048)
     mean = tokens // rows
     lengths = torch.linspace(0.25, 1.75, rows).mul(mean).round().long() if rows > 1 else torch.tensor([tokens])
@@ -99,15 +99,17 @@ def step(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
 def measured(
     policy: Policy, batch: tuple[Tensor, Tensor], held: int, *, repeats: int, warmups: int
 ) -> tuple[list[float], int]:
-    """Run steps; returns their seconds, sorted, and the most bytes that they took in addition to those held before."""
+    """Run steps (see ``step``); returns their seconds, sorted, and the peak of the GPU's allocated bytes minus
+    ``held``, the bytes that were allocated before."""
     harness.reset_peak()
     [seconds] = harness.timed({"step": lambda: step(policy, *batch)}, repeats=repeats, warmups=warmups).values()
     return seconds, torch.cuda.max_memory_allocated() - held
 
 
 def errors(size: str) -> Iterator[tuple[str, float, float]]:
-    """Compare two blocks on an NVFP4 base with the same weights in a dense base: with this project's LoRA layers and
-    with PEFT's, both against fp32."""
+    """Compare log-probabilities and gradients of policies with the same weights, in models of two blocks: an NVFP4 base
+    with a dense one, and this project's LoRA layers (NVFP4) and PEFT's (dense) with the computation in fp32. Yields
+    what is compared, the relative error, and the error that is allowed."""
     config = model_config(size, num_layers=2)
     tokens, mask = draw(600, config.vocab_size)
     model = random_model(config, NVFP4, dtype=DTYPE, device=DEVICE)
@@ -140,8 +142,8 @@ def errors(size: str) -> Iterator[tuple[str, float, float]]:
 
 
 def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
-    """Measure whole models one after the other, because two of the largest do not fit into the GPU's memory
-    together."""
+    """Measure the named policies of ``variants`` one after the other, because two of the largest models do not fit into
+    the GPU's memory together."""
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
     builds, speeds = variants(), {}
@@ -165,7 +167,8 @@ def run_step(size: str, tokens: int, names: list[str], repeats: int) -> None:
 
 
 def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
-    """Measure every setting of gradient checkpointing, or the named ones, in order of increasing memory."""
+    """Measure every setting of gradient checkpointing in order of increasing memory, first without fused kernels and
+    then with them. If ``only`` has names such as "plain-blocks", only these are measured."""
     config = model_config(size)
     batch = draw(tokens, config.vocab_size)
     shape = config_shape(config, NVFP4, DTYPE)

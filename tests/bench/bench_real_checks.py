@@ -1,11 +1,12 @@
 """Record what every check measures in healthy runs of pretrained models: python -m tests.bench.bench_real_checks
 
 Each model trains on GSM8K through the program, with every check in every rollout, or as often as ``--every`` says. One
-JSON line per model, format and seed has the alarm (there should be none) and, over the rollouts, the values that the
-checks compare with their limits: the strength of the canary's probe adapter, the difference between engine and trainer
-with this adapter, what the adapter changes and what rounding errors change; the same of the scores; the parts of the
-difference that the ledger tells apart; the values of the rollout evidence; the norm of the gradient divided by its
-running median; and planned and measured memory. ``--curves FILE`` also keeps all values of all rollouts.
+JSON line per model, format and seed has the message of the check that stopped the run (there should be none) and, over
+the rollouts, the values that the checks compare with their limits: those of the callbacks SyncCanary (the strength of
+its probe adapter, how far engine and trainer differ with this adapter, and how much the adapter and rounding errors
+change the log-probabilities), MismatchLedger (the difference between engine and trainer by its causes) and
+RolloutEvidence; the norm of the gradient divided by its running median; and planned and measured memory. ``--curves
+FILE`` also keeps all values of all rollouts.
 
     python -m tests.bench.bench_real_checks --models models/qwen2.5-coder-0.5b --problems gsm8k_train.jsonl > lines
 
@@ -78,8 +79,7 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype, *, shared: bool) -
     """Summarise what the checks measured as [median, largest] over the rollouts, in nats unless the name has another
     unit.
 
-    With ``shared``, other processes use the GPU too, so memory and the seconds of passes are left out: they would
-    include what the others use.
+    With ``shared``, other processes use the same GPU, so the measured memory, which would include theirs, is left out.
     """
 
     def of(tag: str) -> list[float]:

@@ -60,7 +60,7 @@ CURVES = {  # curve of a result line -> the logged scalar that it is read from
 
 
 def left_open(arm: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an arm without those that the task has as well."""
+    """Return the settings of an arm without those that the task's file sets, so that the task's values hold."""
     rest = {
         key: left_open(value, task.get(key) or {}) if isinstance(value, dict) else value
         for key, value in arm.items()
@@ -106,8 +106,8 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def validation(file: Path, *, verdicts: bool) -> dict[str, Any]:
-    """Summarise a file of greedy completions; the verdicts are a text with a character per problem, "1" (right) or
-    "0"."""
+    """Summarise a file of greedy completions of test problems. With ``verdicts`` the summary also has, for each reward,
+    a text with one character per problem: "1" for a right and "0" for a wrong answer."""
     rows = rows_of(file)
     right = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
     return {
@@ -136,7 +136,8 @@ def compared_completions(before: Path, after: Path, number: int) -> list[dict[st
 
 
 def alarm_of(log: str) -> str | None:
-    """Return the message of the check that stopped the run, even if a later start continued the run."""
+    """Return the message of the first check that stopped the run, or None. A run that was started again afterwards
+    counts as stopped, too."""
     return next((line for line in log.splitlines() if line.startswith("stopped: ")), None)
 
 

@@ -26,8 +26,8 @@ from tests.random_checkpoints import written_apart
 
 
 class Kill(NamedTuple):
-    """Point at which a run kills itself: in the step after ``step`` steps, ``after_s`` seconds after the part ``where``
-    of this step begins."""
+    """Point at which a run kills itself. ``step`` steps are finished by then, and ``after_s`` seconds have passed since
+    the next step began with its rollout, update or checkpoint, as ``where`` says."""
 
     where: str
     step: int
@@ -74,7 +74,7 @@ class KillsItself(Callback):
 
 
 def start(args: argparse.Namespace, base: str, folder: Path, kill: Kill | None = None) -> None:
-    """Start a run, or continue it, and wait for its end.
+    """Start a run, or continue it from its last checkpoint, and wait for its end.
 
     Raises:
         SystemExit: the run with ``kill`` was not killed, or the run without it failed.

@@ -45,8 +45,9 @@ DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes; for a larger checkpoint, vLLM draws
 
 
 def policy_of(path: str, size: str, base: str, rank: int) -> Policy:
-    """Make what an engine needs of a policy: a random adapter and a base. Only an NVFP4 base has values, because an
-    engine on Hopper computes with the trainer's copy of them; any other base is on the meta device."""
+    """Make a policy for an engine to sample from, with a random adapter. Only an NVFP4 base is loaded, because on
+    Hopper the engine computes with the trainer's copy of the NVFP4 weights; a base in another format has its shapes
+    only (meta device), and the engine reads the weights itself."""
     lora = LoraSettings(rank=rank, alpha=rank)
     if base == "nvfp4":
         policy = load_policy(path, dtype=DTYPE, lora=lora, seed=0, device=DEVICE)
@@ -87,7 +88,8 @@ def measure(args: argparse.Namespace, size: str, base: str) -> None:
 
 
 def prefer_other_experts() -> None:
-    """Let vLLM compute NVFP4 experts by the kernel that it prefers without adapters; with any, it takes Marlin's."""
+    """Let vLLM compute NVFP4 experts by the kernel that it prefers where there are no adapters. Without this, vLLM
+    takes the Marlin kernel as soon as LoRA is enabled."""
     methods: Any = import_module(
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
         ".compressed_tensors_moe_w4a4_nvfp4"
@@ -153,8 +155,9 @@ def shape_of(args: argparse.Namespace, size: str, base: str, count: int, *, adap
 
 
 def step_bytes(args: argparse.Namespace, size: str, base: str, count: int, *, adapter: bool) -> float:
-    """Bytes that a decoding step has to read when half of the tokens are sampled: blocks, output matrix, keys and
-    values, and the adapter. Of a mixture, the expected number of experts that ``count`` tokens choose is read."""
+    """Compute how many bytes a decoding step of ``count`` sequences has to read, halfway through the completions:
+    blocks, output matrix, cached keys and values, and the adapter. In a mixture of experts, only as many experts count
+    as ``count`` tokens are expected to choose."""
     config = model_config(size)
     shape = shape_in(size, base)
     head = shape.vocabulary * shape.hidden * DTYPE.itemsize
@@ -171,7 +174,8 @@ def step_bytes(args: argparse.Namespace, size: str, base: str, count: int, *, ad
 
 @cache
 def shape_in(size: str, base: str) -> ModelShape:
-    """Find the dimensions of a model in a format; for a large mixture this takes seconds."""
+    """Find the dimensions of a model whose base has the given format. The result is cached, because a large mixture of
+    experts takes seconds."""
     return config_shape(model_config(size), NVFP4 if base == "nvfp4" else None, DTYPE)
 
 
@@ -218,7 +222,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def checkpoint(folder: Path, size: str, base: str) -> Path:
-    """Write a random checkpoint, or only its configuration if the weights would be too large for a disk."""
+    """Write a random checkpoint and return its folder. If the weights would be too large for a disk, only the
+    configuration is written."""
     config = model_config(size)
     if base == "bf16" and shape_in(size, base).linear_bytes > DISK_LIMIT:
         path = folder / f"{size}-{base}{DUMMY}"

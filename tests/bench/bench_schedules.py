@@ -33,7 +33,8 @@ def random_linear(outputs: int, inputs: int) -> tuple[Any, dict[str, Tensor]]:
 
 
 def humming_linear(codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """Make Humming's configuration and tensors of an NVFP4 linear layer as vLLM makes them; the global scale is 1.
+    """Make the configuration and the tensors with which vLLM calls Humming for an NVFP4 linear layer. The global scale
+    is 1.
 
     Args:
         codes: [N, K] uint8, an e2m1 code in the lower four bits.
@@ -83,7 +84,8 @@ def rounds(run: Callable[[Any], Tensor], copies: Sequence[object]) -> Callable[[
 
 
 def compare(model: str, name: str, tokens: int, repeats: int) -> None:
-    """Check the products of one linear layer by this project's kernels against Humming's, and time both."""
+    """Multiply by one linear layer with this project's kernels and with Humming's; check that the products agree, and
+    time both."""
     rule: Any = import_module("humming.tune").get_heuristics_config
     widths, inputs = fused_shape(model, name)
     outputs = sum(widths)

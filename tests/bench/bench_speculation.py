@@ -40,14 +40,15 @@ STEPS, COMPARED_STEPS, COMPARED_PROMPT, FIRST_STEPS = (64, 256, 64, 8) if CUDA e
 
 @dataclass
 class Watch:
-    """Records when an engine's scheduler receives the results of each step in which every sequence got one token."""
+    """Times an engine's decoding steps: records when the engine's scheduler receives the results of each step."""
 
     engine: VLLMEngine
     times: list[tuple[int, float]] = field(default_factory=list)
-    """Sequences, or 0 if the step had tokens of a prompt; and the time, in seconds."""
+    """For each step the number of its sequences (0 if the step had tokens of a prompt), and the time in seconds."""
 
     def steps(self, sequences: int, context: int, seed: int) -> list[float]:
-        """Decode so many sequences of random prompts with ``context`` tokens; returns the seconds of steps, sorted."""
+        """Sample ``STEPS`` tokens after each of ``sequences`` random prompts of ``context`` tokens. Returns, sorted,
+        the seconds of the steps in which all sequences got a token."""
         scheduler: Any = self.engine._scheduler()
         update = scheduler.update_from_output
 
@@ -97,7 +98,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def costs(seconds: dict[tuple[int, int], float], shape: dict[str, object], output: Path | None) -> None:
-    """Print the cost of verification from the seconds of steps by sequences and context."""
+    """Compute and print the cost of verifying drafts. ``seconds`` has the median time of a decoding step by the numbers
+    of sequences and of tokens of context."""
     pairs = [(count, seconds[count, LONGER] - seconds[count, CONTEXT]) for count, at in seconds if at == LONGER]
     # least squares: the seconds per sequence of reading keys and values at the first context
     reading = sum(count * s for count, s in pairs) / sum(count**2 for count, _ in pairs) * CONTEXT / (LONGER - CONTEXT)
@@ -123,8 +125,8 @@ def costs(seconds: dict[tuple[int, int], float], shape: dict[str, object], outpu
 
 
 def rounding(engine: VLLMEngine, shape: dict[str, object], output: Path | None) -> None:
-    """Print how the log-probabilities of the first sequences depend on the number of sequences that decode with
-    them."""
+    """Print how much the log-probabilities of the same few sequences change if more sequences decode in the same
+    steps."""
     fewest, most = COMPARED[0], COMPARED[-1]
     inputs, found = prompts(most, COMPARED_PROMPT, 0), []
     for count in [*COMPARED, fewest]:  # the last one again: equal calls should give equal bits

@@ -1,7 +1,7 @@
 """Measure the seconds that an engine takes to start, each time in a new process: python -m tests.bench.bench_start
 
-``first``: no earlier start has left anything, neither vLLM's graphs nor kernels of Triton or of this project.
-``again``: the same engine once more.
+The results named ``first`` are of starts with empty caches: neither vLLM's compiled graphs nor compiled kernels of
+Triton or of this project are left from an earlier start. ``again`` is the next start of the same engine.
 """
 
 import argparse

@@ -3,10 +3,10 @@ tests.bench.bench_trl
 
 The setting is bench_grpo's, on a bf16 base with PEFT's LoRA; everything else has TRL's defaults. For instance, TRL
 merges the adapter and loads all weights into vLLM before each rollout (``sync``), and computes log-probabilities once
-more before the update (``logprob``). ``train`` is the step's time without the other phases. The end token does not end
-a completion. A line about all steps so far is printed after each step, and the last line counts. ``measured`` is the
-number of steps without the first one; a run that was stopped is measured again. Without TRL nothing is measured: ``pip
-install trl`` (1.16, which warns about vLLM 0.32 but runs).
+more before the update (``logprob``). ``train`` is the rest of a step's time after its other phases. The end token does
+not end a completion. After each step a JSON line about all steps so far is printed; the last line of a run counts.
+``measured`` is the number of steps without the first one; a run that was stopped is measured again. Without TRL nothing
+is measured: ``pip install trl`` (1.16, which warns about vLLM 0.32 but runs).
 
 ``--mean``, ``--group`` and ``--updates`` are those of bench_grpo: ``--mean`` gives each completion the same limit as
 there, and a step is a rollout with all of its updates.
@@ -114,7 +114,8 @@ def run(args: argparse.Namespace, base: str) -> None:
 
 
 def limit_each(llm: Any, mean: int) -> None:
-    """Give each request of a call of a vLLM engine its own limit of tokens, see ``bench_grpo.lengths``."""
+    """Make ``generate`` of a vLLM engine limit each completion to the number of tokens that ``bench_grpo.lengths``
+    draws for it."""
     whole = llm.generate
 
     def limited(prompts: list[Any], *, sampling_params: Any, **others: Any) -> Any:
@@ -127,8 +128,8 @@ def limit_each(llm: Any, mean: int) -> None:
 
 
 class StepTimes:
-    """Times the steps of a GRPOTrainer and their phases, in seconds; ``train`` is the step's time without the other
-    phases."""
+    """Times the steps of a TRL trainer and the phases of each step, in seconds. The phase ``train`` is the rest of a
+    step's time after all other phases."""
 
     PHASES = ("sync", "rollout", "reward", "logprob")
 
@@ -139,8 +140,8 @@ class StepTimes:
         self._began = 0.0
 
     def time_phases(self, trainer: Any) -> None:
-        """Replace those methods of a trainer that are phases of a step by methods that are timed. A DistillationTrainer
-        has no phase of rewards."""
+        """Wrap the methods of a trainer that do one phase of a step, so that their time is recorded. TRL's
+        DistillationTrainer has no method for rewards, so this phase is left out for it."""
         if trainer.use_vllm:
             self._time("sync", trainer.vllm_generation, "sync_weights")
         self._time("rollout", trainer, "_generate_single_turn")  # it calls sync_weights
@@ -174,8 +175,8 @@ class StepTimes:
 
 
 class Lines(TrainerCallback):
-    """Times steps (rollouts with all of their updates) and their phases, and prints a line about all steps so far after
-    each step."""
+    """Times steps (each a rollout with all of its updates) and their phases, and after each step prints a JSON line
+    about all steps so far."""
 
     def __init__(self, args: argparse.Namespace, peak: Mapping[str, int]) -> None:
         self.times = StepTimes()

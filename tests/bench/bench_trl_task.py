@@ -51,8 +51,8 @@ FIXED = {"surrogate": "clipped", "aggregation": "token", "baseline": "normalized
 
 
 class Scorer:
-    """Scores completions by all rewards of a task, including those of weight 0. ``ends`` are the tokens that end a
-    completion."""
+    """Scores completions by all rewards of a task; those of weight 0 are computed, too, but do not count in the sum.
+    ``ends`` are the tokens that end a completion."""
 
     def __init__(
         self, rewards: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
@@ -62,7 +62,8 @@ class Scorer:
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
 
     def scores(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-        """Return the scores of completions by the name of the reward; a row that cannot be scored gets 0."""
+        """Return each reward's scores of completions, by the name of the reward. A completion that a reward cannot
+        score gets 0."""
         cut = [Completion(tuple(row), (), bool(row) and row[-1] in self._ends) for row in rows]
         texts = completion_texts(self._tokenizer, cut)
         rows_read = [replace(row, text=text) for row, text in zip(cut, texts, strict=True)]
@@ -138,9 +139,10 @@ def speed_settings(args: argparse.Namespace, task: Mapping[str, Any]) -> dict[st
 
 
 class Course(TrainerCallback):
-    """Evaluates a GRPOTrainer on test prompts at some steps, and collects what the lines of results contain.
+    """Evaluates TRL's GRPOTrainer on test prompts at the steps of ``--at``, and collects the values for the JSON lines
+    of results.
 
-    ``settings`` are copied to the lines.
+    ``settings`` are copied to these lines.
     """
 
     def __init__(
@@ -159,7 +161,8 @@ class Course(TrainerCallback):
         self._counts: list[dict[str, int]] = []
 
     def reward(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> list[float]:
-        """Score the completions of a step, and collect what the line says about them."""
+        """Return the total reward of each completion of a step, and record the rewards, lengths and tokens of the step
+        for the JSON line."""
         scores = self._scorer.scores(prompts, rows)
         lengths, heads = [len(row) for row in rows], [len(prompt.tokens) for prompt in prompts]
         self._note_memory()
@@ -220,7 +223,8 @@ class Course(TrainerCallback):
             self._peak = max(self._peak, used_bytes(torch.device(DEVICE)) - self._others)
 
     def line(self, ended: str) -> None:
-        """Print a line about the steps so far, or nothing if no step has ended."""
+        """Print a JSON line about the steps so far; without a finished step nothing is printed. ``ended`` says how the
+        run ended."""
         steps, phases = self.times.steps, self.times.phases
         if not steps:
             return
@@ -254,7 +258,8 @@ class Course(TrainerCallback):
 
 
 def greedy(trainer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Complete prompts at temperature 0 by a TRL trainer's generation, with the policy's current weights."""
+    """Return the tokens of greedy completions, which TRL's trainer generates as in training, with the policy's current
+    weights."""
     tokens = [list(prompt.tokens) for prompt in prompts]
     if trainer.use_vllm:
         owner, changed = trainer.vllm_generation, {"temperature": 0.0}
@@ -280,7 +285,8 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
 def prompts_of(
     task: Mapping[str, Any], args: argparse.Namespace, model: str, **more: Any
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Read the prompts of the first ``args.steps`` steps of a task, in the order of a run, and the test prompts."""
+    """Return two lists: the prompts of the first ``args.steps`` training steps, in the order in which ``train.py``
+    takes them, and the test prompts."""
     names = ("batch_size", "max_prompt_tokens", "system_prompt", "question_template")
     module = PromptDataModule(
         GSM8K(**cast("dict[str, Any]", sources(args.problems))),
@@ -296,7 +302,7 @@ def prompts_of(
 
 
 def run(args: argparse.Namespace, task: Mapping[str, Any]) -> None:
-    """Train, and print the lines.
+    """Train with TRL, and print the JSON lines of results.
 
     Raises:
         SystemExit: TRL would turn a prompt into other tokens than ``train.py`` does.

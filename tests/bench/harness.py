@@ -46,8 +46,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that several benchmarks have
 
 
 def parser_with(description: str | None, *options: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Make a parser with the named ones of ``OPTIONS`` and one option for each keyword argument, whose value is the
-    default. The option's type is that of the default or, if this is a list, of its elements."""
+    """Make a parser with the options of ``OPTIONS`` that ``options`` names, and with one option per keyword argument.
+    The value of the keyword argument is the option's default and decides its type; a list makes an option that takes
+    several values of the type of its elements."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in options:
         parser.add_argument(name, **OPTIONS[name])
@@ -61,11 +62,11 @@ def parser_with(description: str | None, *options: str, **defaults: Any) -> argp
 def timed(
     variants: Mapping[str, Callable[[], object]], *, repeats: int, inner: int = 1, warmups: int = 2
 ) -> dict[str, list[float]]:
-    """Measure the seconds of each variant, sorted; the variants take turns, so that changes of the machine affect all
-    of them.
+    """Time each variant several times; returns the seconds per run by the variant's name, sorted. The variants take
+    turns, so that changes of the machine's speed affect all of them.
 
     Args:
-        variants: what to run.
+        variants: name -> function to time.
         repeats: samples per variant.
         inner: runs per sample; above 1 the host may run ahead of the device, as it does in training.
         warmups: runs before the first sample.
@@ -91,7 +92,8 @@ def now() -> float:
 
 
 def native_kernels_run(benchmark: str) -> bool:
-    """Return whether this machine runs the native kernels; otherwise print that the benchmark measures nothing."""
+    """Return whether this machine can run this project's CUDA kernels. If not, print that the benchmark measures
+    nothing."""
     available = driver.is_available(torch.device(DEVICE))
     if not available:
         needed = "a GPU of compute capability 9.0 and cuda-bindings"
@@ -100,8 +102,8 @@ def native_kernels_run(benchmark: str) -> bool:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Capture a function's kernel launches as one CUDA graph, after one ordinary call that compiles the kernels.
-    Without a GPU the function itself is returned."""
+    """Capture a function's kernel launches as one CUDA graph, and return a function that replays the graph. The
+    function is called once before, so that its kernels are compiled. Without a GPU it is returned unchanged."""
     if not CUDA:
         return run
     run()
@@ -124,8 +126,8 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def check(errors: Iterable[tuple[str, float, float]]) -> None:
-    """End the program without a line of results if, in any (what, error, bound), the error exceeds the bound or is NaN.
-    The message names all of them."""
+    """Check that errors are within their bounds. If in any triple (what was computed, error, bound) the error exceeds
+    the bound or is NaN, the program ends with a message that names all such triples, so no result is printed."""
     wrong = [
         f"{what} is off by {error:.1e}, more than {bound:.1e}" for what, error, bound in errors if not error <= bound
     ]
@@ -142,8 +144,8 @@ def check_finite(*scores: Sequence[float]) -> None:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], base: str, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Return the kernel that an engine decodes with, given its option; only "nvfp4" bases can have other kernels than
-    vLLM's."""
+    """Return which kernels an engine decodes with if its setting is ``wanted``: this project's ("native") or vLLM's
+    ("humming"). This project has kernels for "nvfp4" bases only."""
     return vllm_setup.decoding_kernel(wanted, NVFP4, dtype) if base == "nvfp4" else "humming"
 
 
@@ -153,8 +155,8 @@ def base_callbacks() -> list[dict[str, Any]]:
 
 
 def fit_command(folder: Path, settings: Mapping[str, Any], *files: Path) -> list[str]:
-    """Write the settings that differ from configs/base.yaml and ``files`` to a file in a folder; returns the command
-    that trains with this file."""
+    """Write ``settings`` to a configuration file in a folder; returns the command that trains with configs/base.yaml,
+    then ``files``, then this file, of which a later one overrides earlier ones."""
     config = folder / "bench.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
     return [sys.executable, "train.py", "fit", *(word for file in (*files, config) for word in ("-c", str(file)))]
@@ -175,12 +177,13 @@ def child_environment() -> dict[str, str]:
 def run_apart(
     module: str, arguments: Sequence[str], *, output: Path | None = None, variables: Mapping[str, str] | None = None
 ) -> None:
-    """Run a benchmark in a process of its own. Its lines of results are kept, and everything else goes to stderr.
+    """Run a benchmark in a process of its own. The JSON lines of its results are printed and appended to ``output``;
+    everything else that it prints goes to stderr.
 
     Args:
         module: name of the benchmark in tests/bench.
         arguments: words of its command line.
-        output: file to which the lines are appended.
+        output: file to which the JSON lines are appended; None: they are only printed.
         variables: environment variables, in addition to the present ones.
 
     Raises:
@@ -222,7 +225,7 @@ def keep(line: str, output: Path | None) -> None:
 
 
 def kept(output: Path | None) -> list[dict[str, Any]]:
-    """Read the lines of a file of results; none where there is no file."""
+    """Read the JSON lines of a file of results; an empty list if there is no such file."""
     return [json.loads(line) for line in output.read_text().splitlines()] if output and output.exists() else []
 
 

@@ -1,4 +1,5 @@
-"""Record values that a run's curves lack, and compute the jumps of a gap from several curves."""
+"""Record values that a run does not log itself, and compute how far the gap between trainer and engine jumps above that
+of earlier rollouts."""
 
 import math
 import time
@@ -17,9 +18,9 @@ START, VALIDATION, HOST = "bench/start_s", "bench/validation_s", "bench/host_byt
 
 
 class RunClock(Callback):
-    """Logs, by the number of rollouts done, ``bench/start_s``, from the start of the process to the first validation or
-    rollout; ``bench/validation_s``, the seconds of each validation; and ``bench/host_bytes``, the process's memory
-    after each rollout."""
+    """Logs three curves over the number of finished rollouts: ``bench/start_s``, the seconds from the start of the
+    process to the first validation or rollout; ``bench/validation_s``, the seconds of each validation; and
+    ``bench/host_bytes``, the host memory of the process after each training step."""
 
     def __init__(self) -> None:
         self._started = False
@@ -50,9 +51,10 @@ def _log(trainer: Any, pl_module: Any, name: str, value: float) -> None:
 
 
 def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[float]:
-    """Repeat the comparisons of a gap with the gaps of earlier rollouts that ``RolloutEvidence`` makes. Returns three
-    maxima over the rollouts: of the ratio, of the number of robust standard deviations, and of the smaller of these two
-    as shares of their limits. The list is empty if the run logged no such gap."""
+    """Compare the gap of each rollout (the difference between trainer and engine, the curve ``evidence/NAME``) with the
+    gaps of earlier rollouts, as ``RolloutEvidence`` does. Returns three maxima over the rollouts: the ratio to the
+    earlier median, the distance from it in robust standard deviations, and the smaller of these two as shares of their
+    limits. The list is empty if the run logged no such curve."""
     if f"evidence/{name}" not in curves:
         return []
     guard, curve, sigma = evidence.RolloutEvidence(), curves[f"evidence/{name}"], curves.get("aqn/sigma")

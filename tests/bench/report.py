@@ -1,8 +1,8 @@
 """Write docs/performance.md and the README's table of speeds from docs/results: python -m tests.bench.report
 
-The page answers one question per section. Its text is pages/performance.md, and ``TABLES`` says which lines answer a
-question, and with which columns. Every number comes from the JSON lines that the benchmarks print. Of several lines
-with the same settings the last one counts.
+The page answers one question per section. Its text is pages/performance.md, and ``TABLES`` says which JSON lines of
+results answer a question, and with which columns. Every number comes from these lines, which the benchmarks have
+printed. Of several lines with the same settings the last one counts.
 """
 
 import json
@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
 
 def results() -> list[Line]:
-    """Read the lines of all benchmarks; lines that belong to other pages have no name, and are left out."""
+    """Read the JSON lines of all benchmarks. Lines without a name belong to other pages, and are left out."""
     texts = [text for path in sorted(RESULTS.glob("*.jsonl")) for text in path.read_text().splitlines() if text]
     return [line for line in map(json.loads, texts) if "name" in line]
 
@@ -75,7 +75,8 @@ def row_per_line(columns: Mapping[str, Column], lines: Iterable[Line]) -> str:
 
 
 def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, label: str) -> str:
-    """Make a table whose rows and columns are the values of two functions of a line."""
+    """Make a table whose rows are the values of ``row`` of the lines, and whose columns are the values of ``column``; a
+    cell has ``value`` of the line with this row and column. ``label`` is the heading of the first column."""
     cells: dict[object, dict[object, object]] = {}
     for line in lines:
         cells.setdefault(row(line), {})[column(line)] = value(line)
@@ -85,8 +86,9 @@ def pivot(row: Column, column: Column, value: Column, lines: list[Line], *, labe
 
 
 def cell(*path: str, digits: int | None = None, scale: float = 1) -> Column:
-    """Make a column with the value at a path of keys: a number with so many digits, "" if the line has no such value.
-    Without ``digits`` the value is shown as it is."""
+    """Make a column that shows the value at ``path``, nested keys of a line: multiplied by ``scale`` and with
+    ``digits`` decimal digits, or as it is without ``digits``. With ``digits``, the cell is empty if the line has no
+    such value."""
 
     def show(line: Line) -> object:
         value: Any = line
@@ -143,8 +145,8 @@ def headline_table(lines: list[Line]) -> str:
 
 
 def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str, int], Pair]:
-    """Find, for each model and number of sequences, the last pair of measurements of two kinds of engines that were
-    made at the same commit.
+    """Pair the measurements of two kinds of engines that were made at the same commit. Returns the last such pair for
+    each model and number of sequences.
 
     All pairs of a model are from one GPU, the one on which the model was measured last.
 
@@ -165,8 +167,8 @@ def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str,
 
 
 def rollouts(lines: list[Line]) -> list[Line]:
-    """Pair NVFP4 engines with bf16 engines, both with an adapter, and NVFP4 engines with an adapter with those without
-    one, each pair measured at one commit."""
+    """Choose the lines of two comparisons, each between engines that were measured at the same commit: bf16 with NVFP4
+    (both with an adapter), and NVFP4 with an adapter with NVFP4 without one."""
     pairs = [*at_one_commit(lines, "bf16", "nvfp4").values(), *at_one_commit(lines, "nvfp4", "nvfp4 alone").values()]
     return [line for pair in pairs for line in pair]
 
@@ -201,8 +203,8 @@ def rollouts_table(lines: list[Line]) -> str:
 
 
 def whole_steps(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each model and policy on a GPU with all its memory, sorted by size; long runs and runs of
-    a single step are left out."""
+    """Choose the last run of each model and format of the base that had all memory of its GPU, sorted by the model's
+    size. Long runs and runs of a single step are left out."""
     runs = [
         line
         for line in _of_kind("grpo/", lines)
@@ -213,8 +215,8 @@ def whole_steps(lines: list[Line]) -> list[Line]:
 
 
 def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
-    """Divide the fastest step of bf16 with the same settings at the same commit by this run's; None if there is no such
-    run."""
+    """Return how many times faster than on a bf16 base the fastest step of this run was. The bf16 run has to have the
+    same settings and commit; None if there is no such run."""
     names = "model", "prompts", "completion", "group", "mean", "updates"
 
     def setting(run: Line) -> tuple[object, ...]:
@@ -229,7 +231,8 @@ def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
 
 
 def recipes(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each recipe's shape, model and policy; runs of one shape follow each other."""
+    """Choose the last run for each setting of a recipe (lengths, group size and updates), model and kind of policy;
+    runs with equal settings follow each other."""
     names = "mean", "group", "updates", "model"
 
     def setting(line: Line) -> tuple[Any, ...]:
@@ -239,8 +242,8 @@ def recipes(lines: list[Line]) -> list[Line]:
 
 
 def cards(lines: list[Line]) -> list[Line]:
-    """Choose the last run of each model, policy and memory limit that has a memory plan, and the runs that were refused
-    for too little memory; long runs are left out."""
+    """Choose runs of GRPO steps for the table of memory: for each model, kind of policy and memory limit the last run
+    that had a memory plan or was refused for too little memory. Long runs are left out."""
 
     def setting(line: Line) -> tuple[object, ...]:
         return _policy(line), *(line["shape"][name] for name in ("model", "completion", "cap"))
@@ -255,14 +258,15 @@ def cards(lines: list[Line]) -> list[Line]:
 
 
 def taken_gib(run: Line) -> float | None:
-    """Return the most GPU memory that a run held, in GiB, as another process measured it, or else as the run itself
-    did."""
+    """Return the most GPU memory that a run held, in GiB: as another process measured it or, without such a
+    measurement, as the run logged it; None if neither exists."""
     return run["peak_bytes"] / GIB if run.get("peak_bytes") else run.get("logged", {}).get("peak_gib")
 
 
 def rollouts_with_drafts(lines: list[Line]) -> list[Line]:
-    """Choose the rollouts of pretrained models with drafts, and add the seconds of the same rollouts without them
-    ("plain_s"), which were measured on the same GPU at the same commit."""
+    """Choose the rollouts of pretrained models with speculation, and add to each line, as "plain_s", the median seconds
+    of the same rollouts without speculation on the same GPU at the same commit. A line without such a counterpart is
+    left out."""
     latest = _latest(["drafts/"], lines)
 
     def setting(line: Line) -> str:
@@ -274,8 +278,8 @@ def rollouts_with_drafts(lines: list[Line]) -> list[Line]:
 
 
 def kernels_table(lines: list[Line]) -> str:
-    """Make the table of the microseconds of each fused linear layer, with Humming's kernel and with this project's; a
-    column per number of tokens."""
+    """Make the table of the microseconds that a fused linear layer takes, with one row per layer and one column per
+    number of tokens. A cell has the times of Humming's kernel and of this project's."""
     times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for line in lines:
         model, linear, tokens = (line["shape"][name] for name in ("model", "linear", "tokens"))
@@ -291,7 +295,7 @@ def kernels_table(lines: list[Line]) -> str:
 
 
 def main() -> int:
-    """Write the page and the README's table; return 1 where there are no results."""
+    """Write the page and the README's table. Returns the exit status: 1 if there are no results."""
     lines = results()
     if not lines:
         print(f"no results in {RESULTS}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""Tests of the statistics that bench_four_bits computes from hidden states, and of which layers its variants keep
-dense."""
+"""Tests of two parts of bench_four_bits: the statistics of two models from their hidden states, and the choice of the
+linear layers that a variant keeps dense."""
 
 from __future__ import annotations
 

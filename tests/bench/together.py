@@ -1,4 +1,4 @@
-"""Start benchmarks together that measure one after the other: python -m tests.bench.together 'A ...' 'B ...'
+"""Start several benchmarks together, and let them measure in turn: python -m tests.bench.together 'A ...' 'B ...'
 
 An engine takes minutes to start, most of it on the host, and seconds to measure. Each argument is a module of
 tests/bench and its arguments; variables of its environment may stand before it, as in a shell. When every program is
@@ -27,14 +27,14 @@ VARIABLE = "BENCH_TOGETHER"
 
 
 def is_together() -> bool:
-    """Return whether this program shares the GPU with other programs that were started together with it."""
+    """Return whether ``run_together`` has started this program, so that it shares the GPU with others."""
     return VARIABLE in os.environ
 
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Wait until all programs are ready and no other one has its turn; a program that was started alone does not
-    wait."""
+    """Wait until all programs of ``run_together`` are ready to measure and no other one is measuring; the context is
+    this program's turn. A program that was started alone does not wait."""
     if not is_together():
         yield
         return
@@ -48,7 +48,8 @@ def turn() -> Iterator[None]:
 
 
 class Turn(Callback):
-    """Makes a training run wait for its turn: from when the engines of all ranks run to the end of training."""
+    """Makes a training run wait for its turn once the engines of all ranks have started; the turn lasts until the end
+    of training."""
 
     def __init__(self) -> None:
         self._turn = ExitStack()
@@ -66,7 +67,8 @@ class Turn(Callback):
 
 
 def program(command: str) -> tuple[list[str], dict[str, str]]:
-    """Split ``NAME=value ... module arguments`` into a command line and variables of its environment."""
+    """Parse ``NAME=value ... module arguments``; returns the command line that runs this module of tests/bench, and the
+    environment variables."""
     words = shlex.split(command)
     named = list(takewhile(lambda word: "=" in word, words))
     line = [sys.executable, "-m", f"tests.bench.{words[len(named)]}", *words[len(named) + 1 :]]
@@ -76,7 +78,8 @@ def program(command: str) -> tuple[list[str], dict[str, str]]:
 def run_together(
     programs: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], *, stdout: TextIO | None = None
 ) -> None:
-    """Start all programs, let them measure once all are ready, and wait for their end; exit if one failed.
+    """Start all programs, let them measure once all are ready, and wait for their end; if one failed, exit with a
+    message that names it.
 
     Args:
         programs: name -> command line, and environment variables in addition to the present ones.
