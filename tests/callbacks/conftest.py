@@ -11,15 +11,16 @@ __all__ = ["bases", "run", "with_arguments", "without_callback"]
 
 
 def without_callback(class_path: str, folder: Path) -> str:
-    """Write a config file that removes one callback when it is given after the files of a toy run; returns its path."""
+    """Write a config file that, given after the config files of a toy run (tests/integration/toy.py), removes the
+    callback ``class_path``. Returns the file's path."""
     kept = [callback for callback in callbacks() if callback["class_path"] != class_path]
     assert len(kept) == len(callbacks()) - 1
     return given_callbacks(kept, folder / f"without-{class_path}.yaml")
 
 
 def with_arguments(class_path: str, arguments: dict[str, object], folder: Path) -> str:
-    """Write a config file that replaces all arguments of one callback by these, and keeps the other callbacks; returns
-    its path."""
+    """Write a config file that gives the callback ``class_path`` of a toy run these arguments and no others; the run's
+    other callbacks stay. Returns the file's path."""
     changed = callbacks()
     [callback] = (callback for callback in changed if callback["class_path"] == class_path)
     callback["init_args"] = arguments

@@ -1,4 +1,4 @@
-"""Engines that do not hold the policy that they are given, or do not compute with it.
+"""Faults of rollout engines: the engine holds another policy than it was given, or computes with another one.
 
 A fault is a function of an engine and an adapter that returns a faulty engine.
 """
@@ -60,7 +60,7 @@ def no_adapter(engine: Any, adapter: Adapter) -> Any:
 
 
 def swapped_matrix(engine: Any, adapter: Adapter) -> Any:
-    """Load one matrix A of layer 0 in the place of that of layer 1."""
+    """Load the matrix A of o_proj of layer 0 also in layer 1."""
     wrong = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
     return loading(engine, lambda new: {**new, wrong: new[wrong.replace("layers.1", "layers.0")]})
 
@@ -71,7 +71,7 @@ def unused_adapter(engine: Any, adapter: Adapter) -> Any:
 
 
 def noise_left(engine: Any, adapter: Adapter) -> Any:
-    """Keep noise on the norms when it should be removed, but report that no norm has any."""
+    """Add noise to the weights of the norms where there should be none, but report that no norm has noise."""
 
     def set_norm_noise(noise: NormNoise) -> int:
         return engine.set_norm_noise(replace(noise, sigma=noise.sigma or 0.1)) * (noise.sigma > 0)
@@ -96,10 +96,12 @@ def other_noise(engine: Any, adapter: Adapter) -> Any:
 
 
 def stale_prefixes(engine: Any, adapter: Adapter) -> Any:
-    """Compute the beginning of each prompt only the first time, and use the result for good, whatever is loaded later.
+    """Compute the keys and values of each prompt's beginning only once, and go on using them when another adapter is
+    loaded.
 
-    vLLM's prefix cache does so if it is not reset. An engine without a cache imitates it: every completion comes from
-    the adapter that was loaded when the first 16 tokens of its prompt were first seen.
+    A vLLM engine gets this fault by never resetting its prefix cache. For an engine without such a cache the fault is
+    imitated: completions come from the adapter that was loaded when the first 16 tokens of their prompt were sampled
+    from for the first time.
     """
     if isinstance(engine, VLLMEngine):
         engine._llm = Instead(engine._llm, reset_prefix_cache=lambda: True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,8 +137,8 @@ FAULTS: dict[str, Callable[[Any, Adapter], Any]] = {
 
 
 class Sabotage(Callback):
-    """Puts a fault into a run's engine when rollout ``at`` begins or, with ``in_validation``, when any evaluation
-    begins."""
+    """Replaces a run's engine by a faulty one when rollout ``at`` begins or, with ``in_validation``, when a validation,
+    test or prediction begins."""
 
     def __init__(self, fault: str, at: int = 0, in_validation: bool = False) -> None:
         self.fault, self.at, self.in_validation = fault, at, in_validation

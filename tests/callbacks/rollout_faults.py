@@ -1,8 +1,9 @@
-"""Faulty rollouts: either the engine's output or the model that it samples with is changed, in a different way per
-fault.
+"""Faults of rollouts, to test which of them the checks of a run detect. Each fault changes either an engine's output or
+the model from which the engine samples.
 
 A fault is a function of an engine and the policy that returns a faulty engine. Faults in ``PARTIAL`` change only some
-rows or prompts, only later tokens, or only some rollouts, and leave what the canary samples (single tokens) right.
+rows or prompts, only later tokens, or only some rollouts. The callback SyncCanary cannot detect them, because it
+samples single tokens, which these faults leave right.
 """
 
 import random
@@ -29,8 +30,8 @@ Adapter = dict[str, Tensor]
 
 
 def sampled(wrong: Callable[..., Groups], when: Callable[[Sampling], bool] = lambda _: True) -> Fault:
-    """Make a fault from wrong(engine, policy, prompts, sampling, seed), which samples instead of the engine if ``when``
-    of the sampling settings is true."""
+    """Make a fault from a function wrong(engine, policy, prompts, sampling, seed) that returns completions. Calls for
+    whose sampling settings ``when`` is true are answered by this function, other calls by the engine."""
 
     def fault(engine: Any, policy: Policy) -> Any:
         def generate(prompts: Prompts, sampling: Sampling, seed: Any, **options: Any) -> Groups:
@@ -44,7 +45,8 @@ def sampled(wrong: Callable[..., Groups], when: Callable[[Sampling], bool] = lam
 
 
 def in_training(wrong: Callable[..., Groups]) -> Fault:
-    """Make a fault of training rollouts only: of those with several completions per prompt, of several tokens each."""
+    """Make a fault that answers only calls as training makes them: for several completions per prompt, of several
+    tokens each. All other calls, such as those of the callback SyncCanary, go to the engine."""
     return sampled(wrong, lambda sampling: sampling.max_tokens > 1 and sampling.num_completions > 1)
 
 
@@ -53,7 +55,8 @@ def only_in_training(fault: Fault) -> Fault:
 
 
 def changed_output(change: Callable[[Groups, Any, Prompts], Groups]) -> Fault:
-    """Make a fault that changes the completions of several tokens after they were sampled."""
+    """Make a fault that changes completions after the engine has sampled them. Calls for completions of a single token
+    are not affected."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, *arguments: Any, **options: Any) -> Groups:
         return change(engine.generate(prompts, *arguments, **options), engine, prompts)
@@ -66,7 +69,8 @@ def every_row(change: Callable[[Completion], Completion]) -> Fault:
 
 
 def some_rows(share: float, change: Callable[[Completion, Completion], Completion]) -> Fault:
-    """Make a fault that changes a share of the rows; ``change`` gets a row and the next row of the rollout."""
+    """Make a fault that changes a random share of the completions: each is replaced by ``change`` of itself and of the
+    next completion in the rollout."""
 
     def changed(groups: Groups, *_: Any) -> Groups:
         rows = [row for group in groups for row in group]
@@ -79,7 +83,8 @@ def some_rows(share: float, change: Callable[[Completion, Completion], Completio
 
 
 def of_rows(share: float, fault: Fault) -> Fault:
-    """Make a fault that takes a share of the rows, drawn at random, from an engine with the given fault."""
+    """Make a fault that hits only a random share of the completions: these come from an engine with the given fault,
+    all others from the right engine."""
 
     def wrong(engine: Any, policy: Policy, *arguments: Any) -> Groups:
         right, others = (source.generate(*arguments) for source in (engine, fault(engine, policy)))
@@ -93,7 +98,8 @@ def of_rows(share: float, fault: Fault) -> Fault:
 
 
 def of_prompts(share: float, fault: Fault) -> Fault:
-    """Make a fault that takes all rows of every n-th prompt, n = 1 / share, from an engine with the given fault."""
+    """Make a fault that hits only every n-th prompt, n = 1 / share: all completions of this prompt come from an engine
+    with the given fault, those of other prompts from the right engine."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         every = round(1 / share)
@@ -121,7 +127,8 @@ def in_every_other_rollout(fault: Fault) -> Fault:
 
 
 def altered(completion: Completion, share: float = 0.02) -> Completion:
-    """Replace some tokens by random ones, but keep the log-probabilities of the sampled tokens."""
+    """Replace a share of the tokens by random ones, but keep the log-probabilities that were reported for the replaced
+    tokens."""
     draw = random.Random(hash(completion.tokens))
     tokens = (draw.randrange(5, 200) if draw.random() < share else token for token in completion.tokens[:-1])
     return replace(completion, tokens=(*tokens, completion.tokens[-1]))  # it ends as before
@@ -138,9 +145,9 @@ def rescored(engine: Any, prompts: Prompts, groups: Groups, **options: Any) -> G
 
 
 def growing_gap(engine: Any, policy: Policy) -> Any:
-    """Add an error to the log-probabilities, with alternating signs from token to token. In the first rollout it is 4
-    times the smallest gap that can count as a jump (4e-5 nats in fp32), and it is 4 times as large in each further
-    rollout."""
+    """Add an error to the log-probabilities whose sign alternates from token to token. In the first rollout the error
+    is 4 times the smallest difference between trainer and engine that RolloutEvidence can call a jump, so 4e-5 nats in
+    fp32. In each further rollout it is 4 times as large as before."""
     sizes = [GAP_FLOOR[policy.dtype] * 4 ** (1 + rollout) for rollout in range(10)]
 
     def change(groups: Groups, *_: Any) -> Groups:
@@ -176,12 +183,13 @@ def spliced(row: Completion, other: Completion) -> Completion:
 
 
 def with_tokens(row: Completion, tokens: Sequence[int]) -> Completion:
-    """Replace all tokens but the last, and keep the log-probabilities of the old ones."""
+    """Replace all tokens of a completion but the last, and keep the log-probabilities that were reported for the old
+    tokens."""
     return replace(row, tokens=(*tokens, row.tokens[-1]))
 
 
 def previous_completions(engine: Any, policy: Policy) -> Any:
-    """Replace every eighth group by the group at the same place in the previous rollout."""
+    """Replace every eighth group of completions by the group at the same place in the previous rollout."""
     before: list[Groups] = []
 
     def changed(groups: Groups, *_: Any) -> Groups:
@@ -193,13 +201,14 @@ def previous_completions(engine: Any, policy: Policy) -> Any:
 
 
 def some_rows_exchanged(groups: Groups, *_: Any) -> Groups:
-    """Replace the first completion of every second group by that of the group before it."""
+    """Replace the first completion of every second group by the first completion of the preceding group, which answers
+    another prompt."""
     firsts = [group[0] for group in groups]
     return [[firsts[index - index % 2], *group[1:]] for index, group in enumerate(groups)]
 
 
 def some_rows_copied(groups: Groups, *_: Any) -> Groups:
-    """Replace a tenth of the completions by the completion before it in the group."""
+    """Replace about a tenth of the completions by the preceding completion of the same group."""
 
     def is_copy(row: Completion, place: int) -> bool:
         return place > 0 and random.Random(hash(row.tokens) + place).random() < 0.1
@@ -211,7 +220,8 @@ def some_rows_copied(groups: Groups, *_: Any) -> Groups:
 
 
 def chosen(choose: Callable[[list[Completion], int], list[Completion]]) -> Fault:
-    """Make a fault that samples twice as many completions per prompt, and keeps those that ``choose`` returns."""
+    """Make a fault that samples twice as many completions per prompt as wanted, and returns those that ``choose``,
+    called with the group and the wanted number, selects."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         size = sampling.num_completions
@@ -222,8 +232,8 @@ def chosen(choose: Callable[[list[Completion], int], list[Completion]]) -> Fault
 
 
 def best(key: Callable[[Completion], float]) -> Fault:
-    """Make a fault that samples twice as many completions per prompt, and keeps those with the smallest ``key`` in the
-    order of sampling."""
+    """Make a fault that samples twice as many completions per prompt as wanted. It returns the half with the smallest
+    ``key``, in the order in which the completions were sampled."""
 
     def choose(group: list[Completion], size: int) -> list[Completion]:
         places = sorted(sorted(range(len(group)), key=lambda place: key(group[place]))[:size])
@@ -233,7 +243,8 @@ def best(key: Callable[[Completion], float]) -> Fault:
 
 
 def distinct(group: list[Completion], size: int) -> list[Completion]:
-    """Choose ``size`` completions: all different ones first, and copies of earlier ones only if there are too few."""
+    """Choose ``size`` completions of a group, as many different ones as possible: copies of earlier completions are
+    taken only if there are too few different completions."""
     places: dict[tuple[int, ...], int] = {}
     for place, row in enumerate(group):
         places.setdefault(row.tokens, place)
@@ -260,7 +271,8 @@ def unlikely(row: Completion) -> float:
 
 
 def honest(**settings: Any) -> Fault:
-    """Make a fault that samples with other settings, and reports the log-probabilities under these settings."""
+    """Make a fault that samples with other settings than it was asked for, and reports the log-probabilities of the
+    distribution from which it really sampled."""
     return sampled(
         lambda engine, policy, prompts, sampling, seed, **options: engine.generate(
             prompts, replace(sampling, **settings), seed, **options
@@ -269,7 +281,8 @@ def honest(**settings: Any) -> Fault:
 
 
 def other_sampling(**settings: Any) -> Fault:
-    """Make a fault that samples with other settings, and reports the log-probabilities at temperature 1."""
+    """Make a fault that samples with other settings than it was asked for, and hides this: the reported
+    log-probabilities are those at temperature 1."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any, **options: Any) -> Groups:
         if settings.get("temperature") == 0:
@@ -318,8 +331,8 @@ def in_two_parts(
     later: Fault = lambda engine, policy: engine,
     prompt: Callable[[Sequence[int]], Sequence[int]] = lambda prompt: prompt,
 ) -> Fault:
-    """Make a fault that continues completions after their first 8 tokens with the fault ``later``, or as completions of
-    a changed prompt."""
+    """Make a fault that hits only tokens after the first 8 of a completion: these are sampled by an engine with the
+    fault ``later``, or as the continuation of a changed prompt."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         begun = engine.generate(prompts, replace(sampling, max_tokens=8), seed)
@@ -352,7 +365,8 @@ def scaled_b(adapter: Adapter, factor: float, layer: str = "") -> Adapter:
 
 
 def other_adapter(change: Callable[[Adapter], Adapter]) -> Fault:
-    """Make a fault that samples with a changed adapter, and loads the right one again afterwards."""
+    """Make a fault that loads a changed adapter before each call for completions, and the right adapter again
+    afterwards."""
 
     def wrong(engine: Any, policy: Policy, *arguments: Any, **options: Any) -> Groups:
         adapter = copied(policy.adapter_state())
@@ -377,8 +391,8 @@ def adapter_before(engine: Any, policy: Policy) -> Any:
 
 
 def random_adapter(engine: Any, policy: Policy) -> Any:
-    """Sample with random numbers added to the matrices B. Their size is that of a probe adapter of the canary with
-    strength 0.25."""
+    """Sample with random numbers added to the matrices B. The numbers are as large as in the probe adapter of strength
+    0.25 with which the callback SyncCanary tests engines."""
     size = 0.25 / policy.lora_scaling / policy.peft_config.r**0.5
 
     def change(adapter: Adapter) -> Adapter:
@@ -392,8 +406,8 @@ def random_adapter(engine: Any, policy: Policy) -> Any:
 
 
 def old_where_several(engine: Any, policy: Policy) -> Any:
-    """Sample the second half of each group with the adapter that was loaded when the fault began. Single completions
-    per prompt, which the canary samples, come from the right adapter."""
+    """Sample the second half of each group with the adapter that the policy had when the fault began. Calls for one
+    completion per prompt, such as those of the callback SyncCanary, use the right adapter."""
     old = copied(policy.adapter_state())
     loaded = dict(old)
 
@@ -415,8 +429,8 @@ def old_where_several(engine: Any, policy: Policy) -> Any:
 
 
 def changed_while_sampling(engine: Any, policy: Policy, prompts: Prompts, *arguments: Any, **options: Any) -> Groups:
-    """Sample the second half of the prompts with random numbers added to the matrices B of one layer. They are so large
-    that the change can be detected even if the policy has not learned anything yet."""
+    """Sample completions of the second half of the prompts with random numbers added to the matrices B of one layer.
+    The numbers are so large that the change can be detected even if the policy has not learned anything yet."""
 
     def change(adapter: Adapter) -> Adapter:
         return {
@@ -456,10 +470,11 @@ def without_adapter(engine: Any, policy: Policy) -> Any:
 
 
 def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]], *, late: bool) -> Fault:
-    """Make a fault of an engine that computes with other weights than it was given.
+    """Make a fault by which an engine computes with other weights than those of the policy.
 
     Args:
-        change: returns name -> (the tensor in use, the value that it has while the engine computes).
+        change: returns name -> (a tensor of the policy's model, the value that this tensor has while the engine
+            computes).
         late: change the tensors only during each forward pass. This is needed for tensors that the engine itself
             writes at the beginning of a call (the adapter, and the blocks' norms). Otherwise they are changed during
             the whole call, which is needed for tensors that are also used outside of the model's forward pass (the
@@ -500,8 +515,8 @@ def other_model(change: Callable[[Policy], dict[str, tuple[Tensor, Tensor]]], *,
 
 
 def weights(policy: Policy, part: str) -> dict[str, Tensor]:
-    """Find the model's floating-point parameters and buffers with ``part`` in their names; there must be at least
-    one."""
+    """Return the floating-point parameters and buffers of the policy's model with ``part`` in their names. If there are
+    none, the assertion fails."""
     named = [*policy.causal_lm.named_parameters(), *policy.causal_lm.named_buffers()]
     tensors = {name: tensor for name, tensor in named if part in name and tensor.is_floating_point()}
     assert tensors, f"nothing is called {part}"
@@ -524,8 +539,8 @@ def swapped(one: str, other: str) -> Fault:
 
 
 def other_logits(change: Callable[[Tensor], Tensor], *, is_scored: bool) -> Fault:
-    """Make a fault that samples from changed logits [B, V]. With ``is_scored`` it reports the log-probabilities of the
-    right logits."""
+    """Make a fault that changes the logits [B, V] before sampling. With ``is_scored``, the reported log-probabilities
+    are those of the unchanged logits, otherwise those of the changed ones."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, *arguments: Any, **options: Any) -> Groups:
         head = policy.causal_lm.get_output_embeddings()

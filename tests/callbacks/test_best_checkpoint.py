@@ -1,4 +1,5 @@
-"""The checkpoint of the best validation is still there after a run was interrupted, however that happened."""
+"""The checkpoint with the best validation so far is kept when a run is interrupted, however that happens, and
+continued."""
 
 from collections.abc import Mapping
 from pathlib import Path

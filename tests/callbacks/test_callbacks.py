@@ -1,5 +1,5 @@
-"""Every callback's docstring shows how YAML names it, its hooks are marked as Lightning's, and it refuses impossible
-settings."""
+"""Rules for every callback: its docstring shows how a YAML file names it, its hooks are marked as Lightning's, and
+impossible settings raise an error."""
 
 import inspect
 import math

@@ -1,4 +1,5 @@
-"""The canary stops a run whose engine does not sample from the current policy, and never a healthy run."""
+"""The canary, the callback that compares engine and trainer, stops a run whose engine does not sample from the current
+policy, and never stops a healthy run."""
 
 import math
 import re
@@ -33,7 +34,7 @@ BLOCK = ("--model.engine.init_args.block_size", "32")  # prompts and fixed token
 
 
 def make_policy(base: Path, *, train_norms: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
-    """Make a policy as it is in the middle of a run, with matrices B that are not 0."""
+    """Make a policy as in the middle of a run: its adapter changes the output, because the matrices B are not 0."""
     lora = LoraSettings(rank=4, alpha=8, train_norms=train_norms)
     policy = load_policy(str(base), dtype=dtype, lora=lora, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -196,8 +197,8 @@ class TestChecks:
 
 
 def sharp_policy(base: Path, dtype: torch.dtype, sharpness: float, *targets: str) -> Policy:
-    """Make a policy whose norms multiply by ``sharpness``, so that it magnifies small changes as pretrained models
-    do."""
+    """Make a policy whose norms multiply by ``sharpness``. The larger this is, the more a small change of the weights
+    changes the log-probabilities, as in pretrained models."""
     policy = load_policy(str(base), dtype=dtype, lora=LoraSettings(rank=4, targets=targets or PROJECTIONS), seed=0)
     with torch.no_grad():
         for weight in policy.norm_weights().values():
@@ -257,8 +258,8 @@ class TestStrength:
 
 
 IN_A_RUN = [
-    # Fault, rollout before which it is put in, rollout in which the run has to stop, and the fault in words. Rollouts 0
-    # and 1 have no noise.
+    # Name of the fault, the rollout before which the engine gets it, the rollout in which the run has to stop, and the
+    # fault in words. Rollouts 0 and 1 have no noise on the norms.
     ("lost_update", 2, 2, "the adapter from before the last update"),
     ("old_adapter", 2, 2, "another adapter was loaded"),
     ("no_adapter", 2, 2, "no adapter"),

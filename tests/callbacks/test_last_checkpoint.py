@@ -52,9 +52,10 @@ class Counts(LightningModule):
 
 
 class Disk(Callback):
-    """Imitates a slow disk: checkpoints are written only at the ends of the steps ``at`` and at the end of the run.
+    """Imitates a slow disk: a checkpoint that is due at any time reaches the disk only at the end of one of the steps
+    ``at``, or at the end of the run.
 
-    Training that waits for a checkpoint at any other time gets an error after 20 seconds.
+    If training waits for the disk at any other time, an assertion fails after 20 seconds.
     """
 
     def __init__(self, at: tuple[int, ...] = (), is_full: bool = False) -> None:
@@ -86,8 +87,8 @@ class Disk(Callback):
 
 
 class _Block:
-    """Object whose pickling waits until the disk writes, or fails if the disk is full; it is pickled as an empty
-    dict."""
+    """Part of a checkpoint that delays its writing: pickling this object waits until ``Disk`` writes, and fails if the
+    disk is full. It is pickled as an empty dictionary, so nothing of it is in the file."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -109,8 +110,8 @@ class _Block:
 
 
 class Counter(Callback):
-    """Counts validations in a list that its state contains by reference, so that a later change could reach a
-    checkpoint."""
+    """Counts validations in a list that its state contains by reference. A checkpoint that is written later than its
+    step would have a wrong count if the state had not been copied in time."""
 
     def __init__(self) -> None:
         self.counted = [0]
@@ -123,7 +124,8 @@ class Counter(Callback):
 
 
 class Stops(Callback):
-    """Ends a run at step ``at``: by an error when the step begins or in the middle of it, or by validation after it."""
+    """Ends a run at step ``at``, as ``how`` says: by an error when this step begins ("begins") or before the weights
+    change ("amid"), or by a stop from the validation after this step ("validation")."""
 
     def __init__(self, how: str, at: int) -> None:
         self.how = how
@@ -164,8 +166,8 @@ def fit(
 
 
 def kept(folder: Path) -> dict[str, int]:
-    """Return the step of each checkpoint by the checkpoint's name, after checking that its weights are those of this
-    step."""
+    """Check that every checkpoint in a folder has the weights of its own step. Returns the step of each checkpoint by
+    the name of its file."""
     steps = {}
     for path in (folder / "checkpoints").iterdir():
         checkpoint = torch.load(path, weights_only=True)
@@ -254,7 +256,7 @@ def test_what_could_not_be_written_is_told_and_nothing_else_gets_its_name(tmp_pa
 
 
 def fit_on_rank(rank: int, folder: Path) -> int:
-    """Train as one of two processes that torchrun started; returns the number of ranks."""
+    """Train as one of two ranks, with the environment variables that torchrun sets; returns the number of ranks."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     fit(folder, Disk((3,)), strategy="ddp", devices=2)
     return dist.get_world_size()

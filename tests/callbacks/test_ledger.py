@@ -1,4 +1,5 @@
-"""The ledger's parts of the difference between trainer and sampler have the causes they are named after, and add up."""
+"""The ledger, a callback, splits the difference between the log-probabilities of trainer and sampler into parts by
+cause. Each part comes from the cause it is named after, and the parts add up to the difference."""
 
 from pathlib import Path
 
@@ -25,8 +26,8 @@ def policy(bases) -> Policy:
 
 
 def rows() -> tuple[Tensor, Tensor, Tensor]:
-    """Draw four rows of different lengths with prompts of 3 tokens; returns tokens, mask of sampled tokens, and
-    lengths."""
+    """Draw four rows with prompts of 3 tokens and completions of different lengths. Returns the tokens [4, 14], the
+    mask of the completions' tokens [4, 14], and the lengths [4] of the rows."""
     lengths = torch.tensor([9, 5, 12, 4])
     tokens = torch.randint(0, 250, (4, 14), generator=torch.Generator().manual_seed(0))
     column = torch.arange(14)
@@ -46,8 +47,8 @@ def test_both_sides_see_the_same_tokens(policy):
 
 
 def by_keyed_noise(policy: Policy, seeds: Tensor, *, temperature: float) -> Tensor:
-    """Return the tokens of ``rows()``, in which each sampled token is replaced by a draw from the policy given the
-    tokens before it, with the noise of ``keyed_noise`` for the row's seed."""
+    """Return the tokens of ``rows()`` with completions that the policy really samples: each token is the largest sum of
+    a logit and the Gumbel noise that ``keyed_noise`` gives for the row's seed and the token's position."""
     tokens, sampled, _ = rows()
     for row, column in sampled.nonzero().tolist():
         logits = policy.model(input_ids=tokens[row : row + 1, :column]).logits[:, -1].float() / temperature
@@ -105,7 +106,7 @@ LEDGER = "callbacks.ledger.MismatchLedger"
 
 
 def every_row(folder: Path, *, every: int = 1) -> tuple[str, ...]:
-    """Return arguments of a run with so few rows per rollout, 8, that the ledger looks at all of them."""
+    """Return command-line arguments of a run with 8 rows per rollout, so few that the ledger measures all of them."""
     return "--data.batch_size", "2", "-c", with_arguments(LEDGER, {"every": every}, folder)
 
 

@@ -1,4 +1,5 @@
-"""The temperature of rollouts follows a curve of entropies, and is the same in a resumed run."""
+"""MatchedTemperature chooses the temperature of each rollout so that entropies follow a given curve, and a resumed run
+has the same temperatures."""
 
 import json
 from typing import Any

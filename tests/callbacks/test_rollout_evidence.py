@@ -1,4 +1,5 @@
-"""A run stops in the rollout in which completions are not samples of the policy, and does not stop for true samples."""
+"""The callback RolloutEvidence stops a run in the first rollout whose completions are not samples of the policy, and
+lets a run with true samples go on."""
 
 import re
 
@@ -19,7 +20,7 @@ AT = 1
 
 
 def sabotage(fault: str, at: int = AT) -> tuple[str, ...]:
-    """Return arguments of a run whose engine gets a fault when a given rollout begins."""
+    """Return command-line arguments of a run whose engine gets the named fault when rollout ``at`` begins."""
     callback = "--trainer.callbacks+=tests.correctness.faults.RolloutFault"
     return callback, f"--trainer.callbacks.fault={fault}", f"--trainer.callbacks.at={at}"
 

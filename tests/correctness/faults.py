@@ -1,18 +1,18 @@
-"""Test which faults of rollouts stop a run, and how many healthy runs stop: python -m tests.correctness.faults
+"""Measure which faults of rollouts stop a run, and how many healthy runs stop: python -m tests.correctness.faults
 
 Each fault of tests/callbacks/rollout_faults.py is put into the engine of its own quickstart run when a rollout begins;
 which of the rollouts 2 to 7 this is differs among the faults. The run has to stop before the update of the first
-rollout that the fault changes. There is one JSON line per fault: "stopped", "warned" (of a gap) or "silent" (neither),
-with the rollout and the message. `--healthy N` makes a run of N rollouts without a fault for each of five seeds, every
-second one with noise, and records whether it stopped or warned; these lines also have the seconds of a step and of each
-check in it.
+rollout that the fault changes. One JSON line per fault says what the run did: "stopped", "warned" (that
+log-probabilities of sampler and trainer differ) or "silent" (neither), with the rollout and the message. `--healthy N`
+makes a run of N rollouts without a fault for each of five seeds, every second run with noise on the norms, and records
+whether the run stopped or warned; these lines also have the seconds of a training step and of each check in it.
 
     python -m tests.correctness.faults > docs/results/faults.jsonl
     python -m tests.correctness.faults --healthy 100 >> docs/results/faults.jsonl
 
 With `--model` and `--problems`, runs are of a pretrained model on GSM8K instead. One healthy run makes a checkpoint at
-the beginning of rollout 2 (a second run, with noise, makes one for faults of the noise), and each fault resumes from it
-in the same process, with a new engine.
+the beginning of rollout 2 (for faults of the noise, a second healthy run with noise does). The run of each fault
+resumes from this checkpoint in the same process, with a new engine.
 
     python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl --engine vllm
 
@@ -86,7 +86,8 @@ class StopAt(Callback):
 
 
 class Watch(Callback):
-    """Records the current rollout of a run, and the seconds of its steps and of each check in them."""
+    """Records the number of a run's current rollout, the seconds of every training step, and the seconds of every
+    check, by the name of the check's class."""
 
     rollout: ClassVar[int] = 0
     seconds: ClassVar[dict[str, list[float]]] = defaultdict(list)
@@ -132,7 +133,8 @@ def settings(
 def outcome(
     base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, fault: str | None, at: int = AT
 ) -> dict[str, Any]:
-    """Do a run of the quickstart; returns whether it stopped or warned, in which rollout, and with which words."""
+    """Train with configs/quickstart.yaml, with a fault from rollout ``at`` on or without one; returns what ``heard_in``
+    does."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         changes = settings(base, folder, engine=engine, noise=noise, seed=seed, rollouts=rollouts, fault=fault)
@@ -142,12 +144,13 @@ def outcome(
 
 
 def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str, Any]:
-    """Run a command of the program, with a fault or without; returns whether it stopped or warned, in which rollout,
-    and with which message.
+    """Run a command that trains, with a fault from rollout ``at`` on or without one. Returns under "outcome" whether
+    the run stopped, warned, failed or did nothing of this ("silent"), under "rollout" in which rollout, and under
+    "said" the message.
 
     A run that a check stops counts as stopped, even if it warned before. A run that ends by another error, such as too
-    little memory, counts as failed. With a fault, only the warning about a gap counts, because a healthy policy that
-    learns causes the other warnings, too.
+    little memory, counts as failed. In a run with a fault, only the warning that log-probabilities of sampler and
+    trainer differ counts: other warnings also come from healthy policies that learn.
     """
     words = WARNINGS if fault is None else OF_A_GAP
     if fault is not None:
@@ -186,23 +189,25 @@ def sources(problems: Path) -> dict[str, str]:
 
 
 def of_chance(prompts: Sequence[Any], completions: Sequence[Completion]) -> list[float]:
-    """Reward each completion by a number in [0, 1] from its checksum. The rewards of a group differ, so every update
-    changes the policy; and they cannot be learned, so lengths and rewards of a healthy run do not drift."""
+    """Reward each completion by its checksum, scaled to [0, 1]. Such rewards differ within every group, so every update
+    changes the policy, as faults of the adapter need to have an effect. They cannot be learned, so lengths and rewards
+    of a healthy run do not drift."""
     return [zlib.crc32(row.text.encode()) / 2**32 for row in completions]
 
 
 def aqn(num_stages: int) -> dict[str, Any]:
-    """Make the configuration of AQN, the noise of the QeRL paper, with so many stages."""
+    """Make the configuration of the callback AdaptiveQuantizationNoise, the noise of the QeRL paper, with
+    ``num_stages`` stages."""
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": num_stages}
     return {"class_path": "callbacks.aqn.AdaptiveQuantizationNoise", "init_args": noise}
 
 
 class OfRealModel:
-    """Runs of a pretrained model on GSM8K in one process; runs with a fault resume from the checkpoint of a healthy
-    run.
+    """Trains a pretrained model on GSM8K, all runs in this process. Runs with a fault resume from the checkpoint of a
+    healthy run.
 
     Args:
-        options: options of the command line.
+        options: options of this module's command line.
         seed: seed of the runs.
         folder: folder for the runs.
     """
@@ -214,10 +219,11 @@ class OfRealModel:
         """Checkpoint of the healthy run without noise (False) and with it (True)."""
 
     def outcome(self, fault: str, *, noise: bool) -> dict[str, Any]:
-        """Resume the healthy run with a fault; returns what the function ``outcome`` does.
+        """Resume the healthy run with a fault; returns what ``heard_in`` does. The first call for each ``noise`` makes
+        the healthy run.
 
         Raises:
-            RuntimeError: the healthy run did not end.
+            RuntimeError: a check stopped the healthy run, or it failed.
         """
         if noise not in self.healthy:
             stop = ["--trainer.callbacks+=tests.correctness.faults.StopAt"]
@@ -231,8 +237,7 @@ class OfRealModel:
             return heard_in(command, fault, at=AT + (fault == "lost update"))
 
     def without_fault(self, *, noise: bool) -> dict[str, Any]:
-        """Do a run without a fault; returns what the function ``outcome`` does, and the seconds that ``shares``
-        computes."""
+        """Do a run without a fault; returns what ``heard_in`` does, together with the seconds from ``shares``."""
         return heard_in(self._command(f"without-{noise}", noise), None) | shares()
 
     def _command(self, run: str, noise: bool) -> list[str]:
@@ -316,8 +321,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def of_real_model(args: argparse.Namespace, faults: Sequence[str]) -> None:
-    """Print a line per fault of runs of a pretrained model, and a last line with the number of faults that were
-    found."""
+    """Put each of ``faults`` into a run of a pretrained model, and print a JSON line per fault and a last one with the
+    number of faults that were found. With ``--healthy``, make one run without a fault instead."""
     shape = {"completions": args.prompts * COMPLETIONS, "max_tokens": args.tokens, "engine": args.engine}
     shape |= {"model": args.model.name}
     lines = []

@@ -1,8 +1,8 @@
-"""Measure how far the trainer is from the policy that samples, and why: python -m tests.correctness.gaps
+"""Measure how far log-probabilities of trainer and vLLM differ (the gap), and why: python -m tests.correctness.gaps
 
-Does short runs of configs/quickstart.yaml with vLLM in several settings, with every row in the ledger. Prints one JSON
-line per setting, for docs/results/correctness.jsonl; a setting whose gap exceeds its limit gets no line, and the exit
-status is then 1.
+Does short runs of configs/quickstart.yaml with vLLM in several settings. The callback MismatchLedger divides the gap of
+every row into parts by cause. Prints one JSON line per setting, for docs/results/correctness.jsonl. A setting whose gap
+exceeds its limit gets no line; the program ends there with exit status 1.
 """
 
 import argparse
@@ -87,7 +87,8 @@ def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dic
 
 
 def summarize(curves: dict[str, Curve]) -> dict[str, Any]:
-    """Summarise the gap and its parts over the rollouts without noise ("quiet") and over those with it ("noisy")."""
+    """Summarise the gap and its parts by cause, separately over the rollouts without noise on the norms ("quiet") and
+    over those with noise ("noisy")."""
     sigma = curves["aqn/sigma"].values if "aqn/sigma" in curves else [0.0] * len(curves["gap/k1"].values)
     steps = {name: [step for step, value in enumerate(sigma) if (value > 0) == noisy] for name, noisy in STAGES.items()}
     stages = {name: summarize_steps(curves, chosen) for name, chosen in steps.items() if chosen}
@@ -102,7 +103,8 @@ def summarize(curves: dict[str, Curve]) -> dict[str, Any]:
 
 
 def summarize_steps(curves: dict[str, Curve], steps: Sequence[int]) -> dict[str, Any]:
-    """Compute statistics of the gap and of each of its parts over the given rollouts, in nats."""
+    """Compute means and maxima of the gap, in nats, and of its parts by cause, over the rollouts whose numbers are in
+    ``steps``."""
 
     def values(tag: str) -> list[float]:
         return [curves[tag].values[step] for step in steps]

@@ -1,6 +1,6 @@
 """Write docs/correctness.md from docs/results: python -m tests.correctness.page
 
-The page's text is correctness.md in this folder. Its numbers and tables come from the lines of
+The page's text is correctness.md in this folder. Its numbers and tables come from the JSON lines of
 ``tests.correctness.gaps``, ``tests.correctness.faults`` and ``tests.bench.bench_canary``.
 """
 
@@ -42,7 +42,8 @@ def document() -> str:
 
 
 def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
-    """Make the table of the gap and its parts per run, and the numbers of the text below the table."""
+    """Make the table of the gap between trainer and vLLM and of its parts by cause, a row per run, and the numbers for
+    the page's text below this table."""
     stages = [(result, name, result[name]) for result in results for name in STAGES if name in result]
     fp32 = [(result, name, summary) for result, name, summary in stages if result["dtype"] == "float32"]
     quiet = [summary for result, name, summary in fp32 if name == "quiet" and result["shape"]["temperature"] == 1]
@@ -66,7 +67,8 @@ def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
 
 
 def canary_tables(results: Sequence[Line]) -> str:
-    """Make a table of the canary's comparisons for healthy and broken engines per run of ``bench_canary``."""
+    """Make a table for each run of ``bench_canary``: what the callback SyncCanary compares, in healthy and in broken
+    engines."""
     runs: dict[tuple[str, str], list[Line]] = {}
     for result in results:
         runs.setdefault((result["device"], result["commit"]), []).append(result)
@@ -86,8 +88,9 @@ def canary_tables(results: Sequence[Line]) -> str:
 
 
 def about_faults(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
-    """Summarise which faults stopped a run or warned, whether healthy runs did, and how long the checks take. ``real``
-    are the faults in runs of a pretrained model."""
+    """Make the values that the page says about faults: which of them stopped a run or caused a warning, whether healthy
+    runs stopped or warned, and how long the checks take. ``lines`` are of runs of the quickstart, ``real`` of runs of a
+    pretrained model."""
     faults = [line for line in lines if not line["name"].startswith("healthy")]
     healthy = [line for line in lines if line["name"].startswith("healthy")]
     by_engine = {(line["name"], line["shape"]["engine"]): line for line in faults}
@@ -114,7 +117,8 @@ def about_faults(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
 
 
 def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
-    """Write how far above their recent medians the gaps of pretrained policies without a fault were."""
+    """Make the values that the page says about jumps in runs of pretrained policies without a fault: the largest ratios
+    of a gap to its median in recent rollouts, and the ratios that stop a run."""
     of_stops = {kind: (RolloutEvidence().max_jump or math.inf) * JUMPS[kind] for kind in JUMPS}
 
     def largest(kind: str) -> str:

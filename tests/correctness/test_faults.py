@@ -1,4 +1,5 @@
-"""Whether a run with a fault counts as stopped, as warned or as neither."""
+"""Tests of tests/correctness/faults.py: whether a run with a fault counts as stopped, as warned or as neither of
+both."""
 
 import warnings
 
