@@ -1,5 +1,5 @@
-"""The checkpoint with the best validation so far is kept when a run is interrupted, however that happens, and
-continued."""
+"""The checkpoint with the best validation so far is kept when a run is interrupted, however that happens, and when it
+goes on."""
 
 from collections.abc import Mapping
 from pathlib import Path

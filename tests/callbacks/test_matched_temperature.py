@@ -1,5 +1,5 @@
-"""MatchedTemperature chooses the temperature of each rollout so that entropies follow a given curve, and a resumed run
-has the same temperatures."""
+"""The callback MatchedTemperature sets the temperature of each rollout so that the entropy follows a given curve, and a
+resumed run gets the same temperatures."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the Hopper kernels, taken from the tests of other kernels and of engines."""
+"""Fixtures for the tests of the Hopper kernels; they are defined in tests/kernels and tests/rollout."""
 
 from tests.kernels.conftest import kernels  # noqa: F401
 from tests.rollout.conftest import _kernels_are_interpreted, checkpoints, unpadded  # noqa: F401

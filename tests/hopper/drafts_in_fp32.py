@@ -1,7 +1,9 @@
-"""Compare the tokens of a GPU engine in fp32 with and without drafts: python -m tests.hopper.drafts_in_fp32 CHECKPOINT
+"""Compare what a GPU engine samples in fp32 with speculation and without: python -m tests.hopper.drafts_in_fp32
+CHECKPOINT
 
-It runs in a process of its own because attention would otherwise multiply in TF32: Triton reads ``ENVIRONMENT`` when it
-compiles a kernel, and another test of the same process may have compiled the kernel before.
+The test that uses this module runs it in a process of its own. The variables in ``ENVIRONMENT`` keep attention from
+multiplying in TF32, but Triton reads them only when it compiles a kernel, and in a shared process another test may have
+compiled the kernel before.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ def flat(groups: Iterable[list[Completion]]) -> list[Completion]:
 
 
 def late_siblings(base: str) -> tuple[int, int]:
-    """Complete a prompt 40 times, four at a time, at so low a temperature that many completions are equal, or are equal
-    for most of their length, to one that started before. Returns the number of verifications and of the tokens that
-    these gave: about twice as many, and hardly more than one each if drafts are found in a completion's own text
-    only."""
+    """Complete a prompt 40 times, four at a time, at so low a temperature that many completions repeat most of an
+    earlier one. Returns how often drafts were verified, and how many tokens these verifications gave: about two per
+    verification if drafts are found in the earlier completions, hardly more than one if they are found only in the text
+    of the completion itself."""
     engine = start(base, torch.float32, speculation=True, places=4)
     engine.generate(PROMPTS[3:], Sampling(40, 64, temperature=0.01), 0)
     counts = engine.draft_counts

@@ -1,4 +1,4 @@
-"""Random NVFP4 linear layers for the tests of the Hopper kernels, and checks that several of these kernels share."""
+"""Random NVFP4 linear layers for the tests of the Hopper kernels, and checks that the tests of several kernels use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ E2M1 = torch.tensor(E2M1_CODES)
 
 
 def few(variants: Sequence[Any]) -> list[Any]:
-    """Mark all but every fourth of a kernel's variants as long, because compiling one takes seconds."""
+    """Return a kernel's variants as test parameters, three of every four marked ``long``, because compiling a variant
+    takes seconds."""
     return [pytest.param(each, marks=[pytest.mark.long] if at % 4 else []) for at, each in enumerate(variants)]
 
 
@@ -45,21 +46,22 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def random_linear(outputs: int, inputs: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw codes [N, K] and scales [N, K / 16]; the scales include zero, the smallest subnormal number and the largest
-    number."""
+    """Draw e2m1 codes [N, K] uint8 and scales [N, K / 16] e4m3. Scales may have any value that is not negative, zero,
+    subnormal numbers and the largest number included."""
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
     scales = torch.randint(0, 127, (outputs, inputs // 16), dtype=torch.uint8, device=device)
     return codes, scales.view(torch.float8_e4m3fn)
 
 
 def rows_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Return output rows ``start`` to ``stop``, both multiples of 64, of a weight in tile order, as views."""
+    """Return the part of a weight that computes outputs ``start`` to ``stop``, as views. Both numbers are multiples of
+    64, because the weight is in tile order, the order in which the Hopper kernels read weights."""
     return PackedWeight(weight.codes[:, 2 * start : 2 * stop], weight.block_scale[:, start:stop], weight.global_scale)
 
 
 def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], schedules: dict[int, Any]) -> None:
-    """Check a kernel's product for each number of tokens in ``schedules``, with bias and without, and that a second
-    call gives the same bits."""
+    """Check a kernel's product against the formula, with bias and without, and that a second call gives the same bits.
+    ``schedules`` has the schedule to use for each number of tokens."""
     outputs, inputs = shape
     codes, scales = random_linear(outputs, inputs, "cuda")
     weight, ordered = fragments(codes, scales)
@@ -76,7 +78,8 @@ def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], sc
 def assert_nothing_else_is_written(
     linear: Callable[..., Tensor], shape: tuple[int, int], schedule: Any, *token_counts: int
 ) -> None:
-    """Check that the product is right, and that the rows of memory before and after it keep their values."""
+    """Check for each number of tokens that the kernel's product is right, and that the kernel does not write to the
+    rows of memory before and after its output."""
     outputs, inputs = shape
     codes, scales = random_linear(outputs, inputs, "cuda")
     weight, ordered = fragments(codes, scales)

@@ -25,7 +25,8 @@ needs_hopper = pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0
 
 @pytest.fixture(scope="module", params=["qwen2"])
 def engine(unpadded, tmp_path_factory, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    """Engine of a Qwen2 in NVFP4, with or without speculation, or of another family in bf16 if a test names one."""
+    """An engine of a small Qwen2 in NVFP4, which speculates if the parameter is "speculation". If the parameter is the
+    name of another family, the engine has a model of this family in bf16."""
     base, speculation = unpadded, "off"
     if request.param == "speculation":
         speculation = "on"
@@ -47,8 +48,8 @@ def graphs(engine: VLLMEngine) -> Any:
 
 
 def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> tuple[list, list]:
-    """Return completions and log-probabilities of vLLM's own launches, and those of graphs that an equal call has
-    captured."""
+    """Sample the same completions twice: by kernels that vLLM launches itself, and by replaying CUDA graphs that a call
+    in between has captured. Returns both results, log-probabilities included."""
     from qerl_pl.hopper import decoding_graphs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -64,8 +65,8 @@ def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> t
 @pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 @pytest.mark.parametrize("copies", [1, 2, 7, 20, 40])
 def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
-    """The numbers of sequences and their order change during a call, because completions end at different steps and the
-    KV cache becomes full."""
+    """Graphs are captured for a number of sequences. This number and the sequences' order change during a call, because
+    completions end at different steps and the KV cache becomes full."""
     scheduler, preempted = engine._scheduler(), []
     preempt = scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k))[1])
@@ -80,8 +81,8 @@ def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["mistral", "gemma3_text", "olmo3"], indirect=True)
 def test_equal_bits_with_sliding_windows(engine):
-    """One family has windows in all layers, and two have windows in some layers; vLLM runs one of these two by
-    transformers' code."""
+    """Mistral has sliding windows in all layers, Gemma 3 and OLMo 3 in some layers; for one of the latter vLLM runs the
+    code of transformers."""
     plain, found = plain_and_by_graphs(engine, Sampling(num_completions=5, max_tokens=WINDOW + 16))
     assert found == plain
     assert graphs(engine).steps
@@ -111,8 +112,8 @@ def test_steps_are_run_by_graphs(engine, monkeypatch):
 @pytest.mark.parametrize("engine", ["qwen2", "speculation"], indirect=True)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3}], ids=str)
 def test_equal_bits_with_each_way_to_sample(engine, settings):
-    """The calls follow each other in one engine, so a graph that was captured for other sampling settings must not be
-    used."""
+    """Calls with different sampling settings follow each other in one engine. A graph that was captured for other
+    settings would sample differently, so it must not be used."""
     for more in ({}, settings):
         plain, found = plain_and_by_graphs(engine, Sampling(num_completions=1, max_tokens=12, **more))
         assert found == plain

@@ -1,4 +1,5 @@
-"""Speculation is left out where it does not pay, and a resumed run decides the same."""
+"""The draft guard turns speculation off at numbers of sequences at which it does not save time; a resumed run decides
+the same."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ needs_hopper = pytest.mark.skipif(native.for_vllm() is None, reason="no tested v
 
 
 class Run:
-    """The hooks of rollouts whose counts are given, with a callback and an engine that has not started."""
+    """Imitates a run for the callback DraftGuard: calls the hooks of rollouts in which drafts are counted, with an
+    engine that has not started."""
 
     def __init__(self, engine: Any = None, state: dict[str, Any] | None = None) -> None:
         self.engine = engine or VLLMEngine(max_num_seqs=MOST, speculation="on")
@@ -112,7 +114,8 @@ class Run:
         self.callback.on_fit_start(NOTHING, self.module)
 
     def rollout(self, seed: int) -> list[int]:
-        """Have the counts of a rollout; returns the drafts that it was allowed."""
+        """Imitate a rollout with random counts of drafts; returns how many drafts per sequence it was allowed, by
+        number of sequences."""
         table, draw = drafts_by_sequences(getattr(self.engine, "draft_history", []), MOST), random.Random(seed)
         self.callback.on_train_batch_start(NOTHING, self.module)
         for sequences in range(1, CLASSES[-1] + 1):

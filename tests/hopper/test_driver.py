@@ -1,4 +1,4 @@
-"""All CUDA sources are compiled at the same time, and only once per machine."""
+"""All CUDA sources of this project are compiled in parallel, and each of them only once per machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from qerl_pl.hopper import driver, lora_hopper
 
 @pytest.fixture
 def loaded(monkeypatch, tmp_path) -> Iterator[list[bytes]]:
-    """Imitate a GPU and an empty cache of compiled kernels; yields a list of the cubins that are loaded on this GPU."""
+    """Imitate a GPU and an empty cache of compiled kernels. Yields a list to which the compiled code (cubin) of every
+    kernel is added when it is loaded on this GPU."""
     from triton import knobs
 
     found: list[bytes] = []

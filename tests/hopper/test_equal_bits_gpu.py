@@ -85,8 +85,8 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["before", "anew"])
 def test_another_process_gives_equal_bits(engine, unpadded, tmp_path, compiled):
-    """The other process stands for a resumed run: it finds the kernels that the first process compiled, or compiles
-    them again."""
+    """The other process imitates a resumed run. With "before" it loads the kernels that the first process compiled,
+    with "anew" it compiles them again."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])}
     if compiled == "anew":
         environment |= {name: str(tmp_path / name) for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}

@@ -1,5 +1,5 @@
-"""Speculation changes no token: sequences sampled with any drafts equal those sampled one token at a time, bit for
-bit."""
+"""Speculation changes no token: whatever the drafts are, tokens and log-probabilities equal those that are sampled one
+token at a time, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Way(NamedTuple):
 
 @cache
 def model(prefix: tuple[int, ...], way: Way) -> Tensor:
-    """Compute logits [V] after a prefix, as they are when vLLM's sampler adds the noise: divided by the temperature and
-    -inf for tokens that top_k and top_p leave out. They are random, always the same for one prefix, and favour
-    repetitions."""
+    """Imitate a language model: compute logits [V] after a prefix. As in vLLM's sampler when it adds noise, they are
+    divided by the temperature, and -inf for tokens that top_k and top_p leave out. The logits are random but always the
+    same for one prefix, and favour repetitions, so that drafts are sometimes right."""
     digest = hashlib.sha256(repr((prefix, way.seed % 2)).encode()).digest()
     logits = 2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "big")))
     logits[prefix[-1]] += 2
@@ -47,14 +47,15 @@ def model(prefix: tuple[int, ...], way: Way) -> Tensor:
 
 
 class Sampler:
-    """Samples rows of logits as vLLM does. It can be given two mistakes: noise of the previous position in all rows but
-    the first, and log-probabilities of the previous row."""
+    """Samples rows of logits as vLLM does. Two mistakes can be switched on: ``noise_shifted`` uses the noise of the
+    previous position in all rows but the first, ``scores_shifted`` returns the log-probabilities of the previous
+    row."""
 
     def __init__(self, *, noise_shifted: bool = False, scores_shifted: bool = False) -> None:
         self.noise_shifted, self.scores_shifted = noise_shifted, scores_shifted
 
     def __call__(self, prefixes: Sequence[Sequence[int]], ways: Sequence[Way]) -> tuple[Tensor, Tensor]:
-        """Sample for each of R prefixes a token, [R] int64, and return its log-probability, [R]."""
+        """Sample one token after each of R prefixes. Returns the tokens [R] int64 and their log-probabilities [R]."""
         logits = torch.stack([model(tuple(prefix), way) for prefix, way in zip(prefixes, ways, strict=True)])
         positions = torch.tensor([len(prefix) - 1 for prefix in prefixes])
         positions[1:] -= int(self.noise_shifted)
@@ -152,7 +153,8 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(kernels, plain, n
 
 
 def test_sequences_differ_in_every_way(plain):
-    """If sequences were alike, the other tests would not detect values of the wrong row or position."""
+    """The sequences that the other tests compare are different. If they were alike, values of the wrong row or position
+    would not be detected."""
     assert len({tuple(tokens) for tokens, _ in plain}) == len(WAYS)
     assert sum(len({*tokens}) for tokens, _ in plain) > 5 * len(WAYS)
 
@@ -188,8 +190,8 @@ def test_every_mistake_is_found(kernels, plain, mistake):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_are_taken_as_the_definition_says(kernels, seed):
-    """There are few different tokens, so drafts are often right by chance, even after a wrong one; each sequence has
-    any number of rows."""
+    """The kernel's result equals that of loops on random inputs. There are only two different tokens, so drafts are
+    often right by chance, even after a wrong draft; the numbers of rows per sequence differ."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(most: int, *shape: int) -> Tensor:

@@ -1,5 +1,6 @@
-"""Drafts are the tokens that followed the longest match in the sequence itself or in another completion of its prompt.
-The kernels run on the GPU if there is one, else in Triton's interpreter."""
+"""A sequence's drafts are the tokens that once followed its last tokens: in the sequence itself or in another
+completion of the same prompt, wherever most of the last tokens match. The kernels run on the GPU if there is one, else
+in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ def _small_blocks(kernels, monkeypatch) -> None:
 
 
 def table(seed: int, *, num_rows: int = 7, length: int = 40, columns: int = 3, alphabet: int = 3) -> list[Tensor]:
-    """Draw texts with few different tokens, so that they match in every length; returns texts, their lengths, and for
-    each row the rows in which drafts are looked for."""
+    """Draw token sequences with few different tokens, so that matches of many lengths occur. Returns the tokens [rows,
+    length], the length of each sequence, and for each the indices of the sequences in which drafts are looked for (-1:
+    none)."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(alphabet, (num_rows, length), generator=generator, dtype=torch.int32)
     lengths = torch.randint(1, length + 1, (num_rows,), generator=generator, dtype=torch.int32)
@@ -87,7 +89,8 @@ def test_text_of_other_groups_is_not_read(kernels):
 
 
 def test_drafts_do_not_depend_on_where_rows_are(kernels):
-    """vLLM may put a request into any row of its table; the candidates keep the order of their requests."""
+    """vLLM may put a request into any row of its table of requests. Here all rows change their places, but each row has
+    the same candidates in the same order as before."""
     tokens, lengths, candidates = table(3, alphabet=2)
     moved = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
     back = moved.argsort()

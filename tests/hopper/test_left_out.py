@@ -1,4 +1,4 @@
-"""If the folder qerl_pl/hopper is missing, everything else works: imports, plans, training, and rollouts by vLLM's
+"""The product works without the folder qerl_pl/hopper: imports, memory plans, training, and rollouts by vLLM's
 kernels."""
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(fin
 
 
 def run(product: Path, script: str, *arguments: object) -> str:
-    """Run a program in a process that imports a copy of this repository without the folder; returns what it prints."""
+    """Run a Python script in a process that imports ``product``, a copy of the repository without qerl_pl/hopper.
+    Returns what the script prints."""
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # vLLM may be found there
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(product), str(ROOT), *filter(None, others)])}
     command = [sys.executable, "-c", HERE_ALONE + script, *map(str, arguments)]

@@ -1,4 +1,5 @@
-"""Adapters in the NVFP4 kernels: what the kernels accept, and that base and adapter together equal the formula."""
+"""Adapters that the NVFP4 kernels add themselves: which adapters the kernels accept, and that base and adapter together
+equal the formula."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def with_adapter(
     parts: Schedule | None,
     out: Tensor,
 ) -> Tensor:
-    """Multiply by a linear layer with its adapter. ``parts`` is the schedule of the kernel that computes h = x A^T; the
-    decode kernel computes h itself and needs none."""
+    """Multiply by a linear layer with its adapter, by the kernel "decode" or "batch". ``parts`` is the schedule of the
+    separate kernel that computes h = x A^T for "batch"; "decode" computes h itself, so ``parts`` is None."""
     if name == "decode":
         return nvfp4_decode.decode_linear(x, *weights, bias, schedule, out=out, adapter=adapter)
     assert parts is not None
@@ -50,12 +51,14 @@ def adapter(widths: tuple[int, ...], inputs: int, rank: int, device: str = "cuda
 def blocks(
     num_tokens: int, a: list[Tensor], b: list[Tensor], *, spare: int = 132, seconds: float = 1.0
 ) -> Schedule | None:
-    """Return the schedule that the rule chooses; by default 132 SMs are free, for one second until h is needed."""
+    """Return the schedule that the product chooses for the kernel of h = x A^T, or None if it leaves the adapter to
+    other kernels. ``spare`` SMs are free during the ``seconds`` until h is needed."""
     return lora_hopper.choose_schedule(num_tokens, a, b, lora_hopper.SpareSMs(spare, seconds))
 
 
 def all_blocks(num_tokens: int, slices: int) -> list[Schedule]:
-    """List schedules with tiles of all sizes, and with one cluster, one per two tiles, and one per tile."""
+    """List schedules of the kernel for h = x A^T: all sizes of tiles (tokens per tile), each with one cluster, a
+    cluster per two tiles, and a cluster per tile."""
     tiles = {size: -(-num_tokens // size) for size in CHUNKS_IN_FLIGHT[slices]}
     return sorted({Schedule(size, clusters) for size in tiles for clusters in (1, -(-tiles[size] // 2), tiles[size])})
 
@@ -127,8 +130,8 @@ def test_shrink_is_the_product_and_zero_without_the_adapter(inputs, slices, rank
 def assert_base_and_adapter(
     name: str, widths: tuple[int, ...], inputs: int, rank: int, token_counts: tuple[int, ...]
 ) -> None:
-    """Check all schedules of one kernel at all numbers of tokens for which it has one, called directly and in a CUDA
-    graph."""
+    """Check the sum of base and adapter by the kernel ``name`` with all schedules for the adapter, called directly and
+    in a CUDA graph. Numbers of tokens for which the kernel has no schedule are left out."""
     from qerl_pl.kernels.lora import add_lora_reference
 
     module = MODULES[name]
@@ -224,8 +227,8 @@ def test_base_and_adapter_with_64_tokens_in_the_kernel_for_few():
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("between", ["kernel", "early kernel", "nothing"])
 def test_inputs_that_the_last_kernel_writes_are_waited_for(name, between):
-    """In a CUDA graph each kernel may start before the previous one has ended, and reads the output of the previous
-    one."""
+    """In a CUDA graph a kernel may start before the kernel whose output it reads has ended. The products equal those of
+    kernels that run one after the other."""
     module = MODULES[name]
     size, rank, tokens = 2048, 32, 64 if name == "batch" else 8
     codes, scales = random_linear(size, size, "cuda")

@@ -1,4 +1,5 @@
-"""This project's kernels in vLLM's linear layers: for which layers they are used, and how torch.compile treats them."""
+"""NVFP4 linear layers of vLLM that this project's CUDA kernels compute: for which layers the kernels are used, and how
+torch.compile treats them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ DENSE = E2M1[CODES.long()] * SCALES.float().repeat_interleave(16, 1) * 2**-9  # 
 
 
 class Linear(nn.Module):
-    """Linear layer in the state in which vLLM leaves it after reading the first rows and columns of the weight."""
+    """Imitates a linear layer of vLLM after its weight was read from a checkpoint and before it is converted. The
+    weight consists of the first ``outputs`` rows and ``inputs`` columns of ``CODES``."""
 
     def __init__(self, bias: Tensor | None = None, outputs: int = N, inputs: int = K) -> None:
         super().__init__()
@@ -46,7 +48,8 @@ class Linear(nn.Module):
 
 
 def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K, device: str = "cpu") -> tuple[Any, Any]:
-    """Make a kernel object of this project and a linear layer that it has prepared; returns both."""
+    """Return this project's ``NativeLinear``, the object through which vLLM calls the kernels, and a linear layer whose
+    weight this object has converted."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
     from qerl_pl.hopper.native_linear import NativeLinear
@@ -57,8 +60,8 @@ def prepared(bias: Tensor | None = None, outputs: int = N, inputs: int = K, devi
 
 
 def in_order_of(tokens: int, bias: Tensor | None) -> Tensor | None:
-    """Return the bias [N] in the order in which it is passed on: the native kernels, which these tests replace, get it
-    in tile order; products of more tokens than they take get it unchanged."""
+    """Return the bias [N] in the order that a product of ``tokens`` tokens expects. This project's CUDA kernels take it
+    in tile order; more tokens than they accept are multiplied by a dense weight, with the bias unchanged."""
     return bias if bias is None or tokens > nvfp4_batch.MOST_TOKENS else nvfp4_decode.humming_bias(bias)
 
 
@@ -83,8 +86,8 @@ def capable(monkeypatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, int]]:
-    """Replace the native kernels by products with the dense weight; records which kernel was called with how many
-    tokens."""
+    """Replace this project's CUDA kernels by products with the dense weight, so that these tests run without a GPU.
+    Returns a list to which each call adds the kernel's name and the number of tokens."""
     from qerl_pl.hopper import native_linear
     from qerl_pl.kernels import lora
 
@@ -242,8 +245,8 @@ def test_other_activations_stay_where_they_are(calls, kind):
 
 
 def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128), device: str = "cpu") -> Any:
-    """Wrap a linear layer as vLLM does for LoRA. Of every four tokens, the second and the third do not use the
-    adapter."""
+    """Wrap a linear layer as vLLM does for LoRA, with random A and B for each slice of the output. Of every four
+    tokens, the second and the third do not use the adapter."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels
 
     wrapper: Any = object.__new__(OneAdapterKernels)

@@ -1,4 +1,5 @@
-"""The batch GEMM: it compiles, its schedules fit the GPU, and its product is right."""
+"""The NVFP4 GEMM for up to 2048 tokens (``nvfp4_batch``) compiles, its schedules fit the GPU, and its product is
+right."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ def test_a_number_of_tokens_has_the_schedule_of_the_next_one_with_as_many_token_
 
 
 def test_the_rule_is_what_the_sweep_found():
-    """The expected schedules were the fastest of all in measurements, on an H100 for 256 tokens or more, and on an H200
-    for fewer."""
+    """``choose_schedule`` predicts the fastest schedule. The expected schedules were the fastest when all were
+    measured: for 256 tokens or more on an H100, for fewer on an H200."""
     found = {
         (128, 37888, 3584): (128, 5, 1, 119),
         (192, 37888, 3584): (96, 5, 1, 132),

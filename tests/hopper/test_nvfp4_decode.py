@@ -1,4 +1,5 @@
-"""The decode GEMM: it compiles, its schedules fit the GPU, its layout is Humming's, and its product is right."""
+"""The NVFP4 GEMM for up to 64 tokens (``nvfp4_decode``) compiles, its schedules fit the GPU, its weights have the
+layout of the library Humming, and its product is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The trainer's weights are put in tile order, and vLLM's linear layers use their memory."""
+"""Trainer and engine share one copy of an NVFP4 base: the trainer's weights are put in tile order, the order in which
+the Hopper kernels read them, and vLLM's linear layers use the same memory."""
 
 from __future__ import annotations
 
@@ -23,15 +24,17 @@ pytestmark = pytest.mark.vllm
 
 
 def packed(outputs: int, inputs: int) -> FrozenLinear:
-    """Make a random packed linear layer; the scale of its tensor is large enough for a group of fused layers."""
+    """Make a random NVFP4 linear layer. Its tensor scale is the same in every call, because layers that vLLM fuses
+    share one scale."""
     linear = FrozenLinear(inputs, outputs)
     linear.packed = formats.quantize(torch.randn(outputs, inputs), NVFP4, torch.tensor(2e-3, dtype=torch.float64))
     return linear
 
 
 def test_the_trainers_linears_become_views_of_the_engines_weights():
-    """Layers that vLLM fuses become views of one weight. A layer whose number of outputs vLLM would pad keeps its row
-    order, and so does a whole group with such a number."""
+    """The trainer's linear layers that vLLM fuses, such as q_proj, k_proj and v_proj, become views of one weight in
+    tile order. A linear layer whose number of outputs vLLM would pad keeps its order of rows, and so do all layers that
+    are fused with it."""
     shapes = {"q_proj": (128, 128), "k_proj": (64, 128), "v_proj": (64, 128), "o_proj": (160, 128), "out": (256, 128)}
     linears = {f"a.{name}": packed(*shape) for name, shape in shapes.items()}
     dense = {name: linear.dense(torch.bfloat16) for name, linear in linears.items()}
@@ -50,7 +53,8 @@ def test_the_trainers_linears_become_views_of_the_engines_weights():
 
 
 def test_linears_that_were_moved_apart_are_fused_again():
-    """Moving a module to another device and back copies the weight of each linear layer separately."""
+    """When a module is moved to another device and back, the weight of each linear layer is copied separately, so that
+    fused layers are no longer views of one weight. Putting the layers in tile order again repairs this."""
     linears = {f"a.{name}": packed(rows, 128) for name, rows in {"gate_proj": 128, "up_proj": 128}.items()}
     dense = [linear.dense(torch.bfloat16) for linear in linears.values()]
     one_copy.put_in_tile_order(linears)
@@ -134,7 +138,8 @@ def test_a_linear_that_is_not_read_takes_no_memory_until_it_is_given_the_trainer
 
 
 class Adopted(NamedTuple):
-    """A worker whose model has one fused linear layer, and the trainer's two linear layers whose memory it uses."""
+    """Imitates an engine's worker whose model has one fused linear layer, with the trainer's two linear layers (gate
+    and up) whose memory this layer uses, and their dense weights for comparison."""
 
     worker: Any
     linears: dict[str, FrozenLinear]
@@ -170,8 +175,8 @@ def test_a_linear_with_the_trainers_memory_is_compared_whole(adopted):
 
 
 def test_parameters_that_vllm_has_moved_are_put_into_the_trainers_memory_again(adopted):
-    """After conversion vLLM moves every parameter that it had created in host memory back there, if its name is still
-    the same."""
+    """After converting weights, vLLM moves back to host memory every parameter that it created there and whose name is
+    still the same. ``place`` then gives the trainer's memory back to the parameter."""
     model = adopted.worker.get_model()
     layer, scales = model.mlp.gate_up_proj, adopted.linears["mlp.gate_proj"].block_scale
     layer.weight_scale.data = layer.weight_scale.data.clone()

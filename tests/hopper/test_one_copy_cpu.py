@@ -1,7 +1,7 @@
-"""Trainer and a real engine on a CPU share one copy of the packed base, with the linear layers that are used on Hopper.
+"""Trainer and vLLM on a CPU share one copy of an NVFP4 base, with the linear layers that vLLM uses on Hopper.
 
-This project's CUDA kernels do not run on a CPU, so every step dequantises the weights; on Hopper, only steps with more
-than 2048 tokens do so.
+This project's CUDA kernels do not run on a CPU, so these layers dequantise their weights in every step, which they do
+on Hopper only for steps with more than 2048 tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def engine(policy, row_order) -> Iterator[VLLMEngine]:
 
 @pytest.fixture(autouse=True)
 def _check_trainers(engine, policy, row_order) -> Iterator[None]:
-    """Check after each test that the trainer's base has its old values and its old place in memory."""
+    """Check after each test that the trainer's base weights have not changed and have not moved in memory."""
     places = [linear.codes.data_ptr() for linear in policy.packed_linears().values()]
     yield
     assert all(torch.equal(policy.packed_linears()[name].dense(torch.bfloat16), row_order[name]) for name in row_order)

@@ -1,5 +1,5 @@
-"""Trainer and engine share one copy of the packed base on Hopper; the engine never frees or moves the trainer's
-memory."""
+"""Trainer and engine share one copy of an NVFP4 base on Hopper, and the engine never frees or moves this memory, which
+belongs to the trainer."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def _out_of_memory(*args: object) -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_pass_that_runs_out_of_memory_while_the_engine_sleeps_harms_neither_side(engine, level):
-    """Before the pass is repeated, torch gives back all memory that it has cached, and other tensors overwrite this
-    memory."""
+    """Before a pass that ran out of memory is repeated, torch gives back all memory that it has cached. Here other
+    tensors then overwrite this memory, which must not be used by the engine or the base."""
     engine.sleep_level = level
     dense = {name: linear.dense(torch.bfloat16) for name, linear in engine._policy.packed_linears().items()}
     held, samples = engine.fingerprint(), engine.generate(PROMPTS, SAMPLING, 5)

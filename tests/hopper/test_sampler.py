@@ -1,5 +1,5 @@
-"""This project's log-probabilities of sampled tokens in vLLM's sampler on a GPU, and the requests that it leaves to
-vLLM."""
+"""Log-probabilities of sampled tokens, which this project's kernels compute in vLLM's sampler on a GPU, and the
+requests that are left to vLLM's own code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(rows: int = 3, vocabulary: int = 300) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def sampler(monkeypatch) -> ModuleType:
-    """Import the module of the sampler; without a GPU its kernels run in Triton's interpreter."""
+    """Import qerl_pl/hopper's module for vLLM's sampler. Without a GPU its kernels run in Triton's interpreter."""
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     return import_module("qerl_pl.hopper.sampler")

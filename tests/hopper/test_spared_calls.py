@@ -1,5 +1,5 @@
-"""What this project skips in vLLM's scheduler and KV-cache manager has no effect: with and without it, steps, blocks
-and tokens are the same."""
+"""To save time of the host, this project skips calls in vLLM's scheduler and KV-cache manager. Steps, cache blocks and
+tokens are the same as with these calls."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make_manager(num_blocks: int, *, caching: bool, spared: bool) -> Any:
 
 
 def admit(manager: Any, request: Any) -> bool:
-    """Admit a waiting request: it shares the blocks that are cached, and gets new blocks for the rest. False if there
-    are too few blocks."""
+    """Admit a waiting request: it shares the KV-cache blocks of its prompt that are cached, and gets new blocks for the
+    rest. Returns False, and admits nothing, if there are too few blocks."""
     blocks, cached = manager.get_computed_blocks(request)[:2]
     new = manager.allocate_slots(
         request, request.num_tokens - cached, num_new_computed_tokens=cached, new_computed_blocks=blocks
@@ -48,7 +48,7 @@ def admit(manager: Any, request: Any) -> bool:
 
 
 def decode(manager: Any, request: Any, token: int) -> bool:
-    """Add a token to a running request; False if there is no block for it."""
+    """Add a token to a running request; returns False if the token needs a new block and there is none."""
     request.append_output_token_ids(token)
     new = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
     if new is not None:
@@ -95,8 +95,9 @@ def test_a_spared_manager_holds_the_same_blocks_at_every_step(seed, caching):
 @pytest.mark.parametrize("most_drafts", [0, 1, 7])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_spared_scheduler_schedules_the_same_steps(core, most_drafts, seed):  # noqa: F811
-    """A step is scheduled before the results of the last one are known, as if all drafts were accepted, so a request's
-    number of computed tokens can also decrease. Requests also end by a token, are preempted, and wait for a place."""
+    """Two schedulers, with and without the skipped calls, get the same requests. Steps are scheduled ahead as if all
+    drafts will be accepted, so a request's number of computed tokens can also decrease. Requests also end by a token,
+    are preempted, and wait for a place."""
     both = [Played(make_scheduler(core, num_blocks=[16, 64][seed % 2]), most_drafts, seed) for _ in range(2)]
     engine.spare(both[1].scheduler)
     decoding_step, lean = both[1].scheduler._decoding_step, []

@@ -1,4 +1,4 @@
-"""The settings of speculation that vLLM gets, and the texts in which drafts are looked for."""
+"""The settings for speculation that are passed to vLLM, and in which completions drafts are looked for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {"max_num_reqs": 6, "max_model_len": 40, "max_num_batche
 
 @pytest.fixture
 def speculation(monkeypatch) -> Any:
-    """Import the module of speculation; without a GPU its kernels run in Triton's interpreter."""
+    """Import qerl_pl/hopper's module for speculation. Without a GPU its kernels run in Triton's interpreter."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     from qerl_pl.hopper import speculation

@@ -26,9 +26,9 @@ pytestmark = [
 
 
 def test_no_token_of_100_000_is_another_in_fp32(checkpoints, tmp_path):
-    """At most 1 completion in 1000 may differ, because the sums of logit and noise of two tokens can be equal up to
-    rounding. Log-probabilities are compared up to the first token that differs. Completions of one prompt that are
-    nearly equal have to find right drafts in each other."""
+    """With speculation, at most 1 completion in 1000 may differ, because the sums of logit and noise of two tokens can
+    be equal up to rounding. Log-probabilities are compared up to the first token that differs. If completions of one
+    prompt are nearly equal, the drafts that are found in earlier ones have to be accepted."""
     command = [sys.executable, "-m", "tests.hopper.drafts_in_fp32", checkpoints["dense"]]
     environment = child_environment() | ENVIRONMENT | {"TRITON_CACHE_DIR": str(tmp_path)}
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

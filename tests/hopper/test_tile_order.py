@@ -1,4 +1,4 @@
-"""Conversion of codes and scales to tile order, the order in which the kernels read them, and back."""
+"""Conversion of NVFP4 codes and scales to tile order, the order in which the Hopper kernels read them, and back."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
 def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
-    """Make the configuration of a small model of one of ``FAMILIES``; its widths have the proportions of a real
-    model."""
+    """Make the configuration of a small model of one of ``FAMILIES``, whose widths have the proportions of a real
+    model; ``changes`` replaces its values."""
     sizes = {
         "hidden_size": 128,
         "intermediate_size": 512,
@@ -45,8 +45,8 @@ def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
 
 
 def recurrent_config(num_recurrent: int, num_attention: int = 1, *, experts: bool = False) -> PretrainedConfig:
-    """Make a small configuration of Qwen3.5, or of its mixtures, whose recurrent layers, which come first, have heads
-    of the real size."""
+    """Make the configuration of a small Qwen3.5, with ``experts`` of a mixture of experts. ``num_recurrent`` gated
+    delta nets come first, with heads of the same size as in real models, and then the attention layers."""
     mixture: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     own: dict[str, Any] = mixture | {"shared_expert_intermediate_size": 256} if experts else {"intermediate_size": 512}
     kinds = num_recurrent * ["linear_attention"] + num_attention * ["full_attention"]
@@ -73,7 +73,8 @@ def policy_of(config: PretrainedConfig, dtype: torch.dtype, lora: Mapping[str, A
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that were made in this context and still exist, and the largest number so far."""
+    """Counts the bytes of the tensors that were made in this context and still exist (``live``), and the largest such
+    number so far (``peak``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +104,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def masks_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make dropout keep a mask of one byte per value, as on a GPU; on a CPU torch keeps a mask in the input's dtype."""
+    """Make dropout on a CPU keep a mask of one byte per value for backward, as on a GPU. Without this, torch keeps a
+    mask in the input's dtype."""
 
     def dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
         assert not inplace

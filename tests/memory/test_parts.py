@@ -1,4 +1,5 @@
-"""The formulas for memory against what torch allocates on a CPU, and against measurements on a GPU."""
+"""The memory plan's formulas for parts of a run's memory, against what torch allocates on a CPU and against
+measurements on a GPU."""
 
 import json
 import math
@@ -37,8 +38,8 @@ TOKENS = 1024
 
 @contextmanager
 def kept_bytes(policy: Policy) -> Iterator[list[int]]:
-    """Count the bytes that autograd keeps for the operations in this context; the policy's parameters and buffers, and
-    views of them, are not counted."""
+    """Count the bytes that autograd saves for the backward of the operations in this context, without the policy's
+    parameters and buffers. The yielded list gets the number when the context ends."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*policy.parameters(), *policy.buffers())}
     storages: dict[int, int] = {}
 
@@ -61,8 +62,8 @@ def kept_per_block(
     fused: bool = False,
     **lora: Any,
 ) -> float:
-    """Return the bytes that each additional block keeps for backward. With ``alive`` all tensors that exist are
-    counted, otherwise those that autograd saves."""
+    """Return the bytes by which the memory between forward and backward grows with each additional transformer block.
+    With ``alive`` all tensors that exist are counted, otherwise only those that autograd saves for backward."""
     kept = []
     for num_layers in (1, 3):
         policy = policy_of(config_of(num_layers), dtype, lora=lora)
@@ -125,8 +126,8 @@ def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how, dropout):
     shape = config_shape(config, None, torch.float32)
     _, blocks = parts.blocks_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS, how=how, dropout=dropout > 0)
     kept_twice = shape.num_layers - how.blocks if how.selective else 0
-    # The same holds for the blocks that are not recomputed; the block whose backward runs has its output twice in any
-    # case.
+    # Without dropout, the outputs of all blocks that are not recomputed exist twice; the output of the block whose
+    # backward runs exists twice even if all blocks are recomputed.
     outputs_twice = kept_twice if dropout else max(1, shape.num_layers - how.blocks)
     values_twice = 0 if dropout else kept_twice
     padding = 4 * TOKENS * (outputs_twice * shape.query_width + values_twice * shape.key_width)
@@ -228,7 +229,8 @@ def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_se
 
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 64), (256, 64)])
 def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, rows):
-    """The rows are those of the largest step, found by trying all numbers of sequences."""
+    """``rows`` is the largest number of rows of logits in a decoding step, drafts included. The test finds it by trying
+    all numbers of sequences."""
     shape, length = config_shape(model_config("7B"), NVFP4, torch.bfloat16), 300
     steps = {n: next((drafts for most, drafts in DRAFTS_BY_SEQUENCES if n <= most), 0) for n in range(1, sequences + 1)}
     assert rows == min(64, max(n * (1 + drafts) for n, drafts in steps.items()))

@@ -1,4 +1,5 @@
-"""What a memory plan adds up, which settings it chooses, and what it advises."""
+"""Memory plans: the parts that a plan adds up, the settings that it chooses, and its advice for models that do not
+fit."""
 
 from collections.abc import Mapping
 from dataclasses import replace

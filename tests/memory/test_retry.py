@@ -1,4 +1,5 @@
-"""A run that runs out of memory goes on with smaller passes or more recomputation, and its updates do not change."""
+"""When a training pass runs out of memory, the run goes on with smaller passes or more recomputation, and its updates
+stay the same."""
 
 import gc
 import warnings
@@ -45,8 +46,8 @@ def experience() -> Experience:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_other_tests_left() -> Iterator[None]:
-    """Exclude the objects of earlier tests from garbage collection. ``MicroBatchBudget`` collects garbage, and would
-    take seconds to look at all of them."""
+    """Exclude the objects of earlier tests from garbage collection. ``MicroBatchBudget`` collects garbage after each
+    failed pass, which would take seconds with all these objects."""
     gc.collect()
     gc.freeze()
     yield
@@ -65,7 +66,8 @@ def policy() -> Policy:
 
 
 def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[UpdateReport, list[Tensor]]:
-    """Do two updates on one batch, and restore the weights; returns the report, and the gradient of each update."""
+    """Do two updates on one batch in passes of at most ``tokens`` tokens, and restore the policy's weights. Returns the
+    report of the updates, and the gradient of each update as a vector."""
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
     start = {name: value.clone() for name, value in policy.adapter_state().items()}
     gradients: list[Tensor] = []
@@ -93,7 +95,8 @@ def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[Upda
 
 @contextmanager
 def memory_for(policy: Policy, tokens: int, *, fails: str, unless: str = "") -> Iterator[list[int]]:
-    """Imitate a device that runs out of memory in passes of more than so many tokens; yields the sizes of all passes.
+    """Imitate a device that runs out of memory in every pass of more than ``tokens`` tokens. Yields a list to which
+    each pass adds its number of tokens.
 
     Args:
         policy: the policy whose passes are limited.

@@ -1,4 +1,5 @@
-"""What a run does about its memory when it starts and when it ends."""
+"""A run's memory when it starts (what is refused or reported, and the settings that decide the engine's memory) and
+when it ends."""
 
 import json
 import shutil
@@ -55,7 +56,8 @@ def test_an_engine_tells_what_its_memory_depends_on():
 
 
 def module_of(bases, **settings: Any) -> QeRLModule:
-    """Make a module that samples with transformers and whose ``setup`` has not been called."""
+    """Make the LightningModule of a run that samples with transformers. Its ``setup``, which loads the model, has not
+    been called."""
     rewards = [WeightedReward("format", think_answer_format)]
     return QeRLModule(TransformersEngine(), rewards, base=str(bases["dense"]), **settings)
 
