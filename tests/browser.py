@@ -21,10 +21,10 @@ def chromium() -> str | None:
 
 
 class Tab:
-    """One page of a browser.
+    """One page of a headless Chromium, controlled through the DevTools protocol.
 
     Args:
-        socket: connection to the DevTools of the page.
+        socket: connection to the page's DevTools.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:

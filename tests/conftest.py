@@ -47,25 +47,26 @@ OWN_BYTES = 3 * 2**30
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import vLLM before the tests if any of them starts it on a CPU: modules that are imported now are left out of the
-    garbage collections that every engine makes."""
+    """Import vLLM before the tests if any of them starts it on a CPU. This saves time: tests.imports excludes the
+    modules that are imported now from the garbage collections that every engine makes."""
     if not torch.cuda.is_available() and any(item.get_closest_marker("vllm") for item in session.items):
         import_module("tests.imports")
 
 
 @pytest.fixture(autouse=True)
 def _no_phases_before() -> None:
-    """Reset the time of the last output before each test, as if the test had a process of its own.
+    """Reset the record of when the program last printed something, as if each test had a process of its own.
 
-    Otherwise the time since an earlier test's output would count as time without output, and a command that is called
-    in a test would print the name of its first phase.
+    The program prints what it is doing if it has printed nothing for some seconds. Without the reset, the time since an
+    earlier test's output would count, and a command would print this at its start.
     """
     _Silence.ended = -math.inf
 
 
 @pytest.fixture(autouse=True)
 def _gpu_of_its_own(request: pytest.FixtureRequest) -> None:
-    """Skip a test that measures the memory in use on the GPU while another process uses that GPU."""
+    """Skip a test with the marker ``alone``, which measures the memory in use on the GPU, if other processes use this
+    GPU."""
     if request.node.get_closest_marker("alone") and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         held = [total - free]

@@ -96,8 +96,8 @@ WHOLE = {
 
 
 def with_vision(text: PretrainedConfig) -> PretrainedConfig:
-    """Make the configuration of a whole model with a vision part, as checkpoints of its family are published; its text
-    part is ``text``, whose type is a key of ``WHOLE``."""
+    """Make the configuration of a model with a vision part, as checkpoints of its family are published. ``text`` is the
+    configuration of its text part; the model_type of ``text`` has to be a key of ``WHOLE``."""
     kind = WHOLE[text.model_type]
     vision = {**VISION, "patch_size": 14, **({"head_dim": 16} if kind == "mistral3" else {})}
     whole: dict[str, Any] = {"text_config": text.to_dict(), "vision_config": vision, "image_token_index": 60}
@@ -114,7 +114,8 @@ def with_vision(text: PretrainedConfig) -> PretrainedConfig:
 
 
 def tiny_config(family: str, **sizes: Any) -> PretrainedConfig:
-    """Make a configuration of two blocks, whose weights have a few hundred kilobytes unless ``sizes`` changes them."""
+    """Make the configuration of a model of a family that is small enough for tests: two blocks, and weights of a few
+    hundred kilobytes. ``sizes`` replaces values of the configuration."""
     values = {**SIZES, **OWN.get(family, {}), **sizes}
     if "linear_attention" in values.get("layer_types", ()):  # so in all blocks but the last
         values["layer_types"] = [*["linear_attention"] * (values["num_hidden_layers"] - 1), "full_attention"]

@@ -1,5 +1,5 @@
-"""Runs of the program in processes that are forked from one that has imported it, because the imports take ten
-seconds."""
+"""Starts the program in new processes for tests. They are forked from a process that has already done the imports,
+which take ten seconds."""
 
 import os
 import runpy
@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 
 class Program:
-    """``python train.py ARGUMENTS`` in a process that starts at once. The methods are those of ``subprocess.Popen``.
+    """Runs ``python train.py ARGUMENTS`` in a process that starts when this object is made. The methods are those of
+    ``subprocess.Popen``.
 
     Args:
         arguments: words of the command line.
@@ -41,7 +42,7 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status; minus the number of the signal that killed the process; or None while it runs."""
+        """Exit status of the process; if a signal killed it, minus the signal's number; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:

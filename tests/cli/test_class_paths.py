@@ -1,4 +1,5 @@
-"""What a class path names is checked before it is called, and refused if it cannot be used."""
+"""The object that a ``class_path`` of a configuration names is checked before it is called, and refused if the setting
+cannot use it."""
 
 from collections.abc import Callable
 from typing import Any

@@ -65,7 +65,8 @@ def test_own_warnings_are_a_line_and_others_keep_their_place():
 
 
 class Writer(threading.Thread):
-    """Thread that fails as TensorBoard's thread does when the disk is full: it keeps its error for the main thread."""
+    """Thread that fails as TensorBoard's writer does when the disk is full: it raises an error, and keeps it in
+    ``exception``, so that the main thread can raise it, too."""
 
     exception: BaseException | None = None
 

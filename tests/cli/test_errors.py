@@ -1,4 +1,4 @@
-"""Errors of the command line fit on a screen and name the setting or option to change."""
+"""Error messages about command lines and configurations fit on a screen, and name the setting or option to change."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""An evaluation writes to a folder that is new, or that has the results of an evaluation with the same settings."""
+"""An evaluation never mixes its results with others: it writes to a new folder, or to one with the results of an
+evaluation that had the same settings."""
 
 import copy
 import logging
@@ -31,7 +32,8 @@ def with_value(value: object, *keys: str) -> dict[str, Any]:
 
 
 def evaluate(wanted: Path, config: dict[str, Any]) -> str:
-    """Choose the folder of an evaluation and write config.yaml to it; returns the folder's name."""
+    """Let the product choose the folder of an evaluation with settings ``config``, and write them to config.yaml there.
+    Returns the folder's name."""
     folder = evaluation_folder(wanted, config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

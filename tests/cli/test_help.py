@@ -1,4 +1,5 @@
-"""The ``--help`` of the training commands can be understood by somebody who has never seen the program."""
+"""The ``--help`` of the training commands explains every option, so that somebody who has never seen the program can
+use it."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""The installed wheel in an empty folder: all commands, shipped configurations by name, and the plug-in for vLLM."""
+"""Tests of the installed wheel, run in an empty folder: all commands, the configurations that it contains, by name, and
+the plug-in for vLLM."""
 
 import os
 import shutil
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from the files that a Docker build would see, without network, and install it; returns the
-    folder."""
+    """Build the wheel from those files of the repository that a Docker build would see, and install it, both without
+    network. Returns the folder in which it is installed."""
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -62,8 +63,8 @@ def test_the_wheel_has_all_that_a_run_needs(installed):
 
 
 def both_in_one_process(installed: Path, folder: Path, *commands: list[str]) -> list[str]:
-    """Run several command lines of the console script in one process, because its imports take ten seconds; returns
-    what each printed."""
+    """Run several command lines of the installed command ``qerl`` in one process, because its imports take ten seconds.
+    Returns what each command line printed."""
     script = f"""
 import sys
 from qerl_pl.__main__ import main

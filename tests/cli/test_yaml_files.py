@@ -1,5 +1,5 @@
-"""Configurations are found by name or as files. Mistakes that YAML accepts, such as a key that is given twice, are
-refused with file and line."""
+"""Configurations can be given as files, or by name if the package contains them. Mistakes that YAML itself accepts,
+such as a key that is given twice, are refused with the file and the line."""
 
 import os
 import subprocess

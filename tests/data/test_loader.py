@@ -1,4 +1,5 @@
-"""Prompt loaders give every prompt once per epoch, and their position can be saved at any step."""
+"""A prompt loader gives every prompt once per epoch. Its position can be saved at any step, so that a resumed run goes
+on with the next prompt."""
 
 import copy
 from itertools import chain, islice

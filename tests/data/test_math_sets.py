@@ -1,4 +1,5 @@
-"""Mathematical training sets, their filters, benchmarks, and the removal of benchmark problems from training sets."""
+"""Data sets of mathematical problems: the training sets and their filters, the benchmarks, and the removal of a
+benchmark's problems from training sets."""
 
 import json
 import os

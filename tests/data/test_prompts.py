@@ -1,5 +1,5 @@
-"""The data module: one template for all prompts, none cut or dropped without a message, and a resumed run continues
-with the right prompts."""
+"""The data module writes all prompts with one template, cuts or drops no prompt without a message, and continues with
+the right prompts in a resumed run."""
 
 import json
 import logging
@@ -84,7 +84,8 @@ THINKING = "{%- if add_generation_prompt %}{{- '<think>\\n' if enable_thinking i
 
 @pytest.fixture
 def thinking_path(tokenizer_path: str, tmp_path: Path) -> str:
-    """Folder of a tokenizer whose template starts the completion with <think>, unless ``enable_thinking`` is false."""
+    """Folder of a tokenizer whose chat template puts <think> at the end of every prompt unless the template's argument
+    ``enable_thinking`` is false."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     tokenizer.chat_template += THINKING
     tokenizer.save_pretrained(tmp_path / "thinking")
@@ -352,7 +353,8 @@ def test_a_source_is_chosen_by_its_class_path_and_mistakes_are_refused(tokenizer
 
 
 class Recorder(LightningModule):
-    """Takes one optimizer step per batch, and records the answers of the prompts that it got."""
+    """Module that learns nothing: takes one optimizer step per batch, and records the answers of the prompts in each
+    batch, by which the tests recognise the prompts."""
 
     def __init__(self) -> None:
         super().__init__()

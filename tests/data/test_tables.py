@@ -1,4 +1,5 @@
-"""Problems from tables: numbers in columns of any type, nulls, layouts of published data sets, and unusable rows."""
+"""Problems that are read from tables (files with a row per problem): numbers in columns of any type, nulls, layouts of
+published data sets, and rows that cannot be used."""
 
 import datetime
 import json

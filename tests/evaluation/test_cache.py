@@ -1,5 +1,5 @@
-"""A recorded evaluation is used again only with the same settings and source code of engine and rewards, the same end
-tokens and the same tokenizer."""
+"""The results of an evaluation are recorded, and used instead of a new evaluation only if settings, source code of
+engine and rewards, end tokens and tokenizer are the same."""
 
 import importlib.util
 import json

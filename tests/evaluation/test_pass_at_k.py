@@ -1,4 +1,5 @@
-"""Tests that pass@k equals its definition by enumeration, and that the bootstrap interval has its stated coverage."""
+"""Tests that pass@k equals the share of all choices of k completions that contain a right one, and that the bootstrap
+interval covers the true value as often as stated."""
 
 from itertools import combinations
 

@@ -1,4 +1,5 @@
-"""Cases of bad input: each has a command line, and the files, environment and limits of its process."""
+"""Cases of bad input to the program. Each case is a command line with the files that it reads, and the environment
+variables and limits of its process."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Case(NamedTuple):
         return f"{self.words.replace(FIT, 'fit')} {self.what} {self.environment or ''}{limit}".strip()
 
     def arguments(self, bases: Bases, folder: Path) -> list[str]:
-        """Write the files of the case to a folder; returns the words of its command line."""
+        """Write the files that the case needs to ``folder``; returns the words of its command line, with the paths of
+        these files."""
         (folder / "some").mkdir()
         for name in ("file", "some/config.yaml", "problems.jsonl"):
             (folder / name).write_text("{}\n")
@@ -62,12 +64,12 @@ class Case(NamedTuple):
 
 
 class Bases:
-    """Two checkpoints and a finished run, in copies of which cases change one thing. Each is made when it is first
-    needed.
+    """Two checkpoints and a finished run, valid inputs of the program. Cases change one thing in copies of them. Each
+    is made when it is first needed.
 
     Args:
-        folder: folder for all of them.
-        dense: folder of a checkpoint of the toy policy; None makes one.
+        folder: folder to which the checkpoints and the run are written.
+        dense: folder of an existing dense checkpoint of the quickstart's model; None makes one.
     """
 
     def __init__(self, folder: Path, dense: Path | None = None) -> None:
@@ -358,13 +360,14 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def in_copy(part: str, name: str, change: Callable[[Path], object], bases: Bases, folder: Path) -> None:
-    """Copy a part of ``Bases`` into the folder and change one file or folder of it."""
+    """Copy a checkpoint or the run of ``bases``, whichever ``part`` names, into ``folder``, and call ``change`` with
+    the path of ``name`` in the copy."""
     path = shutil.copytree(getattr(bases, part), folder / part) / name
     change(path)
 
 
 def replaced(by: Callable[[Path], object], path: Path) -> None:
-    """Delete a file or folder, and have ``by`` make something else at its path."""
+    """Delete the file or folder at ``path``, and call ``by`` to make something else there."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

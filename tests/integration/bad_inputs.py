@@ -1,11 +1,11 @@
 """Start commands with bad input: python -m tests.integration.bad_inputs [--number 300] [--first 0].
 
-Every case of ``bad_cases`` calls a command with one thing wrong, in a fork of this process, so that packages are
-imported only once and a case may change its environment, privileges and limits. Each case prints one JSON line with its
-outcome: ``refused`` (the program ended with a message of at most ten lines), ``ran`` (it did not fail), ``raw`` (an
-exception without a message for users, or a crash), ``long`` (a longer message), ``late`` (refused after a rollout),
-``slow`` (refused after more than 10 s of CPU time) or ``timeout``. Every outcome but ``refused`` is a fault of the
-program, and if there is one, the exit status is 1.
+Every case of ``bad_cases`` calls a command in which one thing is wrong. The command runs in a fork of this process, so
+that packages are imported only once, and so that the case can change the environment, privileges and limits of its
+process. Each case prints one JSON line with its outcome: ``refused`` (the program ended with a message of at most ten
+lines), ``ran`` (it did not fail), ``raw`` (an exception without a message for users, or a crash), ``long`` (a longer
+message), ``late`` (refused after a rollout), ``slow`` (refused after more than 10 s of CPU time) or ``timeout``. Every
+outcome but ``refused`` is a fault of the program, and if there is one, the exit status is 1.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MOST_LINES = 10
 
 
 def outcome(case: Case, arguments: list[str]) -> tuple[str, str, float]:
-    """Call the program in a fork of this process.
+    """Run the program with the command line of a case, in a fork of this process.
 
     Returns:
         The outcome, such as "refused" (the module's docstring lists all); the program's message; and its CPU time in
@@ -96,7 +96,7 @@ def _called(case: Case, arguments: list[str]) -> tuple[str, str]:
 
 
 def _drop_privileges() -> None:
-    """Give up all capabilities, such as root's to read and write any file (Linux)."""
+    """Give up all Linux capabilities of this process, so that file permissions hold for it even if it runs as root."""
     version, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     if ctypes.CDLL(None, use_errno=True).capset(version, none):
         raise OSError(ctypes.get_errno(), "capset")

@@ -63,7 +63,8 @@ validation nor its number of batches. The next validation replaces both before a
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """List the paths at which two nested structures of tensors and builtins differ in any bit."""
+    """List where two nested structures of tensors and builtins differ in any bit: the keys and indices on the way to
+    each difference, joined by "/"."""
     if isinstance(left, torch.Tensor):
         return [] if isinstance(right, torch.Tensor) and torch.equal(left, right) else [path]
     if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
@@ -77,15 +78,16 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
 
 
 def scalars(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Read steps and values of those curves that are the same in every repetition of a run; times and memory are left
-    out."""
+    """Read the steps and values of a run's curves, by name. Curves of times and memory, which differ between
+    repetitions of a run, are left out."""
     curves = read_curves(run_dir)
     return {tag: (curve.steps, curve.values) for tag, curve in curves.items() if not tag.startswith(NOT_EXACT)}
 
 
 def without_places(state: Any, run_dir: Path) -> Any:
-    """Replace the run's folder in the texts of a checkpoint, and leave out the state of ``Timer``, which has seconds,
-    and the settings, which name the callbacks that interrupt a run."""
+    """Remove what differs between the checkpoints of equal runs: the run's folder in texts is replaced by "RUN", and
+    the state of ``Timer``, which has seconds, and the settings, which name the callbacks that interrupt a run, are left
+    out."""
     if isinstance(state, str):
         return state.replace(str(run_dir), "RUN")
     if isinstance(state, dict):
@@ -100,8 +102,8 @@ def without_places(state: Any, run_dir: Path) -> Any:
 
 
 def different_parts(straight: Path, resumed: Path) -> list[str]:
-    """List the parts of the last checkpoints, curves and completions in which two runs differ in any bit; the folders
-    of the runs, and times, may differ."""
+    """List the parts of the last checkpoints, curves and completions in which two runs differ in any bit, apart from
+    times, memory and the folders of the runs."""
     one, other = (without_places(load_last(run_dir), run_dir) for run_dir in (straight, resumed))
     found = differences(one, other, "checkpoint")
     found = [path for path in found if not any(part in path for part in OF_THE_LAST_VALIDATION)]
@@ -119,7 +121,8 @@ def assert_same_run(straight: Path, resumed: Path) -> None:
 
 @pytest.fixture(scope="session")
 def finished(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a finished toy run; a test that changes anything in it has to copy it first."""
+    """Folder of a finished run of the small configuration ``TOY``. All tests share it, so a test that changes anything
+    in it has to copy it first."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     process = launch("fit", bases["nvfp4"], run_dir)
     output, _ = process.communicate()

@@ -1,4 +1,5 @@
-"""A sample of the cases of ``bad_inputs``; python -m tests.integration.bad_inputs runs all of them."""
+"""The program refuses a sample of the bad inputs of ``bad_cases`` as ``bad_inputs`` expects; python -m
+tests.integration.bad_inputs tries all of them."""
 
 import pytest
 

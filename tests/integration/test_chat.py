@@ -1,5 +1,5 @@
-"""Chats with a run: its policy and its base answer as in the engine, and a model's output cannot control the
-terminal."""
+"""The command that chats with a run's policy: policy and base answer as in the rollout engine, and the text of a model
+cannot control the terminal."""
 
 import io
 import shutil

@@ -1,5 +1,5 @@
-"""The date that a chat template writes is fixed for a run: it does not depend on the day, time zone or locale of a
-start."""
+"""Some chat templates write the date into prompts. All starts of a run write the same date, whatever the day, time zone
+or locale."""
 
 import locale
 import logging
@@ -38,8 +38,8 @@ CHAT = (
 
 @pytest.fixture
 def day(monkeypatch):
-    """Return a function that sets the clocks of transformers' templates and of this program to a day of November
-    2026."""
+    """Set the clocks that chat templates and this program read to 27 November 2026. Returns a function that sets them
+    to another day of this month."""
 
     def move(number: int) -> None:
         class Moved(datetime):

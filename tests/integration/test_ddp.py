@@ -1,4 +1,4 @@
-"""Runs with several ranks do what a run with one rank does: the same rollouts, the same steps, and the same files."""
+"""A run on several ranks does what a run on one rank does: the same rollouts, the same steps, and the same files."""
 
 import json
 import os
@@ -27,8 +27,8 @@ def finish(process: Program, *, status: int = 0) -> str:
 
 
 def start_node(launcher: str, node: int, port: int, args: list[str]) -> Program:
-    """Start a process with the variables that torchrun or SLURM sets on one of two nodes; both nodes are this
-    machine."""
+    """Start the process of one of two nodes, with the environment variables that torchrun or SLURM (``launcher``) would
+    set on this node. Both nodes are really this machine."""
     if launcher == "torchrun":
         ranks = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node}
         variables = {name: str(value) for name, value in (ranks | {"MASTER_PORT": port}).items()}

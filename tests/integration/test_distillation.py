@@ -1,5 +1,5 @@
-"""Whole runs with a teacher: without rewards, with a decreasing coefficient, killed and resumed, and with bad
-settings."""
+"""Whole runs whose loss has the divergence from a teacher: without rewards, with a decreasing coefficient of the
+divergence, killed and resumed, and with bad settings."""
 
 from pathlib import Path
 

@@ -18,8 +18,8 @@ WORDS = {"class_path": "datamodules.table.Table", "init_args": {"train_path": "r
 
 
 def diagnosed(base, folder, capsys, changes, *more):
-    """Run ``doctor`` on a configuration; returns its exit status, and its lines about the configuration by the check's
-    name."""
+    """Run the command ``doctor`` on the toy configuration with ``changes``. Returns the exit status, and what each
+    check of the configuration printed, by the name of the check."""
     (folder / "rows.jsonl").write_text("".join(f'{{"question": "a{n}", "answer": "word"}}\n' for n in range(40)))
     (folder / "level_of_rows.py").write_text(MINE)
     (folder / "changes.yaml").write_text(yaml.safe_dump(changes))

@@ -1,4 +1,5 @@
-"""The files on the documentation's page about own data, rewards and callbacks work as the page says."""
+"""The example files on the documentation page docs/extending.md, about own data, rewards and callbacks, work as the
+page says."""
 
 import json
 import re
@@ -21,8 +22,8 @@ PAGE = ROOT / "docs" / "extending.md"
 
 
 def files() -> dict[str, str]:
-    """Read the files on the page: texts of code blocks by file name. A block of Python or YAML has the name in its
-    first line."""
+    """Read the example files from the code blocks of the page; returns their texts by file name. A block of Python or
+    YAML has the file's name in its first line."""
     page = PAGE.read_text()
     [problems] = re.findall(r"`problems\.jsonl`:\n\n```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     named = re.findall(r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", page, re.DOTALL | re.MULTILINE)

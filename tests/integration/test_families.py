@@ -54,8 +54,8 @@ GPU_ENGINE = ("--model.engine.max_num_seqs", "16", "--model.engine.kv_cache_byte
 
 @pytest.fixture
 def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Return a function that writes a random model of a family as the family is published, with the quickstart's
-    tokenizer."""
+    """Return a function that writes a small random model of a family, in the form in which checkpoints of the family
+    are published (with a vision part if they have one), and with the quickstart's tokenizer. It returns the folder."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
 
     def make(family: str, **sizes: Any) -> Path:
@@ -101,8 +101,9 @@ for lora in (None, *(LoRARequest("adapter", 1, adapter, is_3d_lora_weight=EXPERT
 
 def assert_stock_libraries_agree(base: Path, *adapters: Path) -> list[list[int]]:
     """Check that stock vLLM and stock transformers continue a prompt with the same greedy tokens, and that vLLM and
-    PEFT do so with each adapter. For experts beside adapters, for which vLLM has no kernels on a CPU, it uses those of
-    ``rollout/vllm/cpu_experts.py``. Returns the tokens without an adapter and with each."""
+    PEFT do so with each adapter. vLLM has no CPU kernels for mixtures of experts with adapters, so there it uses those
+    of ``rollout/vllm/cpu_experts.py``. Returns lists of tokens: those without an adapter, and those with each
+    adapter."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     code = STOCK.replace("EXPERTS", str(FAMILIES[model.config.model_type].experts is not None))
     command_line = [sys.executable, "-c", code, base, json.dumps(query_scaling(model.config)), *adapters]
@@ -119,10 +120,11 @@ def assert_stock_libraries_agree(base: Path, *adapters: Path) -> list[list[int]]
 
 
 def assert_exports_are_served(base: Path, run_dir: Path, folder: Path) -> None:
-    """Check that stock vLLM samples from an exported policy the tokens that stock PEFT or transformers sample.
+    """Check that vLLM without this project's changes samples from an exported policy the same greedy tokens as stock
+    PEFT or transformers.
 
-    Neither library reads NVFP4 on a CPU, so the adapter is served on the packed base written in bf16. If vLLM's LoRA
-    loader cannot load adapters of the family, the merged model is served instead.
+    These libraries cannot read NVFP4 on a CPU, so the exported adapter is used with a bf16 copy of the NVFP4 base. If
+    vLLM's LoRA loader cannot load adapters of the family, the merged model is served instead.
     """
     untrained = load_policy(str(base), dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
     write_merged(untrained, folder / "bf16")
@@ -136,7 +138,9 @@ def assert_exports_are_served(base: Path, run_dir: Path, folder: Path) -> None:
 
 
 def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap: float) -> Path:
-    """Quantise, train three steps with noise, the canary and the ledger, and export; records each part that works.
+    """Quantise a base, train three steps with noise on the norms and all checks, and export the adapter. Each part that
+    works is recorded for the documentation's table of families. ``gap`` is the largest difference between trainer and
+    engine that is allowed, in nats.
 
     Returns:
         Folder of the quantised base. The run is in ``folder / "run"``, the exported adapter in ``folder / "out"``.
@@ -172,7 +176,8 @@ def assert_whole_run(run, family: str, base: Path, folder: Path, *more: str, gap
 
 
 def assert_experts_are_replayed(folder: Path, family: str) -> None:
-    """Check that a run has used the sampler's experts, and what it logged about them."""
+    """Check from the curves of a run that training used the experts that the sampler had chosen for each token, and
+    that the trainer's routers would rarely have chosen others."""
     curves = read_curves(folder)
     changed, others = curves["router/changed_share"], curves["router/other_experts_max"]
     assert changed.steps == [0, 1, 2]
@@ -231,8 +236,8 @@ def test_stock_libraries_sample_alike_from_an_adapter_that_changes_experts_a_lot
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", NAMES)
 def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
-    # With large random weights, noise on the norms changes probabilities so much that callbacks.RolloutEvidence stops
-    # the run, in gated delta nets and where routers choose other experts, whose outputs are unrelated.
+    # In gated delta nets, and where routers choose other experts, noise on the norms changes the probabilities of a
+    # model with large random weights so much that RolloutEvidence stops the run. These families get small weights.
     small = FAMILIES[family].experts or family.startswith("qwen3_5")
     base = make_base(family, **({"initializer_range": 0.05} if small else {}))
     used = assert_whole_run(run, family, base, tmp_path, gap=1e-4)

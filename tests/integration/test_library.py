@@ -1,4 +1,4 @@
-"""The code blocks of the documentation's page about use from Python are one program, which runs unchanged."""
+"""The code blocks on the documentation page about use from Python form one program. It runs as it is printed there."""
 
 import re
 import shutil

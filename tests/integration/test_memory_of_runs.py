@@ -1,4 +1,4 @@
-"""Runs that run out of memory and go on, and runs that follow a memory plan."""
+"""Whole runs and memory: a run whose training pass runs out of memory goes on, and a run follows its memory plan."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ SHORT = ("--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
 
 
 class SmallDevice(Callback):
-    """Imitates a device that runs out of memory in every training pass of more than so many tokens."""
+    """Imitates a device that runs out of memory in every training pass of more than ``tokens`` tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens

@@ -1,4 +1,5 @@
-"""Each mistake that newcomers make ends with a few lines that name the place of the mistake and say what to do."""
+"""Typical mistakes of newcomers end with an error of a few lines that names the place of the mistake and says what to
+do."""
 
 import re
 import shutil

@@ -15,7 +15,8 @@ STAGES = ("--trainer.callbacks.num_stages", "3")
 
 @pytest.fixture
 def published(bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a checkpoint as ModelOpt exports it, with NVFP4 and FP8 linear layers and an FP8 cache."""
+    """Folder of a small random checkpoint as ModelOpt exports quantised models, with NVFP4 and FP8 linear layers and
+    scales for an FP8 KV cache."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "published"
     shutil.copytree(bases["dense"], path)

@@ -45,8 +45,8 @@ def model_file(name: str) -> Path:
 @pytest.mark.timeout(1200)
 def test_the_smallest_model_through_a_whole_run_on_a_cpu(run, tmp_path, monkeypatch):
     """The model is dequantised, quantised to NVFP4, trained with noise and every check, resumed, exported, and served
-    by stock vLLM and PEFT. SmolLM2-135M has the widths (576, 1536) and the norms of a real model. The run that is
-    stopped and resumed has a process of its own, beside the run that is not stopped."""
+    by stock vLLM and PEFT. SmolLM2-135M has the widths (576, 1536) and the norms of a real model. A second run, in a
+    process of its own, is stopped and resumed; it has to end with the same bits as the first."""
     base = model_file("smollm2-135m")
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     checks = with_arguments("callbacks.canary.SyncCanary", CANARY, tmp_path)

@@ -169,8 +169,8 @@ def test_settings_of_the_optimizer_are_those_of_the_start_that_goes_on(finished,
 
 @pytest.mark.slow
 def test_a_scalar_belongs_to_the_step_that_measured_it_and_not_to_later_ones(run, tmp_path):
-    # Each rollout has one prompt with two completions of one token, so the rewards of many rollouts are equal and give
-    # no gradient.
+    # Each rollout has one prompt with two completions of one token. Their rewards are often equal, so many steps have
+    # no gradient and measure nothing about the update.
     rare = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2", "--data.batch_size", "1")
     rare += ("--trainer.limit_val_batches", "0", "--trainer.max_steps", "10")
     run("fit", tmp_path / "straight", *rare)

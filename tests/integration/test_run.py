@@ -1,4 +1,4 @@
-"""Whole runs: the files that a run writes, real problems, evaluation, prediction and export."""
+"""Whole runs on a CPU: the files that a run writes, training on real problems, evaluation, prediction and export."""
 
 import json
 import os
@@ -121,8 +121,8 @@ def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
     batch += ("--model.sampling.max_tokens", "10", "--trainer.limit_val_batches", "0")
     run("fit", tmp_path, *batch, "--trainer.max_steps", "16", "--model.optimizer.init_args.lr", "3e-2")
     rewards = read_curves(tmp_path)["train/low_tokens"].values
-    # The mean reward rises only from 0.45 to 0.54: a final norm precedes the head, whose weights are small and random,
-    # so an adapter can change the logits only a little.
+    # The mean reward rises only from 0.45 to 0.54. The model ends with a norm and an output matrix of small random
+    # weights, so the adapter, which is before both, can change the logits only a little.
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.05
 
 

@@ -1,4 +1,5 @@
-"""``fit --smoke`` runs every part of a configuration on a small scale, and leaves the files of the real run alone."""
+"""``fit --smoke`` tries every part of a configuration in a short run with few prompts, and does not touch the files of
+the real run."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Signals that stop whole runs, locks on their folders, and settings that a new start changes."""
+"""Starts and stops of whole runs: signals that stop a run, the lock that keeps a second process out of its folder, and
+settings that differ when a run is started again."""
 
 import fcntl
 import signal

@@ -16,13 +16,13 @@ from tests.rollout.expert_faults import FAULTS, expert_adapters
 
 
 def low_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Reward each completion by the share of its tokens in the lower half of the vocabulary; a random policy has
-    some."""
+    """Reward each completion by the share of its tokens that are below 128, the lower half of the vocabulary. Even a
+    random policy samples some, so it can learn from this reward."""
     return [sum(token < 128 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
 def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Reward each completion by its share of even tokens, which is about a half for any policy."""
+    """Reward each completion by the share of its tokens that are even numbers: about a half for an untrained policy."""
     return [sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
@@ -32,7 +32,8 @@ def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> l
 
 
 class ShiftedRoutes(Callback):
-    """Shifts the experts that the engine returns by one token, from rollout ``at`` on."""
+    """Fault of the engine from rollout ``at`` on: the experts that it returns for each token are those of the token
+    before."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -51,7 +52,8 @@ def _shifted(groups: list[list[Completion]]) -> list[list[Completion]]:
 
 
 class FaultyExperts(Callback):
-    """Makes a fault in vLLM's adapters of experts after an adapter was loaded, from rollout ``at`` on."""
+    """From rollout ``at`` on, puts one of the faults of tests/rollout/expert_faults.py into vLLM's adapters of experts
+    whenever an adapter was loaded."""
 
     def __init__(self, at: int, fault: str) -> None:
         self.at, self.fault = at, fault
@@ -68,7 +70,7 @@ class FaultyExperts(Callback):
 
 
 class NamedLogger(DummyLogger):
-    """Logger with a folder, a name and a version that it chooses itself, as the logger of Weights & Biases does."""
+    """Logger that, as the one of Weights & Biases, chooses name and version of its folder itself."""
 
     def __init__(self, save_dir: str = ".") -> None:
         super().__init__()
@@ -88,11 +90,12 @@ class NamedLogger(DummyLogger):
 
 
 class Killed(Callback):
-    """Kills its own process in a phase of training, after ``at`` optimizer steps.
+    """Kills the process of a run, to test that it can be resumed: after ``at`` optimizer steps, at the point of
+    training that ``phase`` names.
 
-    Phases: "rollout" (the engine has the policy and was asked for completions), "scored" (before the update), "update"
-    (before an optimizer step), "saving" (the checkpoint is written and not yet renamed), "validation" (in its second
-    batch).
+    Values of ``phase``: "rollout" (the engine has the policy and is asked for completions), "scored" (completions have
+        rewards, and the update has not begun), "update" (before an optimizer step), "saving" (the checkpoint is written
+        to a temporary file that is not yet renamed), "validation" (in the second batch of a validation).
     """
 
     def __init__(self, phase: str, at: int) -> None:
@@ -137,15 +140,15 @@ class CtrlC(Callback):
 
 
 class CtrlCAtTheStart(Callback):
-    """Presses Ctrl-C before the first rollout, as a user does who does not want to wait for the engine."""
+    """Sends SIGINT, as Ctrl-C does, when training begins and before the engine has started."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
 class SigtermEarly(Callback):
-    """Sends SIGTERM when the named hook is called, before the same hook of all other callbacks and before training
-    begins."""
+    """Sends SIGTERM when Lightning calls the callback hook ``hook``. This callback is put first, so the signal comes
+    before the other callbacks' hooks."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -155,7 +158,7 @@ class SigtermEarly(Callback):
 
 
 class SpoilGradient(Callback):
-    """Multiplies the gradient of one matrix B by a factor, from one rollout on."""
+    """Multiplies the gradient of one LoRA matrix B by ``factor``, from rollout ``at`` on."""
 
     def __init__(self, at: int, factor: float) -> None:
         self.at = at
@@ -168,14 +171,16 @@ class SpoilGradient(Callback):
 
 
 class InBackground(Callback):
-    """Makes the run write every checkpoint in the background while training goes on, even a small one."""
+    """Makes the run write all checkpoints in the background while training goes on; otherwise it does so only with
+    large checkpoints."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         last_checkpoint(trainer).background_bytes = 0
 
 
 class StoppedByValidation(Callback):
-    """Makes validation end the run after step ``at``, for which no checkpoint is due."""
+    """Ends the run by the validation after step ``at``; the interval of checkpoints is set such that no checkpoint is
+    due at this step."""
 
     def __init__(self, at: int) -> None:
         self.at = at

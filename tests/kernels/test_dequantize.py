@@ -1,4 +1,5 @@
-"""The dequantising kernels against their definition, on the GPU if there is one, else in Triton's interpreter."""
+"""The kernels that dequantise 4-bit weights equal their definition in torch. They run on the GPU if there is one, else
+in Triton's interpreter."""
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ KERNELS = "qerl_pl.kernels.dequantize"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 16), (3, 48), (5, 1040), (2, 4096), (5, 4112)]  # less than a program, one whole one, a short last one
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# The reciprocal of a checkpoint's divisor; scales whose products with codes are denormal, overflow fp16, and overflow
-# fp32.
+# Tensor scales: the reciprocal of a checkpoint's divisor, and scales with which some weights are denormal, overflow
+# fp16, and overflow fp32.
 GLOBAL_SCALES = [1 / 2688, 3.3e-38, 97.0, 1e37]
 
 
@@ -28,15 +29,16 @@ def draw(rows: int, cols: int, global_scale: float = 1 / 2688) -> PackedWeight:
 
 
 def once_rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 to another dtype as the kernel does: as the hardware on a GPU, but Triton's interpreter truncates to
-    bf16."""
+    """Round fp32 values to another dtype as the tested kernel does: to nearest, except that Triton's interpreter
+    truncates when it converts to bf16."""
     if DEVICE == "cpu" and dtype == torch.bfloat16:
         return (exact.view(torch.int32) & -0x10000).view(torch.float32).bfloat16()
     return exact.to(dtype)
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
-    """Return whether dtypes and values are equal, signs of zeros included, with NaN in the same places."""
+    """Return whether two tensors have the same dtype and the same values, signs of zeros included; NaN counts as equal
+    to NaN."""
     nan = expected.isnan()
     signs = found.signbit() == expected.signbit()
     return bool(((found == expected) & signs | (found.isnan() & nan)).all()) and found.dtype == expected.dtype

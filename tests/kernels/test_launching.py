@@ -1,4 +1,5 @@
-"""``launch`` does what Triton's own launch of a kernel does, for all kinds of arguments."""
+"""``launch``, this project's shorter way to start a compiled Triton kernel, does what Triton's launch does, for all
+kinds of arguments."""
 
 from types import ModuleType
 

@@ -1,4 +1,5 @@
-"""The adapter's kernels against their definition, on the GPU if there is one, else in Triton's interpreter."""
+"""The Triton kernels that add a LoRA adapter to a linear layer's output equal their definition. They run on the GPU if
+there is one, else in Triton's interpreter."""
 
 from types import ModuleType
 
@@ -8,15 +9,16 @@ from torch import Tensor
 
 KERNELS = "qerl_pl.kernels.lora"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter multiplies the bits of bf16 values as if they were integers; on a GPU, products of fp32 are
-# rounded to tf32.
+# bf16 is left out on a CPU because Triton's interpreter multiplies its bits as if they were integers, and fp32 on a GPU
+# because its products are rounded to TF32.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 REAL = [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (27648, (5120,))]  # inputs and widths of fused linears
 WIDTHS = [(40,), (33, 33), (70, 20, 9)]  # one linear, gate/up, q/k/v
 
 
 class Problem:
-    """Random operands of one linear layer; every third token does not use the adapter."""
+    """Random inputs, outputs and adapter of one linear layer, for kernels that add the adapter to the outputs. Every
+    third token does not use the adapter."""
 
     def __init__(self, tokens: int, inputs: int, rank: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
         generator = torch.Generator(DEVICE).manual_seed(tokens * inputs + rank)
@@ -30,12 +32,12 @@ class Problem:
         self.with_adapter = self.indices[:tokens] >= 0
 
     def check(self, kernels: ModuleType, y: Tensor) -> None:
-        """Check that the error of every element is below a bound for its roundings, and that rows without adapter are
-        unchanged."""
+        """Check a kernel's result ``y``: the error of every element is within a bound that follows from its roundings,
+        and rows of tokens without the adapter are unchanged."""
         assert torch.equal(y[~self.with_adapter], self.y[~self.with_adapter])
         exact = kernels.add_lora_reference(self.y, self.x, self.a, self.b, self.indices)
-        # The same product of absolute values bounds each sum, and so the error of fp32 sums and of the rounding of x
-        # A^T.
+        # The errors of sums in fp32 are proportional to the sums of the terms' absolute values, so the same product is
+        # computed with the absolute values of all operands.
         sizes = [[matrix.abs() for matrix in matrices] for matrices in (self.a, self.b)]
         size = kernels.add_lora_reference(self.y.abs(), self.x.abs(), *sizes, self.indices)
         hidden = [(self.x.double() @ first.double().t()).abs() for first in self.a]
@@ -62,7 +64,8 @@ def test_kernels_equal_their_definition(kernels, tokens, rank, widths, dtype):
 
 
 def test_a_fourth_slice_is_added_too(kernels):
-    """A delta net's queries, keys, values and gate are four slices; one call of the kernels takes at most three."""
+    """A fused linear layer can have four parts, such as queries, keys, values and gate of a gated delta net. A call of
+    the kernels takes at most three, so the fourth needs another call."""
     problem = Problem(17, 300, 24, (40, 33, 20, 70), DTYPES[1])
     y = problem.y.clone()
     kernels.add_lora(y, problem.x, problem.a, problem.b, problem.indices)

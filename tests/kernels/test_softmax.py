@@ -1,4 +1,5 @@
-"""The softmax kernels against their definitions, on the GPU if there is one, else in Triton's interpreter."""
+"""The Triton kernels for softmax and related functions equal their definitions. They run on the GPU if there is one,
+else in Triton's interpreter."""
 
 from importlib import import_module
 
