@@ -11,7 +11,7 @@ from qerl_pl.tools.tiny import make_tiny
 
 @pytest.fixture
 def policy(base: str) -> Policy:
-    """Load a policy on the base; its adapter is untrained, so it equals the base."""
+    """Load a policy with an untrained adapter, so that it computes what its base computes."""
     return load_policy(base, dtype=torch.float32, lora=LoraSettings(rank=4, alpha=8), seed=0)
 
 

@@ -18,8 +18,8 @@ BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 @st.composite
 def rewards_and_scored(draw) -> tuple[Tensor, Tensor]:
-    """Draw rewards and which of them are scored. There are few different values, so that groups of equal rewards, and
-    groups with one scored row, are common."""
+    """Draw rewards [P, G] of P groups of G completions, and which of the completions have a score [P, G]. There are few
+    different rewards, so that groups of equal rewards are common; so are groups in which one completion has a score."""
     prompts, completions = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     value = st.sampled_from([0.0, 0.1, 0.2, 0.7, 1.0, -0.5])
     row = st.lists(value, min_size=completions, max_size=completions)
@@ -90,8 +90,8 @@ def test_shapes_are_checked(rewards, scored):
 
 @st.composite
 def rewards_and_penalties(draw) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw rewards, penalties and which rows are scored, all [P, G]; in every second case, all rewards of a group are
-    equal."""
+    """Draw rewards, penalties and which completions have a score, all [P, G]. In every second case all rewards of a
+    group are equal, so that advantages come from the penalties alone."""
     rewards, scored = draw(rewards_and_scored())
     if draw(st.booleans()):
         rewards = rewards[:, :1].expand_as(rewards)

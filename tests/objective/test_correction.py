@@ -1,4 +1,5 @@
-"""Laws of the importance weights, and of the statistics of the difference between trainer and sampler."""
+"""Laws of the importance weights that correct for the difference between trainer and sampler, and of the statistics of
+this difference."""
 
 import math
 from typing import get_args
@@ -88,8 +89,8 @@ def test_importance_weights_are_constants():
 
 
 def test_untruncated_sequence_weights_are_unbiased():
-    """The mean of weight x f over the sampler's distribution equals the mean of f over the trainer's; both are computed
-    exactly from all rows of two tokens."""
+    """For any function f of a completion, the mean of weight x f over the sampler's distribution equals the mean of f
+    over the trainer's distribution. Both means are computed exactly, as sums over all completions of two tokens."""
     generator = torch.Generator().manual_seed(0)
     trainer, sampler = torch.rand(2, 4, generator=generator).double().log_softmax(dim=1)
     first, second = torch.cartesian_prod(torch.arange(4), torch.arange(4)).unbind(1)

@@ -1,4 +1,5 @@
-"""A surrogate loss and advantages that a user has written and names by their import path."""
+"""Functions that a user has written and names in the settings by their import path: a surrogate loss, and
+advantages."""
 
 import sys
 from dataclasses import replace
@@ -68,7 +69,8 @@ def own_module(tmp_path, monkeypatch):
 
 
 def inputs() -> LossInputs:
-    """Make four rows in which some tokens are left out of the loss; values outside of the mask are arbitrary."""
+    """Make the inputs of a loss for four rows, in which some tokens are left out of the loss. Tokens outside of the
+    mask have an impossible log-probability, 3, which the loss must not read."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(4, 6, generator=generator) < 0.7
     old = torch.where(mask, -torch.rand(4, 6, generator=generator), 3.0)

@@ -51,8 +51,8 @@ class Batch(NamedTuple):
 
 @st.composite
 def batches(draw, dtype: torch.dtype = torch.float64) -> Batch:
-    """Draw batches with ratios between about 1/3 and 3, so that both clipping bounds have an effect; rows and whole
-    batches may have no valid token."""
+    """Draw batches whose ratios pi / pi_old lie between about 1/3 and 3, so that both clipping bounds have an effect.
+    The mask may leave rows, or the whole batch, without a token."""
     rows, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 7))
     density = draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))

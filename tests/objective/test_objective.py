@@ -1,4 +1,5 @@
-"""Which differences between trainer and sampler the loss corrects, by the settings in YAML."""
+"""The settings of ``model.objective``: how the loss corrects for the difference between trainer and sampler, and what
+its terms do."""
 
 import math
 from dataclasses import replace
@@ -29,8 +30,8 @@ ROWS, WIDTH, PROMPT = 4, 9, 3
 
 
 def sampled_elsewhere(policy: Policy) -> tuple[Experience, torch.Tensor]:
-    """Make a batch that another policy than the trainer's sampled; returns it with log(trainer / sampler), [B, S]
-    nats."""
+    """Make a batch whose tokens count as sampled by a slightly different policy. Returns the batch, and the trainer's
+    log-probability minus the sampler's at each token, [B, S] nats."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 250, (ROWS, WIDTH), generator=generator)
     sampled = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
@@ -171,7 +172,8 @@ def test_bounds_are_checked_before_anything_is_loaded_and_the_key_is_named(setti
 
 
 def expected_kl_gradient(objective: Objective, policy: Tensor, reference: Tensor) -> Tensor:
-    """Compute the exact gradient of the KL term with respect to the logits [V], as a sum over the vocabulary."""
+    """Compute the expected gradient of the KL term with respect to the logits [V] of one token, exactly: as a sum over
+    all tokens that ``policy`` can sample. ``policy`` and ``reference`` are log-probabilities [V]."""
     logits = policy.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     every = torch.ones(len(policy), 1, dtype=torch.bool)
@@ -252,8 +254,9 @@ def test_each_mini_batch_takes_the_step_of_its_prompts_alone(policy):
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_after_an_update_the_kl_term_is_that_of_the_policy_being_trained(kind):
-    """With tokens of the old policy and importance weights, the mean gradient of the KL term equals that with tokens of
-    the new policy. Both means are computed exactly, as sums over the vocabulary."""
+    """After an update, tokens are still those that the old policy sampled. With importance weights, the mean gradient
+    of the KL term over these tokens equals the mean over tokens of the new policy. Both means are sums over the
+    vocabulary."""
     generator = torch.Generator().manual_seed(0)
     reference, old, new = torch.randn(3, 6, 1, generator=generator).double().log_softmax(dim=1)
     every, one = torch.ones(6, 1, dtype=torch.bool), torch.ones(6).double()

@@ -1,4 +1,5 @@
-"""The teacher's term of the loss: its coefficient in the course of a run, and settings that are refused."""
+"""The term of the loss that draws the policy to a teacher: its coefficient over the course of a run, and settings that
+are refused."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""Laws of an update: which changes of its inputs do not change it, and for which inputs loss, gradient and metrics are
-finite."""
+"""Laws of a policy update: changes of the inputs that leave the update as it is, and inputs for which loss, gradient
+and metrics are finite."""
 
 import math
 
@@ -35,9 +35,9 @@ OBJECTIVES = {
 
 
 def batch(policy: Policy, *, gap: float = 0.1) -> Experience:
-    """Make three groups of two completions of 1 to 6 tokens after prompts of 1 to 4 tokens; one row has no score. Per
-    token, the sampler's log-probability differs from the trainer's by a normal deviate with the standard deviation
-    ``gap`` in nats."""
+    """Make three groups of two completions of 1 to 6 tokens, after prompts of 1 to 4 tokens; one completion has no
+    score. At each token the log-probabilities of sampler and trainer differ by a normally distributed number whose
+    standard deviation is ``gap``, in nats."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.tensor(PROMPTS).repeat_interleave(GROUP)
     lengths = prompts + torch.tensor(LENGTHS)
@@ -139,7 +139,9 @@ def test_a_teacher_that_is_the_policy_changes_nothing(policy, divergence):
 
 
 def test_without_advantages_the_sampled_term_is_the_policy_gradient_of_the_log_ratio(policy, teacher):
-    """The expected loss is written as loops over tokens: - sum_t w_t importance_t (log q_t - log p_t) log p_t."""
+    """The gradient is compared with that of a loss in loops over sampled tokens t: - sum_t w_t importance_t (log q_t -
+    log p_t) log p_t. Teacher q and policy p are constants in the factor in brackets, and w_t gives tokens of a row, and
+    rows, equal weights."""
     policy = away_from_its_base(policy)
     experience = batch(policy)
     objective = Objective(preset="grpo", teacher=TeacherTerm(coefficient=0.5))

@@ -1,4 +1,5 @@
-"""The evidence detects completions that were chosen among several, and raises no more false alarms than it states."""
+"""``branch_evidence`` compares completions of one prompt where they branch. It detects completions that were chosen
+among several, and raises false alarms no more often than stated."""
 
 import math
 import random
@@ -14,8 +15,8 @@ MOST = 12
 
 
 def draw(rng: random.Random, prompt: int) -> tuple[list[int], list[float]]:
-    """Draw a completion from a small Markov chain over the tokens 1 to 3 and an end token. The probabilities depend on
-    the prompt, the place and the last token; returns tokens and log-probabilities."""
+    """Draw a completion of tokens 1 to 3 and an end token from a small Markov chain. A token's probabilities depend on
+    the prompt, on the token's place and on the token before. Returns the tokens and their log-probabilities."""
     tokens, logprobs = [], []
     for place in range(MOST):
         chain = random.Random(f"{prompt} {place} {tokens[-1:]}")
@@ -29,8 +30,9 @@ def draw(rng: random.Random, prompt: int) -> tuple[list[int], list[float]]:
 
 
 def evidence_of(rng: random.Random, choose, *, groups: int = 32, size: int = 8) -> float:
-    """Return the log of the probability that unchanged samples give at least as much evidence as the completions that
-    ``choose`` keeps."""
+    """Return how surprising completions are that ``choose`` selected: the log of the probability that true samples give
+    at least as much evidence. For each of ``groups`` prompts, ``choose`` orders 2 ``size`` completions, and the first
+    ``size`` are kept."""
     found = [choose([draw(rng, prompt) for _ in range(2 * size)])[:size] for prompt in range(groups)]
     numbers = [[[len(tokens), float(tokens[0])] for tokens, _ in group] for group in found]
     return log_false_alarm(branch_evidence(found, numbers))
@@ -65,8 +67,8 @@ def test_a_certain_policy_and_one_that_never_repeats_give_no_evidence():
 
 
 def reference(group, numbers):
-    """Compute the evidence of one group by comparing each prefix of a completion with those of all earlier
-    completions."""
+    """Compute the evidence of one group by its definition, with loops: each prefix of a completion is compared with the
+    prefixes of all earlier completions."""
     found = []
     for number in range(len(numbers[0])):
         for sign in (1, -1):

@@ -1,4 +1,5 @@
-"""Gated delta nets on packed rows: each row is computed as if it were alone, forward and backward."""
+"""Gated delta nets on rows that are packed one after the other: each row has the output and gradients that it would
+have alone."""
 
 from typing import Any
 
@@ -18,8 +19,8 @@ from qerl_pl.policy.recompute import apply_recompute, recompute_of
 from tests.families import tiny_config
 from tests.reference.delta_net import delta_net
 
-# Lengths of packed rows: shorter than the convolution, one chunk of the recurrence (64 tokens), more than one chunk,
-# and one token.
+# Lengths of packed rows. Among them are rows shorter than the kernel of the convolution, of one token, and shorter or
+# longer than a chunk of the recurrence (64 tokens).
 CASES = [(2, 70, 1, 64, 3), (1, 1), (65,), (130, 2), (9, 150, 70)]
 
 

@@ -1,5 +1,5 @@
-"""The divergence between student and teacher, and its gradient, against a reference in fp64 that is written with
-loops."""
+"""The divergence between the distributions of student and teacher, and its gradient, equal a reference in fp64 that is
+written with loops."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""Norms, rotary embeddings and SwiGLU as single operations do not change the policy, whatever backward recomputes."""
+"""Norms, rotary embeddings and SwiGLU can be computed as one fused operation each. This does not change the policy,
+with any setting of gradient checkpointing."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +28,8 @@ SETTINGS = [
 
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative error of any tensor: the norm of its difference over its expected norm."""
+    """Return the largest relative error of the tensors: the norm of ``found`` minus ``expected``, divided by the norm
+    of ``expected``."""
     pairs = zip(found, expected, strict=True)
     return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
 
@@ -118,7 +120,8 @@ def test_the_librarys_kernels_are_as_close_to_exact_gradients_as_the_plain_chain
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rungs_on_a_gpu_have_one_anothers_gradients(family, fused):
-    """On a GPU the backward pass of attention adds in no fixed order, so gradients are equal only up to rounding."""
+    """All settings of gradient checkpointing give the same gradients. On a GPU the backward pass of attention adds in
+    no fixed order, so they are equal only up to rounding."""
     if fused:
         pytest.importorskip(PACKAGE)
     policy = on_device(family, torch.bfloat16)

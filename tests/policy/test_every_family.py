@@ -1,4 +1,5 @@
-"""Laws that hold for every model family, about quantisation, packed rows, adapters, noise and memory."""
+"""Laws that hold for the policies of every model family, about quantisation, packed rows, adapters, noise on the norms
+and memory."""
 
 from pathlib import Path
 
@@ -98,8 +99,9 @@ def test_a_base_is_loaded_as_transformers_loads_it(base):
 
 
 def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(policy):
-    """transformers computes each row alone and makes its own masks, so errors in sliding windows, in the scaling of
-    logits, or in the positions of rotary embeddings would be detected."""
+    """The policy computes all rows packed one after the other; transformers computes each row alone and makes the
+    attention mask itself. The comparison detects errors in sliding windows, in the scaling of logits and in the
+    positions of rotary embeddings."""
     some, longest = rows(), max(LENGTHS)
     tokens = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in some])
     mask = torch.arange(longest) < torch.tensor(LENGTHS).unsqueeze(1)

@@ -1,5 +1,5 @@
-"""Chunked log-probabilities and their gradients equal those by the definition, and no tensor of shape [T, V] is
-kept."""
+"""Log-probabilities that are computed in chunks of tokens, and their gradients, equal the definition, and no tensor of
+shape [T, V] is kept."""
 
 import math
 
@@ -15,8 +15,8 @@ from qerl_pl.policy.logprobs import HEAD_ROWS, fp32_logits, token_logprobs
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None):
-    """Compute log-probabilities and entropies by their definition: dense logits, log-softmax, and a sum over the
-    vocabulary."""
+    """Compute log-probabilities and entropies by their definition: logits of all tokens at once, log-softmax, and sums
+    over the vocabulary."""
     logits = hidden @ weight.t()
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)

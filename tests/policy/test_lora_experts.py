@@ -1,4 +1,5 @@
-"""Adapters on the experts of a mixture against a reference with loops and against PEFT, and which are refused."""
+"""LoRA adapters on the experts of a mixture equal a reference with loops and PEFT, and settings that cannot be trained
+are refused."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ SCALE = 0.7
 def assert_computed_as_by_loops(
     sizes: tuple[int, int, int, int], *, fmt: Format | None, dtype: torch.dtype, device: str, most: float
 ) -> None:
-    """Check output and all gradients of a mixture with adapters, given the numbers of experts, experts per token and
-    tokens, and the rank; ``most`` is the largest difference allowed, as a share of the largest value."""
+    """Check output and all gradients of a mixture of experts with adapters against loops. ``sizes`` are the numbers of
+    experts, of experts per token and of tokens, and the rank. No difference may exceed ``most`` times the largest value
+    of its tensor."""
     number, chosen, tokens, rank = sizes
     made, generator = random_mixture(number, chosen, fmt=fmt), torch.Generator().manual_seed(1)
     plain = expert_weights(made)
@@ -155,7 +157,7 @@ def test_without_the_adapter_the_policy_is_its_base(base):
 
 @pytest.fixture(scope="module")
 def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path]:
-    """A policy with a random adapter on a dense base, and the folder of this adapter in PEFT's form."""
+    """A policy with a random adapter on a dense base, and a folder with this adapter as PEFT saves adapters."""
     policy, folder = load(base.with_name("dense"), rslora=True, expert_rank=5), tmp_path_factory.mktemp("adapter")
     policy.load_adapter_state(random_adapter(policy, seed=1))
     policy.peft_config.save_pretrained(str(folder))

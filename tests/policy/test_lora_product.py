@@ -1,5 +1,5 @@
-"""The product of frozen weight and LoRA update, which is a single autograd node, against the sum of two linear
-layers."""
+"""``lora_product`` multiplies by a frozen weight and its LoRA update as a single autograd node. Output and gradients
+equal those of the sum of two linear layers."""
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ class Weight:
 
 
 def draw(*leading: int, dtype: torch.dtype = torch.float64, cols: int = K, rows: int = N) -> tuple[Tensor, ...]:
-    """Draw x, A and B, which require gradients, and a bias, which does not."""
+    """Draw x, A and B of a linear layer with LoRA, which require gradients, and a bias, which does not. A and B are in
+    fp32 if ``dtype`` is smaller."""
     generator = torch.Generator().manual_seed(1)
     shapes = (*leading, cols), (R, cols), (rows, R), (rows,)
     x, a, b, bias = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)

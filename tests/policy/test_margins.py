@@ -1,5 +1,5 @@
-"""Sampled tokens can be checked: the trainer computes the same noise as vLLM, and a sampler with a mistake takes tokens
-whose sum of logit and noise is far below the largest."""
+"""vLLM samples the token with the largest sum of logit and noise, and the noise follows from the seed. The trainer
+computes the same noise, so it detects a sampler with a mistake: its tokens have sums far below the largest."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def gumbel() -> Iterator[ModuleType]:
-    """Import vLLM's module of keyed noise; without a GPU, a copy of it whose kernels run in Triton's interpreter."""
+    """Import vLLM's module that samples with noise from seeds. Without a GPU, import a copy of the module whose kernels
+    run in Triton's interpreter."""
     name = "vllm.v1.worker.gpu.sample.gumbel"
     if DEVICE == "cuda":
         yield importlib.import_module(name)

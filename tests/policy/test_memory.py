@@ -51,7 +51,8 @@ def make(*, packed: bool, **settings: Any) -> Policy:
 
 
 def step(policy: Policy) -> tuple[int, int]:
-    """Do one forward and backward pass; returns the additional bytes at the peak, and those between the two passes."""
+    """Do one forward and one backward pass. Returns by how many bytes the GPU's allocated memory exceeds the memory
+    before: at its peak, and between the two passes."""
     tokens = torch.randint(4096, (2, TOKENS // 2), device="cuda")
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, :64] = False
@@ -108,7 +109,7 @@ def test_the_peak_of_a_step_is_what_one_block_needs():
     policy = make(packed=True, gradient_checkpointing=True)
     peak, between = step(policy)
     # A block keeps for its backward the inputs of its linear layers, their outputs if an activation follows, and fp32
-    # copies in the norms. In bf16 ten times [T, H] and five times [T, inner] are an upper bound.
+    # copies in the norms. All of this is less than ten tensors [T, H] and five tensors [T, inner] in bf16.
     block = 2 * TOKENS * (10 * HIDDEN + 5 * INNER)
     head = 4 * TOKENS * 4096 * 2  # fp32 logits and their gradients: fewer bytes than a chunk may have
     assert peak <= between + adapter_bytes(policy) + 2 * LARGEST + max(block, head) + SLACK

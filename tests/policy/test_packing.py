@@ -40,8 +40,8 @@ def make(family: str = "qwen2", dtype: torch.dtype = torch.float64, device: str 
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Make tokens of four rows, and a mask of all tokens after the first two of each row; the second row is too short
-    to have any."""
+    """Make the tokens of four padded rows, and a mask that is true from the third token of a row to its end. The second
+    row has one token, so the mask is false in this row."""
     tokens = torch.randint(64, (4, 13), generator=torch.Generator().manual_seed(1))
     column = torch.arange(13)
     return tokens, (column >= 2) & (column < LENGTHS.unsqueeze(1))
@@ -53,7 +53,8 @@ def trained_gradients(policy: Policy) -> list[Tensor]:
 
 
 def outcome(policy: Policy, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return log-probabilities, entropies, and the gradients of a sum in which every token has a different weight."""
+    """Return log-probabilities, entropies, and the gradients of the trained parameters. The gradients are those of a
+    weighted sum of both; every token has a different weight, so that exchanged tokens would be detected."""
     policy.zero_grad()
     stats = policy.token_stats(tokens, mask, temperature=0.8)
     weights = torch.linspace(1, 2, mask.numel(), dtype=torch.float64).view(mask.shape).to(mask.device)

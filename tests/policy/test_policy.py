@@ -1,4 +1,5 @@
-"""The policy equals the Hugging Face model that it consists of, and trains only its adapter."""
+"""A policy is a frozen Hugging Face model with an adapter: it computes what this model does, and trains only the
+adapter."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ def make_policy(base: str, *, train_norms: bool = False, dtype: torch.dtype = to
 
 
 def with_adapter(policy, seed: int = 0):
-    """Make a policy with an adapter that changes its output: the matrices B are random instead of zero."""
+    """Give a policy an adapter that changes the output: the matrices B are random instead of zero. Returns the
+    policy."""
     generator = torch.Generator().manual_seed(seed)
     own = policy.adapter_state()
     state = {

@@ -1,4 +1,5 @@
-"""Every setting of gradient checkpointing gives the same gradients as keeping everything, and keeps less memory."""
+"""With every setting of gradient checkpointing, gradients equal those without recomputation, and less memory is kept
+between forward and backward."""
 
 from itertools import pairwise
 from typing import Any
@@ -36,7 +37,8 @@ def make(family: str = "qwen2", *, packed: bool = False, **lora: Any) -> Policy:
 
 
 def gradients(policy: Policy, how: Recompute, *, device: str = "cpu") -> list[Tensor]:
-    """Return log-probabilities of three rows of different lengths, and the gradients of all trained values."""
+    """Return the log-probabilities of three rows of different lengths, and then the gradient of each trained
+    parameter."""
     policy.set_recompute(how)
     policy.zero_grad()
     torch.manual_seed(0)
@@ -87,9 +89,10 @@ def test_products_run_again_in_whole_blocks_alone_and_the_last_of_a_block_nowher
     for how in RUNGS:
         with Products() as count:
             gradients(policy, how)
-        # Each block has 7 products with frozen weights in the forward pass, and 7 in the backward pass. The first three
-        # of the first block have none in the backward pass, because nothing before them is trained. A block that is
-        # recomputed as a whole repeats six of them; the last one is not needed.
+        # Each block has 7 products with frozen weights in the forward pass, and 7 in the backward pass. In the backward
+        # pass the first block lacks three, those of q_proj, k_proj and v_proj, because nothing before them is trained.
+        # A block that is recomputed as a whole repeats six products of its forward pass; the output of the seventh is
+        # not needed.
         assert count.number == 2 * 7 * NUM_LAYERS - 3 + 6 * how.blocks, how
 
 

@@ -1,4 +1,5 @@
-"""Passes that use given experts: equality with the routers' own choice, packing, recomputation, and updates."""
+"""Training passes of mixtures in which each token uses given experts instead of those that the router chooses: equality
+where both are the same, packed rows, recomputation, and updates."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ LENGTHS = ((9, 6), (9, 4), (3, 5), (3, 6))
 
 @pytest.fixture(scope="module", params=[("qwen3_moe", 4), ("qwen3_5_moe_text", 3)], ids=str)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of an NVFP4 model with three mixtures of eight experts, of the first family beside a dense block."""
+    """Folder of an NVFP4 model with three blocks that are mixtures of eight experts. The model of the first tested
+    family has a dense block, too."""
     folder, (family, blocks) = tmp_path_factory.mktemp("replay"), request.param
     save_mixture(folder, family, num_hidden_layers=blocks)
     return folder / "nvfp4"
@@ -54,7 +56,8 @@ def rows() -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def own_routes(policy: Policy, tokens: Tensor) -> Tensor:
-    """Return the experts that the routers choose for rows without padding in front, [B, S, L, k]."""
+    """Return the experts that the routers choose for each token, [B, S, L, k]: k experts in each of L mixtures. Padding
+    is at the end of rows."""
     found: list[Tensor] = []
 
     def record(mixture: Any, args: tuple[Tensor]) -> None:
@@ -69,8 +72,8 @@ def own_routes(policy: Policy, tokens: Tensor) -> Tensor:
 
 
 def outcome(policy: Policy, routes: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute log-probabilities of the completions, the gradient of a sum that weighs them differently, and how many
-    of the given experts the routers would not have chosen."""
+    """Compute log-probabilities of the completions, the gradient of a sum in which every token has a different weight,
+    and how many of the experts in ``routes`` the routers would not have chosen."""
     tokens, mask = rows()
     stats = policy.token_stats(tokens, mask, temperature=0.8, routes=routes)
     (stats.logprobs * torch.arange(1, 16)).sum().backward()

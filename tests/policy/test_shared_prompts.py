@@ -1,5 +1,5 @@
-"""Rows that share a prompt have the log-probabilities and gradients of rows alone, but their prompt is computed
-once."""
+"""A prompt that several rows share is computed only once, and every row has the log-probabilities and gradients that it
+would have alone."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens [B, S] of seven rows with three different prompts; completions of one prompt do not follow each
-    other, and one completion is empty. Returns tokens, lengths of prompts, and lengths of rows."""
+    """Draw seven rows with three different prompts. The rows of one prompt are not next to each other, and one
+    completion is empty. Returns the tokens [B, S], the lengths of the prompts [B], and the lengths of the rows [B]."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(1, 250, (num,), generator=generator) for num in (9, 4, 7)]
     of = torch.tensor([0, 1, 0, 2, 1, 0, 1])

@@ -1,5 +1,5 @@
-"""A run that starts from a PEFT adapter computes what stock PEFT does, and refuses adapters that it would not
-compute."""
+"""A run can start from an adapter that PEFT has written. It computes what PEFT itself computes with the adapter, and
+refuses adapters for which it would not."""
 
 import json
 import shutil
@@ -24,7 +24,8 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def write_stock(base: str, folder: Path, **settings: Any) -> Tensor:
-    """Write an adapter with stock PEFT; returns the log-probabilities that PEFT computes with it, [2, 19] nats."""
+    """Write a random adapter with PEFT itself. Returns the log-probabilities of two rows that PEFT computes with this
+    adapter, [2, 19] nats."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(
         model, LoraConfig(**{"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM", **settings})
@@ -41,8 +42,8 @@ def write_stock(base: str, folder: Path, **settings: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def stock(base, tmp_path_factory) -> tuple[Path, Tensor]:
-    """Write an adapter with stock PEFT; returns its folder and the log-probabilities that PEFT computes with it, [2,
-    19] nats."""
+    """Folder of an adapter that ``write_stock`` has written, and the log-probabilities that PEFT computes with this
+    adapter, [2, 19] nats."""
     folder = tmp_path_factory.mktemp("stock") / "adapter"
     return folder, write_stock(base, folder, target_modules=["q_proj", "down_proj"], use_rslora=True, lora_dropout=0.1)
 

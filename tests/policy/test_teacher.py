@@ -1,5 +1,5 @@
-"""A teacher gives the log-probabilities of a policy without an adapter, and the divergence of a policy from itself is
-0."""
+"""A teacher computes the log-probabilities of its base as a policy without an adapter does, and the divergence of a
+policy from itself as teacher is 0."""
 
 import pytest
 import torch

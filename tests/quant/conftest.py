@@ -31,7 +31,8 @@ def _compressed_tensors_without_its_compiler():
 
 
 def add_tokenizer(path: Path) -> None:
-    """Write a tokenizer with one token per letter or digit, so that the length of a text in tokens is known."""
+    """Write a tokenizer with one token per letter or digit to a folder, so that tests know the length of a text in
+    tokens."""
     vocabulary = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz0123456789")}
     tokenizer = Tokenizer(models.WordLevel({**vocabulary, "<unk>": 36, "<eos>": 37}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -66,8 +67,8 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
 
 
 def layer_with_outliers(rows: int, cols: int, num_inputs: int = 1024) -> tuple[Tensor, Tensor]:
-    """Draw a weight [N, K] and the mean of x x^T [K, K] over correlated inputs x; one input channel in 64 is 20 times
-    larger."""
+    """Draw a linear layer that is hard to quantise: a weight [N, K], and the mean of x x^T [K, K] over correlated
+    inputs x in which one channel of 64 is 20 times larger than the others."""
     generator = torch.Generator().manual_seed(rows)
     weight = 0.02 * torch.randn(rows, cols, generator=generator)
     mixing = torch.randn(cols // 4, cols, generator=generator) / (cols // 4) ** 0.5

@@ -1,4 +1,5 @@
-"""Small random checkpoints in the layouts in which NVIDIA and Red Hat publish quantised models."""
+"""Make small random checkpoints in the file layouts in which NVIDIA (ModelOpt) and Red Hat (compressed-tensors) publish
+quantised models."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,7 +25,8 @@ def read_all(path: Path) -> dict[str, Tensor]:
 
 
 def rewrite(path: Path, tensors: Mapping[str, Tensor], *, shards: int = 1) -> None:
-    """Replace the weights of a folder, by one file or by several files with an index."""
+    """Replace the weights of a checkpoint's folder by ``tensors``: in one file or, with several ``shards``, in several
+    files with an index."""
     for file in [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]:
         file.unlink()
     names = sorted(tensors)
@@ -56,9 +58,9 @@ def group_of(name: str) -> list[str]:
 def compressed(
     path: Path, preset: Callable[[str], str | None] = lambda name: "NVFP4", *, shards: int = 1, head: bool = False
 ) -> dict[str, Tensor]:
-    """Compress a bf16 folder in place with the classes of compressed-tensors, with scales of activations, and return
-    the weights as compressed-tensors decompresses them. ``preset`` gives the scheme of a linear layer by its name, e.g.
-    NVFP4, or None to keep it in bf16."""
+    """Compress a bf16 checkpoint in place with the classes of compressed-tensors, scales of activations included.
+    ``preset`` maps the name of a linear layer to its scheme, e.g. NVFP4, or to None if the layer stays in bf16. Returns
+    the weights that compressed-tensors gets by decompressing the layers, by name."""
     tensors, decompressed = read_all(path), {}
     kinds = {name: preset(name) for name in linears(tensors)} | ({"lm_head": "NVFP4"} if head else {})
     schemes: dict[str, list[str]] = {}
@@ -112,10 +114,10 @@ def _scales(weight: Tensor, kind: str, scheme: QuantizationScheme, amax: Tensor)
 def modelopt(
     path: Path, *, in_config: bool = True, fp8: Callable[[str], bool] = lambda name: False
 ) -> dict[str, Tensor]:
-    """Rewrite a bf16 folder in place as ModelOpt exports a model with NVFP4 linear layers, FP8 ones where ``fp8`` of
-    the name is true, and an FP8 cache. Returns the weights as compressed-tensors decompresses them after its own
-    conversion. With ``in_config``, config.json describes the quantisation as in newer exports; hf_quant_config.json
-    does so in any case."""
+    """Rewrite a bf16 checkpoint in place in the form in which ModelOpt exports quantised models. Linear layers are in
+    NVFP4, or in FP8 where ``fp8`` of the layer's name is true, and there are scales for an FP8 KV cache.
+    hf_quant_config.json describes the quantisation; with ``in_config``, as in newer exports, config.json does so, too.
+    Returns the weights that the layers stand for in bf16, NVFP4 ones as compressed-tensors decompresses them."""
     tensors, expected, layers = read_all(path), {}, {}
     largest = {name: tensors[f"{name}.weight"].abs().max().float() for name in linears(tensors)}
     for name in largest:

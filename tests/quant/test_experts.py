@@ -1,5 +1,5 @@
-"""Mixtures of experts against references with loops: routing, products, gradients and loading; and which are
-refused."""
+"""Mixtures of experts equal references with loops: routing, products, gradients and loading. Checkpoints of mixtures
+that cannot be used are refused."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def random_mixture(
     inner: int = 96,
     shared: bool = False,
 ) -> Mixture:
-    """Make a random mixture with stacked weights. Each expert's weights are larger than those of the one before, so
-    tensor scales differ."""
+    """Make a random mixture of experts whose weights are stacked to one tensor per projection. The weights grow from
+    expert to expert, so that the experts have different tensor scales."""
     generator = torch.Generator().manual_seed(0)
     config = SimpleNamespace(hidden_size=64, num_experts=number, num_experts_per_tok=chosen, norm_topk_prob=normalised)
     config.moe_intermediate_size = inner

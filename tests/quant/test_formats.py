@@ -1,4 +1,5 @@
-"""Laws that hold for every four-bit format, and each format against the library that defines it, bit for bit."""
+"""Laws that hold for every 4-bit format, and the equality, bit for bit, of each format with the library that defines
+it."""
 
 import bitsandbytes.functional
 import pytest
@@ -154,7 +155,8 @@ def test_tables_are_real_even_when_first_used_under_the_meta_device():
 
 
 def compressed(weight: Tensor, args: QuantizationArgs, divisor: Tensor | None = None) -> dict[str, Tensor]:
-    """Compress an fp32 weight with compressed-tensors: to NVFP4 if there is a divisor of scales, otherwise to MXFP4."""
+    """Compress an fp32 weight with compressed-tensors: to NVFP4 if ``divisor``, the reciprocal of the tensor scale, is
+    given, otherwise to MXFP4."""
     blocks = weight.unflatten(1, (-1, args.group_size or 0))
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale=divisor)
     state = {"weight": weight, "weight_scale": scale, **({} if divisor is None else {"weight_global_scale": divisor})}

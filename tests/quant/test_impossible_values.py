@@ -1,4 +1,5 @@
-"""Checkpoints with values that can be stored but not converted are refused, with the name of the tensor."""
+"""Checkpoints with values that a file can hold but that cannot be converted, such as NaN scales, are refused with the
+name of the tensor."""
 
 import json
 import re

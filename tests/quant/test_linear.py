@@ -61,8 +61,8 @@ def test_lower_precision_stays_within_the_rounding_of_its_format(dtype, epsilon)
     dy = torch.randn(5, 64).to(dtype)
     y.backward(dy)
     assert x.grad is not None
-    # The weight and the result are rounded once, and K products are added in fp32, so the relative error is below this
-    # share of the sum of the terms' magnitudes.
+    # The weight and the result are rounded once each, and K products are added in fp32. The error is therefore less
+    # than this share of the sum of the products' absolute values.
     share = 2.1 * epsilon + 128 * 2**-24
     bound = share * (x.detach().double().abs() @ weight.abs().T)
     assert ((y.double() - x.detach().double() @ weight.T).abs() <= bound).all()

@@ -1,4 +1,5 @@
-"""Published NVFP4 checkpoints become W4A16 bases whose weights equal those of compressed-tensors, bit for bit."""
+"""Published NVFP4 checkpoints are converted to bases with 4-bit weights and 16-bit activations. Their weights equal
+those that compressed-tensors decompresses, bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("_compressed_tensors_without_its_compiler")
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:
-    """Return the weights of the linear layers in bf16, as the trainer multiplies by them."""
+    """Load a checkpoint as the trainer does, and return the bf16 weights of its linear layers, dequantised, by name."""
     weights = {}
     for name, module in load_base(path, dtype=torch.bfloat16, device="cpu").named_modules():
         if isinstance(module, FrozenLinear):
@@ -32,7 +33,8 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 
 def assert_base_of(path: Path, expected: dict[str, Tensor], output: Path) -> list[str]:
-    """Convert a checkpoint, check the weights of the result, and return the reasons for the conversion."""
+    """Convert a published checkpoint to ``output``, and check that its linear layers have the expected weights and all
+    other tensors are unchanged. Returns the reasons that the product gives for the conversion."""
     source = read_all(path)
     reasons = conversion_reasons(path)
     assert convert_checkpoint(path, output) == reasons
@@ -105,8 +107,8 @@ def test_fp8_in_blocks_is_dequantised_as_compressed_tensors_does(shape):
 
 
 def apart(path: Path, factor: float) -> None:
-    """Multiply the tensor scale of each k_proj by ``factor``, so that it differs from those of q_proj and v_proj. Files
-    have its reciprocal."""
+    """Multiply the tensor scale of each k_proj by ``factor``, so that it differs from the scales of q_proj and v_proj.
+    Checkpoints store the reciprocal of the scale, so the stored number is divided by ``factor``."""
     tensors = read_all(path)
     for name in tensors:
         if name.endswith("k_proj.weight_global_scale"):

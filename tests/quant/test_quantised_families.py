@@ -1,5 +1,5 @@
-"""What is refused about a base before any weight is read: families, values in config.json, tokenizers, and index
-files."""
+"""Bases that cannot be quantised or trained are refused before any weight is read: because of their family, values in
+config.json, the tokenizer, or the index of their files."""
 
 import json
 from pathlib import Path

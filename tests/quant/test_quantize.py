@@ -1,4 +1,5 @@
-"""The quantiser: what it writes, which tensors share a scale, and how it stops and continues."""
+"""The command that quantises a checkpoint: what it writes, which linear layers share a tensor scale, and how it stops
+and continues."""
 
 import json
 import resource
@@ -29,7 +30,8 @@ from tests.quant.published import read_all, rewrite
 
 
 def interrupted_at(name: str) -> Callable[..., Any]:
-    """Make a function for packing a file that raises KeyboardInterrupt for the file of this name."""
+    """Return a replacement of the function that quantises the tensors of an output file: for the file ``name`` it
+    raises KeyboardInterrupt, as Ctrl-C would."""
     original = quantize.pack_file
 
     def pack(file: OutputFile, *more: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Adapters that start at the quantisation error: the best product of a given rank, and the folder that is written."""
+"""Adapters that start as an approximation of the quantisation error (dense minus quantised weight): the best product B
+A of a given rank, and the folder that is written."""
 
 import json
 from pathlib import Path
@@ -28,7 +29,8 @@ CALIBRATION = Calibration(TOKENS, "random tokens")
 
 
 def drawn(shape: tuple[int, int], *, tokens: int = 60, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Draw a residual, and inputs [T, K] with correlated channels of very different sizes."""
+    """Draw a residual [N, K] (a dense weight minus its quantised weight), and inputs [T, K] of its linear layer, whose
+    channels are correlated and of very different sizes."""
     generator = torch.Generator().manual_seed(sum(shape))
     residual = torch.randn(shape, generator=generator, dtype=torch.float64)
     mix = torch.randn(shape[1], shape[1], generator=generator, dtype=torch.float64)
@@ -48,8 +50,8 @@ def output_error(error: Tensor, inputs: Tensor) -> float:
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_product_of_this_rank_has_a_smaller_output_error(shape, rank):
-    """By the theorem of Eckart and Young, the smallest possible squared error of the outputs is the sum of their
-    squared singular values without the ``rank`` largest ones."""
+    """By the theorem of Eckart and Young, no approximation of rank ``rank`` has a smaller squared error of the outputs
+    than the sum of the outputs' squared singular values without the ``rank`` largest ones."""
     residual, inputs = drawn(shape)
     a, b = residual_factors(residual, moment_of(inputs), rank)
     assert (a.shape, b.shape) == ((rank, shape[1]), (shape[0], rank))
@@ -143,7 +145,7 @@ def logprobs(base: Path, lora: LoraSettings) -> Tensor:
     ("architecture", "method"), [("qwen2", "rtn"), ("qwen2", "gptq"), ("phi3", "rtn"), ("qwen3_5_text", "rtn")]
 )
 def test_a_run_that_starts_from_the_folder_is_nearer_to_the_dense_model(tmp_path, architecture, method):
-    """Among the architectures are one that stores q_proj, k_proj and v_proj as one linear layer, and one whose blocks
+    """Phi-3 is tested because it stores q_proj, k_proj and v_proj as one linear layer, and Qwen3.5 because its blocks
     have different linear layers."""
     dense, packed = tmp_path / "dense", tmp_path / "packed"
     save_dense(dense, CONFIG_MAPPING[architecture].from_dict(tiny_config(architecture).to_dict()))

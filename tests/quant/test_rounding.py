@@ -1,4 +1,5 @@
-"""The search for scales, GPTQ and the ways of packing, against slow loops and on a layer with outlier channels."""
+"""Quantisation to 4 bits: the search for scales, GPTQ and the packing of weights, compared with slow loops and measured
+on a layer with outlier channels."""
 
 from typing import get_args
 
@@ -51,8 +52,8 @@ def test_the_search_finds_the_best_of_the_nearby_scales_for_every_block(fmt, wei
 
 
 def gptq_reference(weight: Tensor, scale: Tensor, fmt: Format, moment: Tensor, damping: float) -> Tensor:
-    """Quantise by Optimal Brain Quantisation, one column at a time, with a new inverse over the remaining columns each
-    time."""
+    """Quantise a weight by Optimal Brain Quantisation, of which GPTQ is a faster form: one column after the other, each
+    time with a new inverse of the moments of the remaining columns. Returns codes [N, K] uint8."""
     weight, scale, moment = weight.double().clone(), scale.double(), moment.double().clone()
     diagonal = moment.diagonal().clone()
     moment += torch.diag(torch.where(diagonal > 0, damping * diagonal.mean(), diagonal.mean()))

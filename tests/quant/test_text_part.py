@@ -31,7 +31,7 @@ ROW = torch.arange(8, 40).unsqueeze(0)
 
 @pytest.fixture(params=WHOLE)
 def whole(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a random model with a vision part, once for each family that has one."""
+    """Folder of a random model with a vision part; a test runs once for each family whose models have one."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     save_dense(tmp_path / "whole", with_vision(tiny_config(request.param)))
     return tmp_path / "whole"

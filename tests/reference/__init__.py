@@ -1,2 +1,1 @@
-"""Formulas of the papers as loops over Python floats: slow, easy to check, and the reference for the tests of the
-code."""
+"""References for tests: the papers' formulas, written as slow loops that are easy to check."""

@@ -1,4 +1,5 @@
-"""Advantages of one group, computed on Python floats; None is a row without a score."""
+"""Advantages of one group of completions, computed on Python floats. A reward of None means that the completion has no
+score."""
 
 from fractions import Fraction
 
@@ -12,8 +13,8 @@ def batch_std(rewards: list[float]) -> float:
 
 
 def advantages(rewards: list[float | None], baseline: str, eps: float, std: float = 0.0) -> list[float]:
-    """Compute the advantages of one group, in exact rational arithmetic up to the square root. ``std`` is that of the
-    batch."""
+    """Compute the advantages of one group, with fractions so that only square roots round. ``std`` is the standard
+    deviation of all rewards of the batch, for the baseline "batch_normalized". Completions without a score get 0."""
     scored = [Fraction(reward) for reward in rewards if reward is not None]
     if len(scored) < 2:
         return [0.0] * len(rewards)

@@ -1,12 +1,12 @@
-"""Importance weights, and statistics of the difference between trainer and sampler, computed on Python floats. Rows are
-lists without padding."""
+"""Importance weights, and statistics of the difference between trainer and sampler, computed on Python floats. A row is
+a list with log(trainer / sampler) of each token of a completion."""
 
 import math
 
 
 def weights(rows: list[list[float]], mode: str, level: str, low: float, high: float) -> tuple[list[list[float]], int]:
-    """Return the importance weight of every token, and how many ratios (one per token, or one per row) were out of
-    bounds."""
+    """Return the importance weight of every token, and how many ratios were outside of [low, high]. There is one ratio
+    per token at level "token", otherwise one per row."""
     factors, outside = [], 0
     for row in rows:
         ratios = [math.exp(value) for value in row]
@@ -26,7 +26,8 @@ def weights(rows: list[list[float]], mode: str, level: str, low: float, high: fl
 
 
 def rejected(row: list[float], level: str, low: float, high: float) -> bool:
-    """Return whether the row's ratio, or its geometric mean per token, is out of bounds."""
+    """Return whether a row is left out because its ratio is outside of [low, high]: at level "sequence" the product of
+    its tokens' ratios, otherwise their geometric mean. An empty row is never left out."""
     if not row:
         return False
     ratio = math.prod(math.exp(value) for value in row)

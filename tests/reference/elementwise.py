@@ -1,4 +1,5 @@
-"""Norms, rotary embeddings and SwiGLU in torch, which round, save tensors and write in place as liger-kernel's do."""
+"""Norms, rotary embeddings and SwiGLU in torch, for tests without a GPU. They round, save tensors for backward and
+write in place like the kernels of the library liger-kernel."""
 
 import torch
 from torch import Tensor

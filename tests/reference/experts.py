@@ -19,7 +19,7 @@ def mixture(
     ids: Sequence[Sequence[int]] | None = None,
     shared: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """Compute the mixture's output [T, H] for x [T, H].
+    """Compute the output [T, H] of a mixture of experts.
 
     Args:
         x: inputs [T, H].
@@ -27,8 +27,9 @@ def mixture(
         experts: gate [I, H], up [I, H] and down [H, I] of each expert.
         chosen: number of experts per token.
         normalised: whether the shares of the chosen experts are divided by their sum.
-        ids: experts of each token to use instead.
-        shared: an expert of all tokens; the sigmoid of its first tensor [H] times the token is its share.
+        ids: experts that each token uses, instead of those that the router chooses; None: the router chooses.
+        shared: an expert that all tokens use, as (gate of its share [H], its weights): the expert's output is
+            multiplied by the sigmoid of the gate times the token.
     """
     out = []
     for number, token in enumerate(x.double()):
@@ -54,8 +55,9 @@ def _expert(token: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 def adapted(
     experts: Sequence[tuple[Tensor, Tensor, Tensor]], adapter: Sequence[Tensor], scale: float
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Add LoRA updates in PEFT's form to the weights of all E experts: A [E r, K] has the r rows of an expert one after
-    another, in B [N, r E] its columns are every E-th. ``adapter`` has A and B of gate and up together, and of down."""
+    """Return the weights of E experts with LoRA updates added that are stored as PEFT stores them. In A [E r, K] the r
+    rows of an expert follow each other; in B [N, r E] every E-th column belongs to the same expert. ``adapter`` has A
+    and B of gate and up, which share them, and then A and B of down."""
     number, (a, b, down_a, down_b) = len(experts), adapter
 
     def update(a: Tensor, b: Tensor, expert: int) -> Tensor:

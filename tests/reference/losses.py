@@ -11,7 +11,8 @@ Objective = Callable[[Row, Row, float, Row], list[Tensor]]
 
 
 def clipped(clip_low: float, clip_high: float, max_ratio: float | None = None) -> Objective:
-    """Compute min(r A, clip(r, 1 - low, 1 + high) A) for every token; r in the first term is at most ``max_ratio``."""
+    """Make the objective min(r A, clip(r, 1 - low, 1 + high) A) of every token, with ratio r and advantage A. If
+    ``max_ratio`` is given, a larger r in the first term is replaced by it."""
 
     def objective(new: Row, old: Row, advantage: float, importance: Row) -> list[Tensor]:
         values = []
@@ -24,7 +25,8 @@ def clipped(clip_low: float, clip_high: float, max_ratio: float | None = None) -
 
 
 def sequence_clipped(clip_low: float, clip_high: float, max_ratio: float | None = None) -> Objective:
-    """Compute the clipped objective with one ratio per row, (pi(y) / pi_old(y))^(1 / |y|)."""
+    """Make the clipped objective with one ratio per row (GSPO), (pi(y) / pi_old(y))^(1 / |y|), where y is the row's
+    completion."""
 
     def objective(new: Row, old: Row, advantage: float, importance: Row) -> list[Tensor]:
         probability_ratio = torch.ones((), dtype=torch.float64)
@@ -37,7 +39,7 @@ def sequence_clipped(clip_low: float, clip_high: float, max_ratio: float | None 
 
 
 def cispo(clip_low: float, clip_high: float) -> Objective:
-    """Compute sg(clip(r, 1 - low, 1 + high)) A log pi for every token; sg stops the gradient."""
+    """Make the objective sg(clip(r, 1 - low, 1 + high)) A log pi of every token, where sg stops the gradient."""
 
     def objective(new: Row, old: Row, advantage: float, importance: Row) -> list[Tensor]:
         values = []
@@ -61,7 +63,8 @@ def sequence_mean(rows: list[list[Tensor]]) -> Tensor:
 
 
 def constant_mean(max_tokens: int) -> Callable[[list[list[Tensor]]], Tensor]:
-    """Dr. GRPO: the mean over sequences of the sum over their tokens, divided by the longest possible length."""
+    """Make the mean of Dr. GRPO: the sum over each row's tokens, averaged over the rows, and divided by ``max_tokens``,
+    the longest possible length."""
 
     def mean(rows: list[list[Tensor]]) -> Tensor:
         sums = [_total(row) / max_tokens for row in rows if row]
@@ -71,7 +74,8 @@ def constant_mean(max_tokens: int) -> Callable[[list[list[Tensor]]], Tensor]:
 
 
 def kl(kind: str, policy: Tensor, reference: Tensor) -> Tensor:
-    """Compute Schulman's estimators of KL(policy || reference) at one token that was sampled from the policy."""
+    """Compute Schulman's estimator ``kind`` (k1, k2 or k3) of KL(policy || reference) at one token that was sampled
+    from the policy. Both arguments are log-probabilities of this token."""
     quotient = torch.exp(reference) / torch.exp(policy)
     return {
         "k1": -torch.log(quotient),
