@@ -1,8 +1,8 @@
-"""Write random checkpoints with real shapes on the device that draws them: python -m tests.random_checkpoints FOLDER
+"""Write checkpoints with the shapes of real models and random weights: python -m tests.random_checkpoints FOLDER
 
-Speed and memory do not depend on the weights. Linear layers are drawn in NVFP4, and a dense checkpoint has the same
-weights, rounded to bf16, so both formats of a size are the same model. The tokenizer is that of the tiny policy, whose
-tokens are bytes.
+They serve measurements, because speed and memory do not depend on the weights. Linear layers are drawn in NVFP4, and a
+dense checkpoint has the same weights, rounded to bf16, so both formats of a size are the same model. The tokenizer is
+that of the quickstart's tiny model, whose tokens are bytes.
 """
 
 import argparse
@@ -29,8 +29,8 @@ SHARD_BYTES = 4 * 2**30
 
 
 def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:
-    """Write a checkpoint SIZE-FMT in the shape of Qwen2.5 or Qwen3-MoE, which vLLM and the trainer can load, unless
-    ``folder`` has one already. ``num_layers`` replaces the size's number of blocks."""
+    """Write a checkpoint with the shapes of Qwen2.5 or Qwen3-MoE to ``folder / "SIZE-FMT"``, unless this folder exists
+    already; returns it. vLLM and the trainer can load it. ``num_layers`` replaces the number of blocks."""
     path = folder / f"{size}-{fmt}"
     if path.exists():
         return path
@@ -64,7 +64,8 @@ def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: in
 
 
 def written_apart(folder: Path, size: str, fmt: str) -> Path:
-    """Call ``write_random_checkpoint`` in a process of its own, so that it leaves nothing on the GPU."""
+    """Call ``write_random_checkpoint`` in a process of its own, so that none of the GPU's memory stays in use; returns
+    the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.random_checkpoints", str(folder), "--size", size, "--format", fmt]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

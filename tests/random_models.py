@@ -1,5 +1,5 @@
-"""Random frozen models with the shapes of Qwen2.5 and Qwen3-MoE, and parts of them; speed and memory do not depend on
-the weights."""
+"""Frozen models with the shapes of Qwen2.5 and Qwen3-MoE and random weights, and parts of such models. They serve
+measurements, because speed and memory do not depend on the weights."""
 
 from typing import Any, NamedTuple
 
@@ -91,7 +91,8 @@ def model_config(name: str, *, num_layers: int | None = None) -> PretrainedConfi
 
 
 def fused_shape(name: str, fused: str) -> tuple[tuple[int, ...], int]:
-    """Return the number of outputs of each part of a fused linear layer, and the number of its inputs."""
+    """Return the numbers of outputs of the parts of a fused linear layer (e.g. of q, k and v), and its number of
+    inputs."""
     widths, inputs = zip(*(linear_shapes(name)[part] for part in FUSED[fused]), strict=True)
     return widths, inputs[0]
 
@@ -112,20 +113,22 @@ def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
 
 
 def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
-    """Draw an NVFP4 weight with a standard deviation of about 0.02; its scales are spread over four octaves."""
+    """Draw an NVFP4 weight with a standard deviation of about 0.02. The scales of its blocks differ by factors of up to
+    16."""
     codes = torch.randint(256, (rows, cols // 2), dtype=torch.uint8, device=device)
     scale = torch.randint(0x60, 0x7F, (rows, cols // 16), dtype=torch.uint8, device=device)
     return PackedWeight(codes, scale, torch.tensor(4e-5, dtype=torch.float64, device=device))
 
 
 def stays_dense(model: PreTrainedModel, linear: str) -> bool:
-    """Return whether a linear of a model, given by its full name, is dense in 4-bit bases: the head or a router."""
+    """Return whether a linear layer of a model, given by its full name, stays dense in 4-bit bases, as the output
+    matrix and routers do."""
     return linear == "lm_head" or FAMILIES[model.config.model_type].stays_dense(linear)
 
 
 def pack_linears(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
-    """Replace the dense linear layers, except for head and routers, by random NVFP4 ones with biases of 0 in
-    ``dtype``."""
+    """Replace the linear layers of a model, except for output matrix and routers, by random NVFP4 ones. Where a layer
+    has a bias, the new one is 0, in ``dtype``."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and not stays_dense(model, name):
             bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)
@@ -134,7 +137,8 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, device: str) -> Non
 
 
 def random_model(config: PretrainedConfig, fmt: Format | None, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Make a frozen random model with linear layers in NVFP4, or dense ones for None; the head is always dense."""
+    """Make a frozen random model whose linear layers are in NVFP4, or dense if ``fmt`` is None. The output matrix is
+    always dense."""
     assert fmt in (None, NVFP4)
     model = empty_model(config, dtype)
     if fmt:

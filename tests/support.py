@@ -1,4 +1,5 @@
-"""Records of what works for each model family: JSON lines from which ``docs/make_tables.py`` makes a table."""
+"""Records which parts of a run work for each model family: JSON lines from which ``docs/make_tables.py`` makes a
+table."""
 
 import json
 import os
@@ -13,7 +14,8 @@ CAPABILITIES = ("quantise", "train", "vLLM rollout", "AQN", "canary", "export", 
 
 
 def seen(family: str, capability: str) -> None:
-    """Record that a part of a run works for a family on this machine, if the environment names a file for records."""
+    """Record that ``capability``, a part of a run, works for a family on this machine. Nothing is recorded unless the
+    environment variable ``FILE`` names a file."""
     assert capability in CAPABILITIES, capability
     if path := os.environ.get(FILE):
         note = {"family": family, "capability": capability, "on": machine(), "vllm": version_of_vllm()}

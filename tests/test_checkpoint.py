@@ -1,4 +1,5 @@
-"""A checkpoint is written completely or not at all, even if training goes on while it is written."""
+"""A checkpoint is written completely or not at all, and has the values of its step even if training goes on while it is
+written."""
 
 import math
 import os
@@ -145,7 +146,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_writing(io, tmp_path, free):
 
 
 def kept_open() -> int:
-    """Count the deleted files that this process still has open; their disk space is not free."""
+    """Count the deleted checkpoints that this process still has open, so that their disk space is not free yet."""
     links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(link.endswith(".ckpt (deleted)") for link in links)
 
@@ -171,13 +172,15 @@ def test_a_file_that_is_replaced_is_freed_in_the_background(io, tmp_path, free):
 
 @pytest.fixture
 def pinned():
-    """List that ``copies`` extends: for each file, whether each tensor was in pinned memory when it was written."""
+    """List to which the fixture ``copies`` adds an entry for each checkpoint that is written: for each of its tensors,
+    whether the tensor was in pinned memory."""
     return []
 
 
 @pytest.fixture
 def copies(monkeypatch, pinned):
-    """List with weak references to the tensors of each file that was written."""
+    """List with an entry for each checkpoint that was written: weak references to the copies of tensors from which it
+    was written."""
     written, save = [], torch.save
 
     def note(checkpoint, path):

@@ -1,4 +1,4 @@
-"""Every shipped YAML file can be parsed with the current code, and misspelt settings are refused by name."""
+"""Every YAML file in configs/ can be parsed with the current code, and misspelt settings are refused by name."""
 
 import itertools
 import math
@@ -44,8 +44,8 @@ def parser() -> ArgumentParser:
 
 @pytest.fixture
 def resolved(parser: ArgumentParser, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
-    """Return a function that parses arguments of `train.py fit` into the whole configuration, and creates no
-    objects."""
+    """Return a function that parses arguments of `train.py fit` and returns the resulting configuration with all
+    defaults. Nothing of the run is created. Arguments that are refused raise ValueError."""
 
     def resolve(*arguments: str | Path) -> dict:
         try:
@@ -84,7 +84,8 @@ def difference(left: dict, right: dict, path: str = "") -> set[str]:
 
 
 def keys(settings: Any, path: str = "") -> set[str]:
-    """Find the dotted keys that a file, or a part of a file's content, sets."""
+    """Return the dotted keys of all settings in a YAML file or, if ``settings`` is a part of its content, below
+    ``path``."""
     if isinstance(settings, Path):
         settings = yaml.safe_load(settings.read_text())
     if not isinstance(settings, dict):
@@ -121,7 +122,8 @@ def test_arms_differ_in_what_they_compare_alone(task, resolved):
 
 @pytest.mark.slow
 def test_verls_recipe_is_verls_whichever_base_it_trains(resolved):
-    """The expected values are those of verl's script for its published logs of GRPO with LoRA on GSM8K."""
+    """This project's recipe for comparisons with verl has the settings of verl's script, whose logs of GRPO with LoRA
+    on GSM8K are published. Only the base differs between its two variants."""
     recipes = [resolved(*files(VERL, MODEL)), resolved(*files(VERL, MODEL, ARM))]
     assert difference(*recipes) == {"run_dir", "model.quantize"}
     model, data = recipes[0]["model"], recipes[0]["data"]

@@ -1,4 +1,4 @@
-"""The files, commands, options, keys and numbers that the documents name exist and are right."""
+"""What the documents name exists and is right: files, commands, options, keys of configurations, and numbers."""
 
 import ast
 import re
@@ -30,7 +30,8 @@ def own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def code(path: Path) -> list[str]:
-    """List all code in a document: the lines of code blocks, without comments, and code in the text."""
+    """List all code in a Markdown document: each line of the code blocks, without comments, and each text between
+    backquotes."""
     text = path.read_text().replace("\\\n", " ")
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
@@ -39,7 +40,8 @@ def code(path: Path) -> list[str]:
 
 
 def pieces(pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield (document, code) for all code that begins with a match of the pattern."""
+    """Yield the name of the document and the code, for each piece of code in the documents that begins with a match of
+    ``pattern``."""
     return ((path.name, piece) for path in DOCUMENTS for piece in code(path) if re.match(pattern, piece))
 
 
@@ -173,7 +175,8 @@ def test_the_readmes_examples_are_those_that_the_tests_run():
 
 
 def message(node: ast.AST) -> str:
-    """Return the text of a string in the source, with a line break in the place of each value that is inserted."""
+    """Return the text of a string literal or f-string in Python source, with a line break in place of each inserted
+    value; "" for any other node."""
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)  # pyright: ignore
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -1,5 +1,5 @@
-"""Dynamic sampling trains on the first groups whose completions earned different rewards. The result does not depend on
-how many prompts are sampled at once, or by how many ranks."""
+"""Dynamic sampling goes on sampling until the batch is full of groups whose completions earned different rewards. The
+batch does not depend on how many prompts are sampled at once, or by how many ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ G = 3
 
 
 def evaluation(prompts: Sequence[Prompt]) -> ScoredBatch:
-    """Sample and score prompts; only groups of prompts that end in token 1 have different rewards."""
+    """Imitate sampling and scoring. The completions of a prompt that ends in token 1 have different rewards, those of
+    any other prompt the same."""
     return scored([[float(prompt.tokens[-1] == 1 and copy == 0) for copy in range(G)] for prompt in prompts], prompts)
 
 
@@ -64,8 +65,9 @@ def prompts(signals: Sequence[bool], start: int = 0) -> list[Prompt]:
 
 
 def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Prompt]) -> tuple[Any, ...]:
-    """Fill a batch; returns everything that was sampled, the number of refills, the chosen groups of this rank (or
-    None), and the number of prompts of each call."""
+    """Fill a batch by dynamic sampling, with ``more`` as the prompts to refill it with. Returns all groups that were
+    sampled, the number of refills, this rank's groups of the batch (or None), and the number of prompts of each call
+    that samples."""
     from qerl_pl.common import ranks
 
     calls = []

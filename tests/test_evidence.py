@@ -1,4 +1,5 @@
-"""Evidence from true samples of the policy raises alarms at most at the stated rate; other samples raise alarms."""
+"""Evidence that completions are not samples of the policy: true samples raise alarms at most at the stated rate, and
+other samples do raise alarms."""
 
 import math
 import warnings
@@ -39,8 +40,9 @@ def logits_of(kind: str, num: int, generator: torch.Generator) -> Tensor:
 
 
 def measured(logits: Tensor, sampled_from: Tensor, reported: Tensor, generator: torch.Generator) -> Tensor:
-    """Sample from ``sampled_from`` [N, V], and return the evidence, [K], of a trainer with ``logits`` and an engine
-    that reports log-probabilities of ``reported``."""
+    """Sample N tokens from the logits ``sampled_from`` [N, V], and return the evidence [K] for each of K other ways to
+    sample. The trainer computes ``logits``; the engine reports log-probabilities that follow from the logits
+    ``reported``."""
     tokens = torch.multinomial(sampled_from.softmax(1), 1, generator=generator)
     found = alternative_logprobs(logits.double(), tokens[:, 0], ENDS)
     return (found[:, 1:] - reported.double().log_softmax(1).gather(1, tokens)).sum(0)
@@ -222,7 +224,8 @@ class TestCopies:
 
 class TestOrder:
     def drawn(self, generator: torch.Generator, groups: int = 16, size: int = 8) -> Tensor:
-        """Draw values [2, groups, size]: lengths, many of which are equal, and real numbers."""
+        """Draw two numbers for each completion, [2, groups, size]: a length, many of which are equal, and a real
+        number."""
         lengths = torch.randint(3, 8, (groups, size), generator=generator).double()
         return torch.stack([lengths, torch.randn(groups, size, generator=generator).double()])
 

@@ -1,4 +1,4 @@
-"""An exported adapter says which base it belongs to, and is written completely or not at all."""
+"""The folder of an exported adapter names the base that it belongs to, and is written completely or not at all."""
 
 import json
 import resource
@@ -165,7 +165,8 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.fixture(params=["offline", "no network", "not logged in"])
 def hub_fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Imitate a fault of the hub; yields the words with which the program should report it."""
+    """Imitate a Hugging Face hub that cannot be used, for one of three causes. Yields words that the program's error
+    message should have."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", request.param == "offline")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     if request.param != "not logged in":

@@ -1,4 +1,5 @@
-"""Files are written completely or not at all, only regular files are replaced, and system errors say what to do."""
+"""Writing files: a file is written completely or not at all, only regular files are replaced, and messages about errors
+of the system say what to do."""
 
 import errno
 import json
@@ -67,7 +68,8 @@ def test_a_symbolic_link_stays_and_its_target_gets_the_text(tmp_path):
 
 
 def special_files(folder: Path) -> list[Path]:
-    """Make paths that are no regular files: a named pipe, a link to a device, a folder, and a device."""
+    """Return paths that are no regular files, so that the program must not replace them: a named pipe, a link to a
+    device, a folder, and a device."""
     os.mkfifo(folder / "pipe")
     (folder / "null").symlink_to("/dev/null")
     (folder / "folder").mkdir()

@@ -1,4 +1,5 @@
-"""GGUF files as bases: they are written from a small checkpoint with the package gguf, and read back."""
+"""GGUF files as bases of policies. The tests write them with the package gguf from a small checkpoint, and check what
+the product reads."""
 
 import json
 import struct
@@ -34,8 +35,9 @@ def write_gguf(
     architecture: str = "qwen2",
     metadata: Mapping[str, str | int] = {},
 ) -> Path:
-    """Write a Qwen2 checkpoint as a GGUF file with matrices in Q8_0 and everything else in fp32. The file has an output
-    matrix only if one is given, as files of models with tied embeddings have none."""
+    """Write a Qwen2 checkpoint as a GGUF file, with matrices in Q8_0 and everything else in fp32. Without ``head`` the
+    file has no output matrix, like files of models with tied embeddings. ``metadata`` adds to or replaces the file's
+    metadata."""
     config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)

@@ -1,4 +1,5 @@
-"""The program waits only a few seconds for a hub that does not answer, and says beforehand what it tries."""
+"""The program waits only a few seconds for a Hugging Face hub that does not answer, and prints beforehand that it asks
+it."""
 
 import socket
 import threading
@@ -14,7 +15,8 @@ from qerl_pl.model import hub
 
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Address of a server that accepts connections and never answers, set as that of the hub."""
+    """Address of a server that accepts connections and never answers. The hub's client uses this address as the
+    hub's."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub, "ANSWER_S", 0.3)

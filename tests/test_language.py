@@ -1,6 +1,8 @@
-"""Words of docstrings, comments, messages and documents: how docstrings start, and terms that are not the field's.
+"""Rules for the words of docstrings, comments, messages and documents: how docstrings start, and which terms are not
+used.
 
-A pattern here is a word that once had a private meaning in this repository; next to it is what to write instead.
+Each pattern in ``DIALECT`` matches a term that once had a meaning of its own in this repository, which readers from
+outside did not understand; next to it is what to write instead.
 """
 
 import ast
@@ -71,8 +73,8 @@ def name_of(path: Path) -> str:
 
 
 def docstrings(tree: ast.AST, public: bool = True) -> Iterator[tuple[int, str, bool]]:
-    """Yield line and text of every docstring, including those under attributes, and whether it belongs to a public
-    module, class or function."""
+    """Yield line and text of every docstring, including the strings below attributes that describe them, and whether it
+    is the docstring of a public module, class or function."""
     for node in ast.iter_child_nodes(tree):
         is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         visible = public and not (is_definition and node.name.startswith("_"))

@@ -43,8 +43,8 @@ def floors() -> list[str]:
 
 
 def floor_of(path: Path) -> str | None:
-    """Find the entry of the table that a file belongs to: the longest one with which its path begins. None if there is
-    none."""
+    """Return the entry of the table of packages in ARCHITECTURE.md to which a file belongs: the longest entry with
+    which the file's path begins. None if the path begins with no entry."""
     name = str(path.relative_to(ROOT))
     return max((entry for entry in floors() if name.startswith(entry)), key=len, default=None)
 
@@ -69,7 +69,8 @@ def test_imports_only_go_down_the_table_of_the_architecture():
 
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_library_imports_nothing_above_it(path):
-    """Only the command line imports callbacks and data modules, and nothing imports the script train.py."""
+    """The package qerl_pl can be used without the folders next to it: only its command line imports callbacks and data
+    modules, and nothing in it imports the script train.py."""
     allowed = {"callbacks", "datamodules"} if path.parent.name == "cli" else set()
     assert not (packages_of(path) & {"callbacks", "datamodules", "train"}) - allowed
 
@@ -144,8 +145,8 @@ def test_functions_fit_in_a_head():
 
 
 def own_imports(path: Path) -> set[Path]:
-    """Find the files of this repository that a file imports, also inside functions, or names in a string such as
-    "qerl_pl.module"."""
+    """Return the product's files that a file imports, at its top or inside functions, or that it names in a string such
+    as "qerl_pl.module", by which they can be imported later."""
     strings = {
         node.value
         for node in ast.walk(ast.parse(path.read_text()))

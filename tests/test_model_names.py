@@ -1,5 +1,5 @@
-"""A model's name is enough for a run: it is found in the hub, quantised at first use, and plans need no weights or
-network."""
+"""A run needs only the name of a model on the Hugging Face hub: the model is downloaded, and quantised at first use.
+Memory plans need neither its weights nor a network."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ NVFP4_RTN = Quantization(format="nvfp4")
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Prevent the hub's client from using the network, and start with empty caches; returns the folder of the hub's
+    """Prevent the hub's client from using the network, and make all caches empty. Returns the folder of the client's
     cache."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -39,7 +39,8 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_hub_cache(hub: Path, name: str, folder: Path) -> Path:
-    """Copy a folder to the place where the hub's client keeps a model that it has downloaded; returns this place."""
+    """Copy the folder of a model to where the hub's client would have put this model after a download. Returns this
+    place."""
     model = hub / f"models--{name.replace('/', '--')}"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("0" * 40)

@@ -1,4 +1,4 @@
-"""The program says what it is doing: before slow imports, and every few seconds while something takes long."""
+"""The program prints what it is doing: before slow imports, and every few seconds while one thing takes long."""
 
 import json
 import os
@@ -27,7 +27,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_until(said, capsys: pytest.CaptureFixture[str]) -> str:
-    """Read stderr until ``said`` of its text is true; returns the text. Fails after 20 seconds."""
+    """Read stderr until the function ``said`` returns True for all that was printed; returns this text. Fails after 20
+    seconds."""
     text, end = "", time.monotonic() + 20
     while not said(text):
         assert time.monotonic() < end, text

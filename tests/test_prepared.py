@@ -1,4 +1,5 @@
-"""The folder that a run loads: published checkpoints are converted once, under a lock, into a cache whose key is the
+"""Published checkpoints that the product cannot load as they are get converted once, into a folder of a cache, which
+runs then load. A lock keeps two processes from converting at the same time, and the folder's name depends on the
 content of the checkpoint."""
 
 import json

@@ -25,7 +25,8 @@ def _talk(rank: int) -> dict[str, Any]:
 
 
 def _gradients(rank: int) -> list[tuple[list[float] | None, list[float] | None]]:
-    """Make this rank's gradients of two parameters in three cases: both ranks have them, one rank has them, or none."""
+    """Make this rank's gradients of two parameters in three cases: both ranks have gradients, only rank 1 has them, or
+    none has."""
     return [([1.0 + rank], [2.0, 4.0 * rank]), (([3.0], [5.0, 7.0]) if rank else (None, None)), (None, None)]
 
 

@@ -1,4 +1,4 @@
-"""The report of a run with damaged event files, and arguments that are no files."""
+"""The command ``report`` with damaged event files of a run, and with paths that are no files."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Every setting reaches the code that uses it. A setting that has no effect in combination with others is refused, or
-causes a warning."""
+"""No setting is silently ignored: every setting reaches the code that uses it, and a setting that has no effect
+together with others is refused or causes a warning."""
 
 import ast
 import inspect
@@ -80,8 +80,8 @@ have other tests."""
 
 @pytest.fixture
 def built(tmp_path, monkeypatch) -> train.QeRLCLI:
-    """Create the objects of a configuration in which nearly every setting of model and data differs from its
-    default."""
+    """Create the objects of a run, without training, from a configuration in which nearly every setting of model and
+    data differs from its default."""
     from qerl_pl.tools.tiny import make_tiny
 
     make_tiny(tmp_path / "dense", seed=0, sft_steps=0)

@@ -1,4 +1,5 @@
-"""The documentation site can be built without a warning, needs no network, and agrees with the program."""
+"""The documentation site is built without warnings, its pages load nothing from the network, and what they say agrees
+with the program."""
 
 import re
 from pathlib import Path

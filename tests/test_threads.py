@@ -1,4 +1,5 @@
-"""Idle OpenMP threads of the program soon sleep instead of spinning, so that other processes can use their cores."""
+"""Idle OpenMP threads of the program go to sleep after a short time instead of spinning, so that other processes can
+use the cores."""
 
 import os
 import subprocess

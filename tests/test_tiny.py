@@ -1,5 +1,5 @@
-"""The tiny policy: generated problems, the solver that makes mistakes, the tokenizer, and the folder that is
-written."""
+"""The quickstart's tiny model: the generated problems that it learns from, their solutions with mistakes, the
+tokenizer, and the folder that is written."""
 
 import json
 import random

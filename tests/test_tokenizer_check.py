@@ -150,8 +150,8 @@ def test_a_generation_prompt_is_needed_only_where_something_comes_before_an_answ
 
 @pytest.fixture
 def with_added(base: Path) -> Path:
-    """Folder of a base whose tokenizer has two tokens above vocab_size; one of them is the padding token, and
-    config.json names both."""
+    """Folder of a base whose tokenizer has two tokens with numbers from vocab_size on, for which the model has no
+    embedding. config.json names one as the padding token and the other as an end token."""
     config = json.loads((base / "config.json").read_text())
     tokenizer = read_tokenizer(base)
     size = config["vocab_size"]

@@ -1,4 +1,4 @@
-"""Settings of the Lightning trainer that a run cannot use are refused by name."""
+"""Settings of the Lightning trainer that would not work in a run of this program are refused by name."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Losses and the update of a batch that two ranks share equal those of one rank with the whole batch."""
+"""If two ranks share a batch, losses, metrics and the update equal those of one rank with the whole batch."""
 
 from functools import cache, partial
 from typing import Any, get_args
@@ -40,8 +40,8 @@ OBJECTIVES = {
         aggregation="sequence", teacher=TeacherTerm(coefficient=0.5, divergence="jensen_shannon")
     ),
 }
-# Advantages of each group. Groups of zeros give no gradient: in the second batch these are all groups of the second
-# rank, in the third batch all groups.
+# Batches, as the advantages of each of four groups. A group whose advantages are 0 gives no gradient: in the second
+# batch this holds for all groups of the second rank, in the third batch for all groups.
 ADVANTAGES = {
     "mixed": [[1.0, -1.0], [0.5, -0.5], [0.0, 0.0], [-1.0, 1.0]],
     "one silent rank": [[1.0, -1.0], [0.0, 0.0], [0.5, -0.5], [0.0, 0.0]],
@@ -50,7 +50,8 @@ ADVANTAGES = {
 
 
 def batch_of(advantages: list[list[float]]) -> Experience:
-    """Make rows of different lengths, one of which is left out of the loss."""
+    """Make a batch of rows of different lengths with the given advantages of each group. One row is left out of the
+    loss."""
     num_rows = GROUP * len(advantages)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(PROMPT + 1, LONGEST + 1, (num_rows,), generator=generator)
@@ -76,7 +77,8 @@ def share_of(batch: Experience, rank: int, num_ranks: int) -> Experience:
 
 
 def two_updates(base: str, objective: Objective, experience: Experience, mini_batches: int) -> dict[str, Tensor]:
-    """Do two passes of optimizer steps with gradient clipping; returns the trained parameters and the metrics."""
+    """Update a policy twice with a batch, in ``mini_batches`` optimizer steps each and with gradient clipping. Returns
+    the trained parameters and the metrics, by name."""
     policy = loaded(base, dtype=torch.float32, lora=LoraSettings(rank=2, alpha=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
@@ -112,8 +114,8 @@ def two_updates(base: str, objective: Objective, experience: Experience, mini_ba
 
 
 def every_advantage(rank: int, num_ranks: int) -> Tensor:
-    """Compute advantages of this rank's groups, divided by the standard deviation of the rewards of all ranks. The
-    ranks have different numbers of groups."""
+    """Compute the advantages of this rank's groups for the baseline "batch_normalized", which divides by the standard
+    deviation of the rewards of all ranks. The ranks have different numbers of groups."""
     rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.9], [0.0, 0.2, 0.0]])
     scored = torch.tensor([[True, True, True], [True, False, True], [True, True, True]])
     mine = slice(rank, None, num_ranks)
@@ -162,8 +164,8 @@ MOST_TOKENS = 11
 
 
 def gradient(rows: list[Tensor], weights: Tensor) -> Tensor:
-    """Compute the gradient of the loss with respect to the log-probabilities, [B, S]. ``rows`` are log-probabilities,
-    old log-probabilities, advantages and the mask."""
+    """Compute the gradient of the clipped loss with respect to the log-probabilities, [B, S]. ``rows`` has four
+    tensors: log-probabilities, old log-probabilities, advantages and the mask."""
     logprobs = rows[0].detach().requires_grad_()
     clipped_policy_loss(logprobs, rows[1], rows[2], rows[3], weights).loss.backward()
     assert logprobs.grad is not None

@@ -1,4 +1,4 @@
-"""Run functions in two processes of one gloo group, as the ranks of a run on CPUs are."""
+"""Run functions on two ranks: in two processes of a gloo process group, like a run on CPUs."""
 
 import random
 import socket
@@ -13,9 +13,10 @@ from torch import multiprocessing
 
 
 def on_two_ranks(function: Callable[[int], Any], folder: Path) -> list[Any]:
-    """Call the function on each of two ranks; returns both results, which may consist of tensors and builtins.
+    """Call ``function`` with the rank, 0 or 1, in each of two processes. Returns both results; they may consist of
+    tensors and builtins.
 
-    The ranks are forks of one server process, which does the imports only once for all tests of this process.
+    The processes are forked from a server process, which does the slow imports only once for all tests.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.imports"])
     multiprocessing.start_processes(_enter, (str(folder), function), nprocs=2, start_method="forkserver")
@@ -31,8 +32,8 @@ def _enter(rank: int, folder: str, function: Callable[[int], Any]) -> None:
 
 
 def free_port() -> int:
-    """Find a free port at which ranks can meet. It is below the ports that the system gives to outgoing connections, so
-    nothing takes it before the ranks do."""
+    """Find a free port for the rendezvous of ranks. The port is below those that the system gives to outgoing
+    connections, so that it is not taken before the ranks use it."""
     for port in random.SystemRandom().sample(range(20000, 30000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

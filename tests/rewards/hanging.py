@@ -1,9 +1,10 @@
-"""Verify many rows, some of which hang, while workers are killed: python -m tests.rewards.hanging
+"""Compare many answers, some of which never end, while workers are killed: python -m tests.rewards.hanging
 
-The numbers of docs/scorers.md are from --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
+A row is a pair of answers to compare; a worker is a process of ``Verifier`` that compares them. For the numbers of
+docs/scorers.md, add --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
 
-Prints one JSON line. Prints none, and exits with status 1, if a row is lost, misjudged or unscored, if a row that hangs
-is not scored 0, or if a process is left behind.
+Prints one JSON line with the times. Prints none, and exits with status 1, if a row is lost or has a wrong score or
+none, if a row that does not end has a score other than 0, or if a process is left behind.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from tests.bench.harness import emit
 
 
 def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, str]], list[float | None]]:
-    """Draw pairs of answers to compare, and their scores: half are numbers and half algebra, and a third are wrong. The
-    pairs that hang are inserted at random places and have the score 0."""
+    """Draw pairs of answers to compare, and the scores that they should get. Half of them are numbers and half algebra,
+    and in a third the answers differ (score 0). ``num_hanging`` pairs whose comparison would not end, with score 0, are
+    at random places."""
     rng = random.Random(seed)
     rows, scores = [], []
     for index in range(num_rows - num_hanging):

@@ -1,5 +1,5 @@
-"""Laws of the comparison of answers, on random answers: rewriting makes no wrong answer right and no right answer
-wrong."""
+"""Laws of the comparison of answers, tested on random answers: writing an answer in another form makes no wrong answer
+right and no right answer wrong."""
 
 from fractions import Fraction
 

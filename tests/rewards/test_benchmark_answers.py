@@ -1,5 +1,5 @@
-"""Each answer of AIME24, AMC23, GAOKAO and GSM8K equals itself in other notations, and does not equal a wrong
-answer."""
+"""Each answer in the benchmarks AIME24, AMC23, GAOKAO and GSM8K counts as right in other notations, and a changed
+answer counts as wrong."""
 
 import json
 import os
@@ -38,8 +38,8 @@ def other_forms(answer: str) -> list[str]:
 
 
 def wrong_value(answer: str) -> str:
-    """Write a completion with a wrong answer: the number plus 1, or another first digit, or another letter or word if
-    the answer has no digit."""
+    """Write a completion whose answer is not the given one: the number plus 1; if it is no number, with another first
+    digit; if it has no digit, another letter."""
     number = exact_number(answer.strip("$"))
     if number is not None:
         return f"\\boxed{{{number.value + Fraction(1)}}}"

@@ -1,4 +1,5 @@
-"""Rewards get their arguments by parameter name: either this project's objects, or lists as TRL passes them."""
+"""A reward gets the arguments that the names of its parameters ask for: either this project's objects, or lists as TRL
+passes them."""
 
 import functools
 import itertools

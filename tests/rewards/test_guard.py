@@ -1,5 +1,5 @@
-"""A reward's mistakes end with an error that names the reward; what it changes in the Python process, such as
-random states, is undone."""
+"""If a reward raises or returns something wrong, the run ends with an error that names the reward. What a reward
+changes in the Python process, such as random states, is undone."""
 
 import multiprocessing
 import os
@@ -89,7 +89,8 @@ def test_numbers_of_other_kinds_are_scores(found):
 
 
 class Judging:
-    """Reward with a method ``judge`` that takes 0.3 seconds per row and reports each row as done."""
+    """Reward whose method ``judge`` takes 0.3 seconds per row, reports its progress after each row, and returns the
+    given verdicts."""
 
     def __init__(self, *verdicts: Any) -> None:
         self.verdicts = verdicts
@@ -147,7 +148,7 @@ def _double(value: int, results: Any) -> None:
 
 
 def with_processes_and_an_alarm(prompts, completions):
-    """Reward that starts a child process, which ends by os._exit as multiprocessing's do, and sets SIGALRM as
+    """Reward that returns what a child process computes, and then sets a handler and a timer for SIGALRM, as
     math-verify does."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()

@@ -1,4 +1,5 @@
-"""The scores of four sets of completions against labels, which say what a careful reader would decide."""
+"""Completions are scored as their labels say, which state what a careful reader would decide, apart from recorded
+exceptions."""
 
 import json
 from collections import Counter
@@ -73,8 +74,9 @@ def test_no_set_is_scored_worse_than_the_documents_say(scorers, name, every):
     ("reward", "paid", "lost"), [("gsm8k", 0, 3), pytest.param("math", 7, 3, marks=pytest.mark.slow)]
 )
 def test_no_more_probes_of_a_hostile_reader_are_misread_than_before(scorers, reward, paid, lost):
-    # The probes were written without knowledge of the scorers. The bounds are the numbers of probes that are misread
-    # today; whoever improves the scorers lowers them.
+    # The probes are completions that were written, without knowledge of the scorers, to be misread. ``paid`` and
+    # ``lost`` are how many wrong ones get a score of 1 today, and how many right ones do not; whoever improves the
+    # scorers lowers these numbers.
     rows = [row for row in read_cases("probes") if row["reward"] == reward]
     assert len(rows) > 400
     misread = confusion(scorers[reward], rows)[1]

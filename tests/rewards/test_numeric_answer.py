@@ -1,4 +1,5 @@
-"""NumericAnswer: which part of a completion is the answer, and which notations of a number are equal."""
+"""The reward NumericAnswer: which part of a completion it takes as the answer, and which notations of a number count as
+equal."""
 
 import os
 import pickle
@@ -66,7 +67,8 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 
 def spelled(number: int, joint: str) -> str:
-    """Write a number below a million in English; ``joint`` is put between hundreds and the rest."""
+    """Write a number below a million in English words; ``joint``, such as " and ", is put between the hundreds and the
+    rest."""
     if number < 20:
         return BELOW_20.split()[number]
     if number < 100:

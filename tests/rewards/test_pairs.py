@@ -1,4 +1,5 @@
-"""Which part of a completion is its answer (readings.jsonl), and which pairs of answers are equal (pairs.jsonl)."""
+"""Examples in files: completions with the part that counts as their answer (readings.jsonl), and pairs of answers that
+are equal or not (pairs.jsonl)."""
 
 import json
 from pathlib import Path

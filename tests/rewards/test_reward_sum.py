@@ -1,4 +1,5 @@
-"""The weighted sum of rewards, its form in YAML, and the two rewards for form and length."""
+"""A run's reward is a weighted sum: how it is computed and written in YAML, and the two rewards for a completion's form
+and length."""
 
 import math
 import textwrap

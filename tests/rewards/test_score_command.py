@@ -1,4 +1,5 @@
-"""python -m qerl_pl score: what it writes and refuses, and which files it leaves unchanged when it fails."""
+"""The command ``python -m qerl_pl score``, which scores a file of completions: what it writes and refuses, and that it
+leaves files unchanged when it fails."""
 
 import contextlib
 import json
@@ -19,7 +20,8 @@ ROWS = [
 
 @pytest.fixture
 def files(tmp_path):
-    """Write the input ``ROWS``; returns its path, and a path for the output, which does not exist yet."""
+    """Write ``ROWS`` to a file for the command to score. Returns the file's path, and a path for the output, at which
+    there is no file yet."""
     source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     source.write_text("\n\n".join(map(json.dumps, ROWS)) + "\n")
     return source, target

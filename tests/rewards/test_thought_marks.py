@@ -1,4 +1,5 @@
-"""Rewards treat the marks of thoughts of every model family alike, even if they are special tokens of the tokenizer."""
+"""Each model family marks the beginning and the end of its thoughts differently, e.g. by <think>. Rewards treat all
+these marks alike, even if they are special tokens of the tokenizer."""
 
 import re
 import time
@@ -29,8 +30,8 @@ TOKENS = {
     "jais": ("<|think_start|>", "<|think_end|>"),
     "slash": ("<|thinking|>", "</|thinking|>"),
 }
-# If no thought was opened, the closing marks of these families mean something else: an unused token, or the header of
-# an ordinary turn.
+# In these families a mark ends a thought only if a thought was begun. Otherwise it means something else: an unused
+# token, or the header of an ordinary turn.
 ONLY_OPENED = {
     "medgemma": ("<unused94>thought\n", "<unused95>"),
     "granite": ("<|start_of_role|>thinking<|end_of_role|>", "<|start_of_role|>assistant<|end_of_role|>"),

@@ -1,5 +1,5 @@
-"""What counts as the answer of a completion that does not mark one, and where a completion goes on with a new
-question."""
+"""Completions that do not mark their answer, e.g. by a box: what counts as the answer, and where the text is no longer
+the completion's own because it goes on with a new question."""
 
 import time
 

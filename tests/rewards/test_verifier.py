@@ -1,4 +1,5 @@
-"""The pool of verifier processes loses no row, whatever happens to a row or to a process."""
+"""``Verifier`` compares answers in a pool of processes. It returns a verdict for every row, even if a comparison does
+not end or a process is killed."""
 
 import multiprocessing
 import os
@@ -23,19 +24,19 @@ HANGING = ("5", "9^{9^{9^{9}}}")
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
-    """One pool for all tests of this file; each test has to leave it in working order."""
+    """A pool that all tests of this file share, so each test has to leave it in working order."""
     pool = Verifier(num_workers=2, time_limit=0.5)
     yield pool
     pool.close()
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists; one that has ended counts until its parent has waited for it."""
+    """Return whether a process exists. A process that has ended still exists until its parent has waited for it."""
     return Path(f"/proc/{pid}").exists()
 
 
 def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
-    """Wait until all processes have ended; returns those that still run after so many seconds."""
+    """Wait until all processes have ended, but at most ``seconds``. Returns the ids of those that still exist."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(map(is_running, pids)):
         time.sleep(0.05)

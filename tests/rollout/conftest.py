@@ -1,4 +1,5 @@
-"""A small random policy as a dense model, in NVFP4 and with trained norms, and both engines on each of them."""
+"""Fixtures for tests of rollout engines: a small random policy on a dense base, on an NVFP4 base and with trained
+norms, and the transformers engine and vLLM for each of them."""
 
 import math
 import shutil
@@ -57,8 +58,8 @@ def small_qwen2(**sizes: Any) -> PretrainedConfig:
 
 
 def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any) -> None:
-    """Write a random model and a tokenizer. Its generation config would change every distribution if an engine obeyed
-    it.
+    """Write a random model and a tokenizer. The model's generation config has a temperature, top_k and so on that
+    engines have to ignore; if an engine used them, all distributions would be wrong.
 
     Args:
         path: folder to write to.
@@ -84,8 +85,8 @@ def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any)
 
 
 def save_with_separate_scales(source: Path, target: Path) -> None:
-    """Copy an NVFP4 checkpoint, with a different tensor scale for each linear layer, as other quantisers may write
-    it."""
+    """Copy an NVFP4 checkpoint, and give each linear layer a different tensor scale. Other quantisers write such
+    checkpoints; this project's gives layers that engines fuse the same scale."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     checkpoint = Checkpoint(source)
     tensors = {name: checkpoint.read(name).clone() for name in checkpoint.names()}
@@ -95,7 +96,8 @@ def save_with_separate_scales(source: Path, target: Path) -> None:
 
 
 def random_adapter(policy: Policy, seed: int) -> dict[str, Tensor]:
-    """Draw an adapter that changes the policy a lot; trained norms stay near their old values."""
+    """Draw an adapter whose LoRA matrices change the policy a lot. Norm weights, if they are trained, stay near their
+    old values."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(tensor.shape, generator=generator) * 0.1 + (0.0 if ".lora_" in name else tensor)
@@ -105,8 +107,8 @@ def random_adapter(policy: Policy, seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Setup:
-    """A started engine and its policy, whose own forward pass computes the log-probabilities that the engine should
-    have."""
+    """A started engine and the trainer's policy that it samples from. The policy's forward pass computes the
+    log-probabilities that the engine should report."""
 
     engine: RolloutEngine
     policy: Policy
@@ -140,8 +142,8 @@ class Setup:
 
     @contextmanager
     def noisy_policy(self, sigma: float, seed: int) -> Iterator[None]:
-        """Put the noise that ``set_norm_noise`` asks an engine for on the trainer's own norms, for the time of the
-        context."""
+        """Add to the trainer's norms, within the context, the noise that an engine adds to its norms when
+        ``set_norm_noise`` is called with these values."""
         live = self.policy.norm_weights()
         clean = {name: weight.clone() for name, weight in live.items()}
         for name, weight in noisy_norms(clean, NormNoise(sigma, seed)).items():
@@ -160,8 +162,8 @@ class Setup:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_are_interpreted() -> None:
-    """Import the kernels with TRITON_INTERPRET set if there is no GPU. Triton reads the variable when kernels are
-    defined, so this has to happen before any test."""
+    """Without a GPU, make this project's kernels run in Triton's interpreter: import them with TRITON_INTERPRET set.
+    Triton reads the variable when kernels are defined, so this has to happen before any test imports them."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")
@@ -171,8 +173,8 @@ def _kernels_are_interpreted() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Write folders of the same random model: dense, in NVFP4, and in NVFP4 with a different tensor scale per linear
-    layer."""
+    """Write three checkpoints of the same random model, and return their folders: "dense", "nvfp4", and "separate", in
+    NVFP4 with a different tensor scale per linear layer."""
     folder = tmp_path_factory.mktemp("checkpoints")
     save_dense(folder / "dense")
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
@@ -182,8 +184,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def unpadded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random NVFP4 base; the sizes of its linear layers are those that the Hopper kernels take without
-    padding."""
+    """Folder of a small random NVFP4 base for tests on Hopper: its linear layers have sizes that the Hopper kernels
+    accept without padding."""
     folder = tmp_path_factory.mktemp("unpadded")
     save_dense(folder / "dense", hidden_size=256, intermediate_size=512, num_key_value_heads=4, initializer_range=0.05)
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
@@ -191,8 +193,8 @@ def unpadded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_policy(checkpoint: str, *, train_norms: bool = False, dtype: torch.dtype = torch.float32) -> Policy:
-    # vLLM has no kernels for rank 6, and 12 / sqrt(6) is no power of two, so mistakes in padding and scaling would be
-    # detected.
+    # Mistakes in padding and scaling would be detected: vLLM has to pad rank 6, for which it has no kernels, and the
+    # scale, 12 / sqrt(6), is no power of two.
     lora = LoraSettings(rank=6, alpha=12, rslora=True, train_norms=train_norms)
     return load_policy(checkpoint, dtype=dtype, lora=lora, seed=0)
 
@@ -206,7 +208,8 @@ def make_engine(name: str) -> RolloutEngine:
 
 @contextmanager
 def started_engine(policy: Policy, name: str = "vllm") -> Iterator[Setup]:
-    """Give a policy a random adapter and start an engine with it, which is closed at the end of the context."""
+    """Give a policy a random adapter, and start an engine that samples from it. The engine is closed at the end of the
+    context."""
     adapter = random_adapter(policy, seed=1)
     policy.load_adapter_state(adapter)
     norms = {name: weight.clone() for name, weight in policy.norm_weights().items()}
@@ -234,8 +237,8 @@ FORMS = {"dense": ("dense", False), "nvfp4": ("nvfp4", False), "trained norms": 
     ],
 )
 def running(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iterator[Setup]:
-    """Start one engine at a time: vLLM engines in a process share global state, which is removed when one of them
-    closes."""
+    """Start an engine for the tests of a module, and close it before the next one starts: vLLM engines of a process
+    share global state, which the first one that closes removes."""
     name, form = request.param
     checkpoint, train_norms = FORMS[form]
     with started_engine(make_policy(checkpoints[checkpoint], train_norms=train_norms), name) as setup:
@@ -259,21 +262,22 @@ def total_variation(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def sampling_error(probabilities: Tensor, num_samples: int) -> float:
-    """Compute an upper bound of the mean ``total_variation`` between a distribution and so many independent samples of
-    it."""
+    """Compute an upper bound of the mean ``total_variation`` between a distribution and ``num_samples`` independent
+    samples from it."""
     return (probabilities.sqrt().sum() / 2 / math.sqrt(num_samples)).item()
 
 
 def save_mixture(folder: Path, family: str = "qwen3_moe", **settings: Any) -> None:
-    """Write a random model of a family with experts to the folder ``dense`` in ``folder``, and its NVFP4 copy to
-    ``nvfp4``."""
+    """Write a small random mixture of experts to ``folder / "dense"``, and the same model quantised to NVFP4 to
+    ``folder / "nvfp4"``."""
     save_dense(folder / "dense", tiny_config(family, **settings))
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
 
 
 def assert_change_is_noticed(engine: VLLMEngine, ending: str, change: Callable[[Tensor], object], message: str) -> None:
-    """Change the first parameter of vLLM's model whose name has this ending, check that the engine's next fingerprint
-    is refused with the message, and restore the parameter."""
+    """Check that the engine detects a changed base weight. ``change`` changes the first parameter of vLLM's model whose
+    name ends in ``ending``; the checksums of weights that the engine computes next have to fail with ``message``. Then
+    the parameter is restored."""
     parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
     weight = next(parameter for name, parameter in parameters.items() if name.endswith(ending))
     kept = weight.data.clone()
@@ -285,8 +289,9 @@ def assert_change_is_noticed(engine: VLLMEngine, ending: str, change: Callable[[
 
 
 def assert_sampled_by_its_policy(engine: VLLMEngine, prompts: list[list[int]], sampling: Sampling) -> None:
-    """Check the log-probabilities of an engine in bf16. Rounding alone changes one in some hundred tokens of such a
-    model by half a nat, so the bound for the mean is tight and the one for single tokens is not."""
+    """Check that an engine in bf16 reports the log-probabilities of its policy. Rounding alone changes the
+    log-probability of one in some hundred tokens by half a nat, so single tokens may differ by much more than the
+    mean."""
     policy = engine._policy
     device = next(policy.parameters()).device
     groups = engine.generate(prompts, sampling, 1)

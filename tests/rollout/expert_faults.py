@@ -1,4 +1,5 @@
-"""Faults in vLLM's adapters of experts: in the slots that hold them, and in what the kernel reads."""
+"""Faults of the LoRA adapters on experts in vLLM: in the tensors that hold the adapters (``SLOTS``), and in the values
+that the kernel reads (``KERNELS``)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 
 def expert_adapters(engine: Any) -> Any:
-    """Return the layer of vLLM's model that has the adapters of the experts of the first mixture."""
+    """Return the layer of vLLM's model that holds the adapters on the experts of its first mixture."""
     modules = engine._call(lambda worker: list(worker.get_model().modules()))
     return next(module for module in modules if hasattr(module, "adapter_enabled"))
 
@@ -25,7 +26,8 @@ def shift_experts(module: Any) -> None:
 
 
 def read_by_kernel(**others: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Make a fault by which the kernel reads other values than the layer holds."""
+    """Make a fault by which the kernel reads other values than the layer holds: for each attribute, what the given
+    function returns for the layer."""
 
     def change(module: Any) -> None:
         for name, value in others.items():

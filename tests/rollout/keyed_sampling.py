@@ -1,4 +1,5 @@
-"""Sampling with keyed noise, and speculation, in vLLM's model runner for a CPU. vLLM itself draws there from one random
+"""Sampling by adding noise that follows from seed and position (keyed noise), with speculation, in vLLM's model runner
+for a CPU, so that tests without a GPU sample as rollouts on a GPU do. On a CPU vLLM itself draws from one random
 generator per request, and verifies drafts by rejection sampling."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,8 @@ MOST_DRAFTS = 7
 
 
 class Drafter:
-    """Proposes the drafts that ``guess`` returns for a sequence's tokens; vLLM creates the object from its class
-    path."""
+    """Proposes for each sequence the drafts that ``guess`` returns for the sequence's tokens. vLLM creates the object,
+    so tests set ``guess`` on the class."""
 
     guess: Callable[[list[int]], Sequence[int]] = staticmethod(lambda tokens: ())
 
@@ -47,8 +48,9 @@ SPECULATION = {
 
 @contextmanager
 def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_by_loops) -> Iterator[list[int]]:
-    """Sample by Gumbel-max with keyed noise. Yields a list; every verification of a sequence's drafts appends the
-    number of tokens that the sequence gets."""
+    """Within the context, make an engine sample the largest sum of logit and keyed noise, with ``accept`` to verify
+    drafts. Yields a list to which each verification of a sequence's drafts adds the number of tokens that the sequence
+    gets."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
     runner: Any = engine._call(lambda worker: worker.model_runner)
@@ -82,7 +84,7 @@ def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_by_lo
 
 
 def limit(logits: torch.Tensor, way: Any) -> None:
-    """Set logits [V] to -inf except for the tokens that top_k and top_p keep."""
+    """Set the logits [V] of the tokens that the settings top_k and top_p of a sequence leave out to -inf, in place."""
     if way.top_k > 0:
         logits[logits < logits.topk(way.top_k).values[-1]] = float("-inf")
     if way.top_p < 1:

@@ -16,7 +16,8 @@ def is_inside(tensor: Tensor) -> bool:
 
 
 def held_in_vllms_pool() -> list[str]:
-    """List shapes and dtypes of all tensors in vLLM's memory pool, and the types of the objects that refer to them."""
+    """List what keeps memory of vLLM's pool in use: the shape and dtype of each tensor in the pool, and the types of
+    the objects that refer to the tensor."""
     found = []
     for tensor in filter(is_inside, vllm_memory.referred_to()):
         who = {f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_referrers(tensor)}

@@ -90,7 +90,8 @@ def test_two_copies_are_logged(started, caplog):
 
 
 def test_a_closed_engine_keeps_no_memory_of_the_trainer_alive(started):
-    """This holds even if something still refers to vLLM's model, as compiled graphs or a traceback may."""
+    """The trainer's memory, which the engine also used, can be freed after the engine is closed, even if compiled
+    graphs or a traceback still refer to vLLM's model."""
     model = started._call(lambda worker: worker.get_model())
     tensors = {**started._policy.embedding_weights()}
     for name, linear in started._policy.packed_linears().items():

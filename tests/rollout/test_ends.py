@@ -1,4 +1,4 @@
-"""What an engine reports about the end of a completion is checked against the completion's tokens."""
+"""An engine reports why each completion ended. Reports that do not agree with the completion's tokens are refused."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models

@@ -30,8 +30,8 @@ def sampled(base: str, prompts: list[list[int]], num_calls: int = 1) -> list[lis
 
 
 def on_rank(rank: int, base: str) -> dict[str, object]:
-    """Sample this rank's share of the prompts. One rank makes more calls than the other, so engines must not wait for
-    each other."""
+    """Sample this rank's share of the prompts, and report whether the process group and the environment variables are
+    as before. One rank makes more calls than the other, so a rank's engine must not wait for the other's."""
     groups = sampled(base, PROMPTS[rank::2], num_calls=1 + rank)
     total = torch.tensor(rank + 1)
     dist.all_reduce(total)  # the group is still there

@@ -1,4 +1,4 @@
-"""Starting, stopping and sleeping of engines, and which parts of the trainer's process they must not change."""
+"""Engines start, stop and sleep without changing what the trainer uses in the same process."""
 
 import random
 from collections.abc import Iterator

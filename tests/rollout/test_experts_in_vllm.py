@@ -63,13 +63,13 @@ def setup(request: pytest.FixtureRequest, base: Path) -> Iterator[Setup]:
 
 
 def most(setup: Setup) -> float:
-    """Return the largest difference in nats at one token that a correct engine may have. The rounding errors of delta
-    nets grow with the number of tokens."""
+    """Return the largest difference, in nats at one token, that is allowed between engine and trainer. It is larger for
+    models with gated delta nets, whose rounding errors grow with the number of tokens."""
     return 1e-5 if setup.policy.config.model_type == "qwen3_moe" else 1e-4
 
 
 def assert_same(setup: Setup, *, adapter: bool = True) -> None:
-    """Check that vLLM's log-probabilities of its samples are the policy's up to rounding in fp32."""
+    """Check that the log-probabilities that vLLM reports for its samples equal the policy's, up to rounding in fp32."""
     differences = gaps(setup, adapter=adapter)
     assert differences.mean() < 1e-5
     assert differences.max() < most(setup)
@@ -86,8 +86,8 @@ def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
     ids=["prefixes cached", "not cached", "recurrent"],
 )
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """An engine that returns experts, of a model of four blocks, one of which has no mixture, or attention. Its cache
-    is so small that sequences are preempted."""
+    """An engine that also returns the experts that each token chose. Its model has four blocks, of which one has no
+    mixture of experts or, in Qwen3.5, one has attention. The KV cache is so small that sequences are preempted."""
     folder = tmp_path_factory.mktemp("deep")
     family, caching = request.param
     save_mixture(folder, family, num_hidden_layers=4)
@@ -108,8 +108,8 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def replayed(policy: Policy, prompt: list[int], row: Completion) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of a completion with its experts, [N], and how many of these the trainer's routers
-    would not have chosen, [S, L]."""
+    """Compute the trainer's log-probabilities of a completion, [N], using the experts that the engine returned, and how
+    many of these experts the trainer's routers would not have chosen, [S, L]: per token and mixture."""
     tokens = torch.tensor([[*prompt, *row.tokens]])
     mask = torch.arange(tokens.shape[1]).unsqueeze(0) >= len(prompt)
     assert row.routes is not None

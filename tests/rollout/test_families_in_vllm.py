@@ -1,4 +1,4 @@
-"""Each model family in vLLM samples from the trainer's policy, with adapter and with noise."""
+"""vLLM samples from the trainer's policy with models of every family, with an adapter and with noise on the norms."""
 
 from math import ceil
 from pathlib import Path
@@ -51,8 +51,8 @@ def test_vllm_samples_from_the_policy_of_a_family(family: str, tmp_path: Path):
 
 
 def cache_bytes(engine: Any) -> int:
-    """Compute the bytes of vLLM's cache for one sequence of the greatest length, and for the block that vLLM
-    reserves."""
+    """Compute how many bytes vLLM's cache needs for one sequence of ``MAX_MODEL_LEN`` tokens, together with the one
+    block that vLLM reserves for itself."""
     groups = engine._core().engine_core.scheduler.kv_cache_config.kv_cache_groups
     lengths = [group.kv_cache_spec.block_size for group in groups]  # of a state: the longest length
     blocks = sum(ceil(MAX_MODEL_LEN / length) for length in lengths)
@@ -60,7 +60,8 @@ def cache_bytes(engine: Any) -> int:
 
 
 def gap(setup: Setup, *, adapter: bool = True) -> float:
-    """Return the largest difference in nats between vLLM's log-probabilities of its samples and the policy's."""
+    """Return the largest difference, in nats, between the log-probability that vLLM reports for a token it sampled and
+    the policy's."""
     return gaps(setup, adapter=adapter).max().item()
 
 

@@ -1,5 +1,5 @@
-"""Sampling and scoring without training: one completion per prompt is enough, even if training's advantages need
-several."""
+"""Evaluations sample and score without training. One completion per prompt is enough, even if the advantages that
+training uses need several."""
 
 import pytest
 from torch import Tensor
@@ -19,7 +19,8 @@ def number_of_tokens(prompts, completions):
 
 
 def less_the_others(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Compute advantages as the reward minus the mean of the other rewards in the group; fails for groups of one."""
+    """Compute advantages as the reward minus the mean of the other rewards in the group. Fails for groups of one
+    completion, so a test notices if an evaluation computes advantages."""
     assert rewards.shape[1] > 1
     return rewards - (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 

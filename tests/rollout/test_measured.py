@@ -1,4 +1,5 @@
-"""Rows that are equal go through the trainer's model only once, and the measured values are those of the policy."""
+"""The checks measure values of completions with the trainer's model. Equal rows are computed only once, and the values
+are those of the policy."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""All prompts are checked before the first one is queued; every end token of a checkpoint ends completions."""
+"""Engines check all prompts before they start with the first one, and every end token that a checkpoint names ends
+completions."""
 
 import pytest
 from transformers import AutoConfig, Qwen2Config

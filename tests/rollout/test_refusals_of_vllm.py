@@ -1,4 +1,4 @@
-"""An error with which vLLM does not start is shown in one line, and its traceback is written to a file."""
+"""If vLLM fails to start, its error is shown in one line, and the traceback is written to a file."""
 
 from pathlib import Path
 

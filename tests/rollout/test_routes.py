@@ -1,5 +1,5 @@
-"""Experts that an engine returns are checked before they are used, and whether training uses them follows from the
-setting, the base and the engine."""
+"""In mixtures of experts, training can use the experts that the sampler chose for each token. Whether it does follows
+from the setting, the base and the engine, and experts that an engine returns are checked first."""
 
 from itertools import chain
 from typing import Any

@@ -1,4 +1,5 @@
-"""An engine with speculation samples the same tokens as one without, through vLLM's scheduler and KV cache."""
+"""A vLLM engine with speculation samples the same tokens as one without; the drafts go through vLLM's scheduler and KV
+cache."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +92,8 @@ Guess = Callable[[list[int]], Sequence[int]]
 
 
 def recorded(case: Case, groups: Groups) -> Guess:
-    """Make a function that returns the right drafts, read from completions that were sampled before."""
+    """Make a function for ``Drafter.guess`` whose drafts are always right: it continues a sequence as in ``groups``,
+    the completions that an engine without speculation sampled."""
     rows = [[*prompt, *each.tokens] for prompt, group in zip(case.prompts, groups, strict=True) for each in group]
     following: dict[int, Sequence[int]] = {}
     for row in rows:
@@ -117,8 +119,8 @@ def drafters(case: Case, groups: Groups) -> dict[str, Guess]:
 
 
 def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess, accept: Any = accept_by_loops) -> list[int]:
-    """Check that tokens are equal, and log-probabilities up to rounding; returns the number of tokens of each
-    verification."""
+    """Sample ``case`` with drafts from ``guess``, and check that the tokens are those of ``due``, and the
+    log-probabilities up to rounding. Returns how many tokens each verification of drafts gave."""
     with keyed_sampling(engine, accept) as taken, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "guess", staticmethod(guess))
         found = engine.generate(*case[:3], adapter=case.adapter)

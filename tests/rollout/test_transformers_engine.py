@@ -1,5 +1,5 @@
-"""The transformers engine, which uses the policy's own model, restores everything that it changes; batching changes no
-result."""
+"""The transformers engine samples with the trainer's model. It restores everything that it changes in this model, and
+its results do not depend on how sequences are batched."""
 
 import pytest
 import torch

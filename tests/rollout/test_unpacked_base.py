@@ -1,4 +1,5 @@
-"""Bases in formats that vLLM cannot run are dequantised for it, so it samples with the same weights as the trainer."""
+"""vLLM cannot run bases in some 4-bit formats. It gets their dequantised weights, so that it samples with the same
+weights as the trainer."""
 
 import logging
 import re

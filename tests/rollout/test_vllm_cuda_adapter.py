@@ -1,5 +1,5 @@
-"""The adapter kernels for vLLM on CUDA with the metadata that vLLM gives them; without a GPU, in Triton's
-interpreter."""
+"""This project's LoRA kernels, called in vLLM on CUDA, with the batch metadata that vLLM passes. Without a GPU they run
+in Triton's interpreter."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,8 @@ SLICES = (24, 8)
 
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[object]:
-    """Import the module of the kernels. Without a GPU, vLLM's module lacks one name, which is added."""
+    """Import the module that calls the LoRA kernels in vLLM. It needs a name of a vLLM module that is missing without a
+    GPU, so there the name is added."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
@@ -31,8 +32,8 @@ def cuda() -> Iterator[object]:
 
 
 def make_kernels(cuda, adapter_ids: tuple[int, ...], *targets: str):
-    """Make the kernels in the state after vLLM has announced a batch; ``adapter_ids`` has the adapter per token, 0 for
-    none."""
+    """Make the object that calls the kernels, in its state after vLLM has announced a batch. ``adapter_ids`` has the
+    number of the adapter that each token uses, or 0."""
     from vllm.config.lora import LoRAConfig
     from vllm.lora.layers import LoRAMapping
 

@@ -41,7 +41,8 @@ def started(checkpoints):
 
 @torch.no_grad()
 def own_scores(policy, tokens):
-    """Compute log-probabilities of all tokens but the first, [S - 1] nats, by the policy's own forward pass."""
+    """Compute the log-probabilities of a row's tokens after the first, [S - 1] nats, by the forward pass of the
+    trainer's policy."""
     row = torch.tensor([tokens])
     return policy.model(input_ids=row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
 

@@ -1,5 +1,5 @@
-"""What the vLLM engine does only on a GPU. All tests but the last share one engine, because most of the time is spent
-on starts."""
+"""Tests of the vLLM engine that need a GPU. All but the last one share one engine, because an engine takes long to
+start."""
 
 import os
 import subprocess
@@ -123,8 +123,8 @@ def test_what_is_sampled_is_what_the_trainer_says(engine):
 
 @torch.no_grad()
 def test_noise_below_the_spacing_of_bf16_acts(engine):
-    """A transformers engine with the same noise in fp32 is the reference. Where the noise changes its scores a lot,
-    those of the vLLM engine have to change in the same way."""
+    """Noise smaller than the distance of neighbouring bf16 values changes vLLM's norms, because the engine keeps them
+    in fp32. With large noise, its scores change as those of a transformers engine, the reference, do."""
     clean = {name: weight.float() for name, weight in engine._policy.norm_weights().items()}
     assert engine.set_norm_noise(NormNoise(5e-4, 3)) == len(clean)
     noise = [weight - clean[name] for name, weight in engine._call(vllm_worker.live_norms).items()]

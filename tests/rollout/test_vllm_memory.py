@@ -1,4 +1,5 @@
-"""When an engine ends, its memory is freed even if something still refers to it, and no other memory is freed."""
+"""When a vLLM engine ends, the memory of its tensors is freed even if something still refers to them, and no other
+memory is freed."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from qerl_pl.rollout.vllm.memory import referred_to, release
 
 
 class Indices:
-    """An object with a tensor as attribute that is not a torch module, like vLLM's adapter kernels."""
+    """An object that is no torch module and holds a tensor in an attribute, like the objects through which vLLM calls
+    LoRA kernels."""
 
     def __init__(self) -> None:
         self.table = torch.zeros(8192, dtype=torch.int64)
@@ -30,7 +32,8 @@ def test_what_dicts_lists_and_closures_hold_is_freed_and_its_neighbours_stay(cou
 
 
 def test_a_tensor_is_in_a_segment_by_its_memory_and_not_by_its_place_in_it():
-    """A segment of the pool holds many tensors, and the data of a view starts behind the address of its storage."""
+    """``release`` frees the tensors whose memory lies in given segments. A segment holds many tensors, and a view's
+    data may start after its storage does, so the whole storage decides."""
     memory = torch.zeros(4, 64)
     start, size = memory.data_ptr(), memory.untyped_storage().nbytes()
     tensor, alien = memory[2], torch.ones(64)

@@ -29,7 +29,7 @@ def make_request(name: str, prompt: list[int], block: int = BLOCK) -> Any:
 
 @pytest.fixture(scope="module")
 def core(checkpoints):
-    """Start an engine; yields its core, which has everything that vLLM makes a scheduler from."""
+    """Start a vLLM engine, and yield its EngineCore, which has all objects from which vLLM makes a scheduler."""
     engine = VLLMEngine(block_size=BLOCK_SIZE, max_num_seqs=8, kv_cache_bytes=2**20)
     engine.start(make_policy(checkpoints["dense"]), max_model_len=MAX_MODEL_LEN)
     yield engine._core().engine_core
@@ -37,7 +37,7 @@ def core(checkpoints):
 
 
 def make_scheduler(core: Any, num_blocks: int | None = None) -> Any:
-    """Make a scheduler like the engine's; ``num_blocks`` replaces the number of blocks in the KV cache."""
+    """Make a new scheduler like that of the engine; ``num_blocks`` replaces the number of blocks in the KV cache."""
     config = core.scheduler.kv_cache_config
     return type(core.scheduler)(
         vllm_config=core.vllm_config,
@@ -49,8 +49,9 @@ def make_scheduler(core: Any, num_blocks: int | None = None) -> Any:
 
 
 class Played:
-    """Runs a scheduler with an imitated model. Two steps are scheduled ahead, and of the drafts of a sequence a random
-    number is accepted. Tokens and log-probabilities tell to which request and place they belong."""
+    """Runs a scheduler without a model. Two steps are scheduled ahead, and random numbers of drafts count as accepted.
+    The tokens and log-probabilities that the model would return are chosen such that they tell to which request and
+    place they belong."""
 
     def __init__(self, scheduler: Any, most_drafts: int, seed: int) -> None:
         self.scheduler, self.draw = scheduler, random.Random(seed)
@@ -74,7 +75,7 @@ class Played:
         self.requests += 1
 
     def step(self) -> None:
-        """Schedule until two steps are waiting, and give the scheduler the results of the older one."""
+        """Schedule until two steps wait for results, and give the scheduler results of the older step."""
         while len(self.ahead) < 2:
             step = self.scheduler.schedule()
             self.ahead.append(step)
@@ -118,7 +119,7 @@ class Played:
 
 @pytest.fixture
 def scheduler(core):
-    """Make a new scheduler with the requests a and b, which want two tokens each."""
+    """Make a new scheduler with two requests, a and b, of two tokens each."""
     scheduler = make_scheduler(core)
     for name in ("a", "b"):
         request = make_request(f"{name}-{'0' * 8}", [3, 4, 5])
@@ -128,8 +129,8 @@ def scheduler(core):
 
 
 def answer(sampled: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Any:
-    """Make a model's output of a step. Each request has a row: with a token, or with none in the middle of its
-    prompt."""
+    """Make what a model returns for a step of the requests a and b. ``sampled`` has a list with one token per request,
+    or an empty list if the request's prompt is not finished."""
     import numpy as np
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
@@ -171,7 +172,8 @@ def test_rows_of_several_tokens_go_vllms_way(scheduler):
 @pytest.mark.parametrize("most_drafts", [0, 1, 4, 7])
 @pytest.mark.parametrize("seed", range(3))
 def test_log_probabilities_go_with_their_tokens_in_steps_of_several_tokens(core, most_drafts, seed):
-    """Some drafts are rejected, and some requests are preempted and resumed, or end before the last token of a step."""
+    """Each log-probability belongs to its token, although a step can give several tokens: some drafts are rejected, and
+    some requests are preempted and resumed, or end before the last token of a step."""
     scheduler = make_scheduler(core, num_blocks=16)
     preempted, preempt = [], scheduler._preempt_request
     scheduler._preempt_request = lambda *args, **more: (preempted.append(args), preempt(*args, **more))[1]

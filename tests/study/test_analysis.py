@@ -28,8 +28,8 @@ def log(folder: Path, curves: dict[str, list[float]]) -> None:
 
 
 def finish(study: Study, run: Run) -> None:
-    """Write the files of a finished run. Rewards rise by 0.1 per step and entropies fall; the rewards of the arm nvfp4
-    are higher by 0.1."""
+    """Write the files that a finished run would have written. Rewards rise by 0.1 per step, and entropies fall; the
+    rewards of an arm are higher by its ``GAIN``."""
     noise = np.random.default_rng(run.seed).normal(0, 0.01) + run.seed
     of_run = np.random.default_rng(len(run.arm) + run.seed).normal(0, 0.002) + GAIN[run.arm]
     rewards = [0.1 * step + noise + of_run for step in range(11)]

@@ -44,8 +44,8 @@ NOISE = {
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> int:
-    """Send SIGKILL to the process groups of a process and of its children at once, as if the machine lost its power: no
-    process can react to the end of another one. Returns the number of children."""
+    """Kill a process and its children, with their process groups, as a power failure would: the process is stopped
+    first, so that it cannot react to the end of its children. Returns the number of children."""
     os.kill(process.pid, signal.SIGSTOP)  # it starts no more children
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for group in (*map(int, children), process.pid):
@@ -55,7 +55,8 @@ def kill_all(process: subprocess.Popen[bytes]) -> int:
 
 
 def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
-    """Run a command until it ends or, with ``killed_when``, until this returns True and the command is killed."""
+    """Run a command of the program until it ends. With ``killed_when``, kill the command and its two runs as soon as
+    this function returns True."""
     process = subprocess.Popen([sys.executable, "-m", "qerl_pl", *arguments], start_new_session=True)
     try:
         if killed_when is None:
@@ -71,8 +72,8 @@ def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
 
 
 def finished_study(folder: Path, *, killed: bool) -> Study:
-    """Make a policy, run a study of it, and analyse the study. With ``killed``, the study is killed while it trains the
-    second seed, and started again."""
+    """Write a small model, do a study of training it, and analyse the study. With ``killed``, the study is killed while
+    it trains the second seed, and then started again."""
     make_tiny(folder / "policy", sft_steps=0)
     content: dict[str, Any] = {
         "output": str(folder / "study"),

@@ -1,4 +1,5 @@
-"""All commands of a run in one process give the results that they give in separate processes."""
+"""A study does all commands of a run (training and evaluations) in one process. The results are the same as in separate
+processes."""
 
 import json
 import subprocess
@@ -27,7 +28,8 @@ def commands(base: str, folder: Path, *more: str) -> list[Command]:
 
 
 def execute(words: list[str]) -> int:
-    """Run ``python -m MODULE ARGUMENTS`` in a fork of a process that has done the imports; returns the exit status."""
+    """Run the command line ``python -m MODULE ARGUMENTS`` in a fork of a process that has already done the imports,
+    which saves time. Returns the exit status."""
     assert words[:2] == [sys.executable, "-m"]
     return Program(words[3:], script=words[2]).wait()
 

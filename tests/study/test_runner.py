@@ -1,5 +1,5 @@
-"""The runner starts runs as processes, several at a time, and survives failures and kills; it never repeats a finished
-command."""
+"""The runner of a study starts its runs as processes, several at a time. It goes on after runs that fail or are killed,
+and never repeats a finished command."""
 
 import json
 import os
@@ -55,8 +55,8 @@ def small_processes_that_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def words(run: Path, commands: Sequence[Command]) -> list[str]:
-    """Return a command line that replaces training by a small program; the arm's name chooses what this program
-    does."""
+    """Replace the runner's function for the command line of a run by one that starts a small program instead of
+    training. The name of the run's arm decides what this program does, e.g. fail once."""
     behaviour = next(part for part in ("fails-once", "fails", "slow", "good") if part in run.parts)
     folders = [(name, arguments[arguments.index("--run_dir") + 1]) for name, arguments in commands]
     return [sys.executable, "-c", WORK, str(run), behaviour.replace("-", " "), json.dumps(folders)]
@@ -77,7 +77,7 @@ def work(study: Study, *, jobs: int = 3) -> Runner:
 
 
 def when_it_steps(folder: Path, act: Callable[[], object]) -> None:
-    """Call ``act`` in a thread as soon as the command that writes to ``folder`` has done its first step."""
+    """Call ``act``, in a thread, as soon as the small program that writes to ``folder`` has done its first step."""
 
     def wait() -> None:
         while not (folder / "steps").exists():

@@ -1,4 +1,5 @@
-"""The significance test of a study, its confidence interval, its power, and Holm's adjustment."""
+"""The statistics by which a study compares arms: significance test, confidence interval, power, and Holm's adjustment
+for several comparisons."""
 
 import itertools
 import math
@@ -21,8 +22,8 @@ from qerl_pl.study.statistics import (
 
 
 def flipped_p(values: list[float], centre: float = 0.0) -> float:
-    """Compute the p-value of the sign-flip test by its definition: the share of sign patterns whose mean is at least as
-    far from 0."""
+    """Compute the p-value of the sign-flip test of a mean of ``centre`` by its definition: of all ways to flip the
+    signs of the centred values, the share in which the mean is at least as far from 0 as without flips."""
     shifted = np.asarray(values) - centre
     seen = abs(shifted.mean())
     signs = itertools.product((1, -1), repeat=len(values))

@@ -1,4 +1,4 @@
-"""The file of a study, and the runs and commands that follow from it."""
+"""The YAML file that describes a study, and the runs and commands that follow from it."""
 
 from pathlib import Path
 

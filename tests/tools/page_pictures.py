@@ -1,6 +1,6 @@
 """Make the picture of the run page for the documents: python -m tests.tools.page_pictures RUN [RUN ...] --output docs.
 
-Writes run_page.png, which shows the completions of these runs in the page's dark colours.
+Writes run_page.png, a screenshot of the run page in its dark colours, with completions of the given runs.
 """
 
 import argparse
@@ -29,7 +29,7 @@ async def take(page: Path, output: Path, profile: Path) -> None:
 
 
 def main() -> None:
-    """Make the page of the runs in a temporary folder, and take the picture."""
+    """Make the page of the given runs in a temporary folder, open it in Chromium, and save the screenshot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, default=Path("docs"))

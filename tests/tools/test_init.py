@@ -1,5 +1,5 @@
-"""``qerl init`` writes files with which the next command works, and never overwrites a file. ``qerl --version`` prints
-the version."""
+"""``qerl init`` writes the files that the command it recommends next needs, and never overwrites a file. ``qerl
+--version`` prints the version."""
 
 import subprocess
 import sys

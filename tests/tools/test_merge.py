@@ -1,4 +1,5 @@
-"""A merged model equals the policy that was trained: exactly in fp32, and in a file up to the rounding of its dtype."""
+"""A model into which the adapter is merged equals the trained policy: exactly in fp32, and in a file of lower precision
+up to the rounding of its dtype."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Help, and errors about options and paths, are printed before anything slow is imported."""
+"""Commands print their help, and errors about options and paths, before they import anything slow, such as torch."""
 
 import subprocess
 import sys

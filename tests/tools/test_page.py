@@ -1,4 +1,5 @@
-"""The page of a run: what it contains, that completions cannot act as HTML, and that it needs no network."""
+"""The HTML page that shows a run: what it contains, that the text of completions cannot act as HTML, and that the page
+needs no network."""
 
 import base64
 import hashlib
@@ -55,7 +56,7 @@ def run(tmp_path) -> Path:
 
 
 class Scripts(html.parser.HTMLParser):
-    """Collects the scripts, the names of all tags and the content security policy of a page."""
+    """Parses an HTML page: collects its scripts, the names of all its tags, and its content security policy."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The page of a run in a browser: 10 000 completions, and no request to other addresses."""
+"""The HTML page of a run, opened in a browser: it works with 10 000 completions, and requests nothing from other
+addresses."""
 
 import asyncio
 import json
@@ -20,8 +21,8 @@ PIECES = {at: f" {word}" for at, word in enumerate(WORDS)}
 
 
 def write_rollout(folder: Path, step: int, count: int = EACH, length: int = 250, *, tokens: bool = False) -> None:
-    """Write the completions of a rollout, each of ``length`` tokens that are one word; with ``tokens`` also the file
-    that has values of each token."""
+    """Write a run's file of ``count`` completions of a rollout, each of ``length`` tokens; every token is a word. With
+    ``tokens``, also write the file with the log-probabilities and other values of each token."""
     drawn = random.Random(step)
     lines, rows = [], []
     for at in range(count):
@@ -53,8 +54,8 @@ def write_rollout(folder: Path, step: int, count: int = EACH, length: int = 250,
 
 @pytest.fixture
 def runs(tmp_path) -> list[Path]:
-    """Make folders of two seeds of one arm with 10 000 completions together; every tenth rollout has values per
-    token."""
+    """Make the folders of two runs that differ in the seed only, with 10 000 completions together. Every tenth rollout
+    also has a file with values of each token."""
     folders = [tmp_path / f"seed-{seed}" for seed in (1, 2)]
     for seed, folder in enumerate(folders, 1):
         with SummaryWriter(str(folder)) as writer:

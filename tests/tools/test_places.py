@@ -1,4 +1,5 @@
-"""Paths that are not the expected kind, file or folder, are refused by name before anything is read or drawn."""
+"""Commands refuse, by name, paths to a file where a folder is expected and the reverse, before they read or compute
+anything."""
 
 import os
 import re

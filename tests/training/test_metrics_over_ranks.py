@@ -1,4 +1,4 @@
-"""Metrics of rows that two ranks share equal those of one rank with all rows."""
+"""Metrics that are computed over two ranks, each with a part of the rows, equal those of one rank with all rows."""
 
 import math
 
@@ -21,7 +21,8 @@ def means_of(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def metrics() -> dict[str, tuple[Metric, list[tuple[Tensor, ...]]]]:
-    """Make a new metric of each kind, with its arguments on two ranks; the second rank may have no values."""
+    """Make metrics of all kinds, by name. With each comes a pair of arguments for it: those on the first rank and those
+    on the second, which may be empty."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(9, generator=generator)
     none, scores = torch.empty(0), torch.tensor([1.0, 0.0, NAN, 1.0])
@@ -42,8 +43,8 @@ def metrics() -> dict[str, tuple[Metric, list[tuple[Tensor, ...]]]]:
 
 
 def values_on(rank: int) -> dict[str, dict[str, float]]:
-    """Compute every metric twice on this rank, and return the second values: a metric must not keep values of its first
-    use."""
+    """Compute every metric twice, together with the other rank, and return the second results. They show whether a
+    metric wrongly keeps values of its first use."""
     found = {}
     for name, (metric, shares) in metrics().items():
         for _ in range(2):
@@ -84,8 +85,8 @@ def test_a_mean_over_a_value_that_is_not_finite_is_not_finite():
 
 @pytest.fixture
 def group_of_one_gpu(tmp_path):
-    """Make the process group that vLLM leaves in a run on one GPU: of one process, without a backend for tensors on the
-    CPU."""
+    """Make a process group like the one that vLLM leaves in a run on one GPU: it has one process, and no backend for
+    tensors on the CPU, so that any collective of such tensors fails."""
     dist.init_process_group("cuda:gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
