@@ -114,7 +114,7 @@ def linear_shapes(name: str) -> dict[str, tuple[int, int]]:
 
 def random_weight(rows: int, cols: int, device: str) -> PackedWeight:
     """Draw an NVFP4 weight with a standard deviation of about 0.02. The scales of its blocks differ by factors of up to
-    16."""
+    14."""
     codes = torch.randint(256, (rows, cols // 2), dtype=torch.uint8, device=device)
     scale = torch.randint(0x60, 0x7F, (rows, cols // 16), dtype=torch.uint8, device=device)
     return PackedWeight(codes, scale, torch.tensor(4e-5, dtype=torch.float64, device=device))
