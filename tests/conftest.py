@@ -29,8 +29,8 @@ parsed = cache(ast.parse)
 class ParsesOnce(_postponed_annotations.TypeCheckingVisitor):
     """Makes jsonargparse parse each module's source once per process.
 
-    Without it, jsonargparse parses whole modules, for example Lightning's trainer, 130 times per command line. This
-    takes half of the time for reading a configuration, and the tests read several hundred configurations.
+    Otherwise jsonargparse parses the source of modules, such as Lightning's trainer, 130 times per command line, which
+    takes half of the time for reading a configuration. The tests read several hundred configurations.
     """
 
     def update_aliases(self, module_source: str, module: str, aliases: dict, logger: Any = None) -> None:

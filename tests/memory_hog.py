@@ -1,4 +1,4 @@
-"""Take and free memory of a GPU until killed, like programs of other users: python -m tests.memory_hog --gib 20"""
+"""Take and free GPU memory in turns, like programs of other users, until killed: python -m tests.memory_hog --gib 20"""
 
 import argparse
 import random

@@ -87,7 +87,8 @@ def docstrings(tree: ast.AST, public: bool = True) -> Iterator[tuple[int, str, b
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of all comments and string literals of a Python file; of any other file, the whole text."""
+    """Yield line number and text of every comment and string literal of a Python file. For any other file, yield the
+    whole text, with line 1."""
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         yield 1, source

@@ -1,7 +1,7 @@
 """Run all benchmarks, or the named ones, each in its own process: python -m tests.bench [NAME ...]
 
-The exit status is 1 if a benchmark failed. A benchmark whose check against the reference fails prints no line of
-results.
+The exit status is 1 if a benchmark failed. Benchmarks compare what they measure with a reference first; one whose
+result is wrong prints no timings.
 """
 
 import subprocess

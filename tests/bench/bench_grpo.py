@@ -92,8 +92,8 @@ def taught(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_settings(args: argparse.Namespace, base: str, engine: dict[str, Any], reward: str) -> dict[str, Any]:
-    """Make the settings of the policy in a benchmark of whole steps, from an engine's arguments and the import path of
-    a reward."""
+    """Make the settings ``model`` of a run's configuration. ``engine`` has the arguments of the vLLM engine, and
+    ``reward`` is the import path of a reward."""
     return {
         "base": base,
         "dtype": str(DTYPE).removeprefix("torch."),
@@ -202,7 +202,8 @@ def pass_on(stream: IO[str], last: deque[str]) -> None:
 
 
 def memory_reason(errors: Iterable[str]) -> str | None:
-    """Return the last error in the output of a run if it says that the GPU's memory is too small, else None."""
+    """Return the last error among the lines of a failed run's output if this error says that the GPU's memory is too
+    small; otherwise None."""
     raised = [line for line in errors if re.match(r"(\[rank\d+\]: )?[\w.]*Error: ", line)]
     return raised[-1] if raised and any(word in raised[-1] for word in TOO_SMALL) else None
 

@@ -1,4 +1,4 @@
-"""Measure forward and backward of whole random models, and their memory: python -m tests.bench.bench_model
+"""Measure time and memory of forward and backward of whole random models: python -m tests.bench.bench_model
 
 A step is what the policy does in training: packed rows of different lengths, gradient checkpointing, log-probabilities
 and entropies, and backward into the adapter. ``ratio`` is tokens per second divided by those of ``bf16+peft``: a dense
@@ -7,9 +7,9 @@ PEFT makes by default. ``peak_bytes`` is what a step takes in addition to ``resi
 adapter.
 
 With ``--rungs`` only the NVFP4 base is measured, with every value of ``model.gradient_checkpointing``, once with
-transformers' sequences of kernels and once with liger-kernel's (where it is installed). The lines have the speed, the
-peak of memory and the time with what the memory plan predicts for both, and how much log-probabilities and gradients
-differ from those of blocks that are all recomputed, without fused kernels.
+transformers' sequences of kernels and once with liger-kernel's (where it is installed). The JSON lines have the speed,
+the measured and the predicted time and peak of memory (predicted by the memory plan), and how much log-probabilities
+and gradients differ from those of a policy that recomputes all blocks without fused kernels.
 """
 
 import gc

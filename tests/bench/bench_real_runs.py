@@ -4,17 +4,18 @@
         --problems gsm8k_train.jsonl --task gsm8k_verl --seeds 0 1 2 --jobs 5 --minutes 8 \
         --folder /tmp/real --output docs/results/real_runs.jsonl
 
-Every run uses the task's file unchanged, with all checks. An arm of configs/arms sets what the task leaves open: the
-base's format and the noise, but not the learning rate if the task sets one. The runs are a study of `python -m qerl_pl
-study`, ``--jobs`` at a time on each GPU; the same command continues a study that was interrupted. All test problems are
-answered greedily before training, every 20 rollouts (as the task says), and afterwards.
+Every run uses the task's file unchanged, with all checks. An arm, a file of configs/arms, is a variant to compare. It
+sets the base's format and the noise on the norms, and the learning rate only if the task does not set one. The runs are
+a study of `python -m qerl_pl study`, ``--jobs`` at a time on each GPU; the same command continues a study that was
+interrupted. All test problems are answered greedily before training, every 20 rollouts (as the task says), and
+afterwards.
 
-For each finished run that ``--output`` does not have yet, lines are appended to it. ``real_runs/MODEL`` has curves by
-rollout, validations (the first and the last one with the verdict on each problem), the alarm (null: none), warnings,
-seconds and memory. ``real_completions/MODEL``, only for runs of the first seed, has completions of the same test
-problems before and after training. ``--partial`` also writes the lines of runs that have not finished. ``--read``
-trains nothing and only writes lines, e.g. after a machine was lost. Of several lines with the same name and shape the
-last one counts.
+For each finished run whose lines the file ``--output`` does not have yet, JSON lines are appended to this file.
+``real_runs/MODEL`` has curves by rollout, validations (the first and the last one with the verdict on each problem),
+the message of a check that stopped the run (null: none did), warnings, seconds and memory. ``real_completions/MODEL``,
+only for runs of the first seed, has completions of the same test problems before and after training. ``--partial`` also
+writes the lines of runs that have not finished. ``--read`` trains nothing and only writes lines, e.g. after a machine
+was lost. Of several lines with the same name and shape the last one counts.
 """
 
 import argparse
@@ -142,15 +143,16 @@ def alarm_of(log: str) -> str | None:
 
 
 def seconds_logged(curves: Mapping[str, Curve]) -> float:
-    """Return the seconds that a run took until its machine was lost: from its first to its last logged value, plus
-    those from the start of its process to the start of training, if they were logged."""
+    """Return how many seconds a run that was cut off (its machine was lost) took, from what it logged: the time from
+    its first to its last logged value, plus the seconds from the start of its process to the start of training, if
+    these were logged."""
     times = [time for values in curves.values() for time in values.times]
     return max(times) - min(times) + sum(curve(curves, START)[:1])
 
 
 def bits_per_weight(model: Path) -> float:
-    """Return the mean number of bits per weight of the quantised file from which the model's 16-bit weights were
-    dequantised; 16 if there was no such file."""
+    """Return the bits per weight of the file that a model was read from: the mean over all weights if this was a
+    quantised (GGUF) file, of which the model's 16-bit weights are a dequantised copy; otherwise 16."""
     record = Path(base_folder(str(model), None)) / RECORD
     return json.loads(record.read_text())["bits_per_weight"] if record.is_file() else 16.0
 

@@ -1,9 +1,9 @@
 """Compare a run that is killed and resumed with one that is not: python -m tests.bench.bench_resume
 
 Both are runs of train.py in which rollouts and training are deterministic. One run gets SIGKILL three times, in
-different steps: during a rollout, during an update, and while a checkpoint is written. Each time it continues from its
-last checkpoint. Adapter, optimizer state, curves and completions of both runs are compared at the end; a line is
-printed only if all bits are equal.
+different steps: during a rollout, during an update, and while a checkpoint is written. After each kill the run is
+started again, and continues from its last checkpoint. At the end, adapter, optimizer state, curves and completions of
+both runs are compared; a line of results is printed only if all bits are equal.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Measure rollout tokens per second, each engine in a process of its own: python -m tests.bench.bench_rollout
 
-Every process starts one engine on one base, which captures CUDA graphs with the adapter and without it, and measures
-both with every number of sequences. As in a training rollout, completions are sampled at temperature 1 with
-log-probabilities; prompts have 128 tokens and completions 256. Each line has the speed of decoding, without the time of
-the prompts, and its upper bound: the speed if a step read every weight and every cached key and value once, at the
-measured bandwidth of the memory, and nothing else took time.
+Every process starts one vLLM engine on one base, and measures sampling with the adapter and without it, for every
+number of sequences. As in a training rollout, completions are sampled at temperature 1 with log-probabilities; prompts
+have 128 tokens and completions 256. Each line has the speed of decoding, without the time of the prompts, and its upper
+bound: the speed if a step read every weight and every cached key and value once, at the measured bandwidth of the
+memory, and nothing else took time.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""Compare Humming's kernels for few tokens with this project's: python -m tests.bench.bench_schedules
+"""Time linear layers with NVFP4 weights by Humming's kernels and by this project's: python -m
+tests.bench.bench_schedules
 
-Times the fused linear layers of a block with NVFP4 weights and bf16 inputs, each alone in a CUDA graph of many calls.
-The calls use copies of the weight in turn, so no weight is in the cache when it is used again. Nothing is measured
-without Humming.
+Humming is the library whose kernels vLLM would use for few tokens. The fused linear layers of a transformer block are
+timed with bf16 inputs, each alone in a CUDA graph of many calls. The calls use copies of the weight in turn, so no
+weight is in the cache when it is used again. Nothing is measured without Humming.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """Measure how soon every command prints something, and its longest pause: python -m tests.bench.bench_silence
 
-The commands are those of a first hour with the program, run in an empty folder, each in its own process. ``first_s`` is
-the time to the first output, ``silence_s`` the longest time without any output, and ``after`` the line before that
-pause. If the machine does other work, all commands take longer; ``cpu_s`` is the program's CPU time.
+The commands are those that a new user tries in the first hour. They run in an empty folder, each in its own process.
+``first_s`` is the time to the first output, ``silence_s`` the longest time without any output, and ``after`` the line
+before that pause. If the machine does other work, all commands take longer; ``cpu_s`` is the program's CPU time.
 """
 
 from __future__ import annotations

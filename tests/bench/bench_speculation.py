@@ -1,15 +1,15 @@
-"""Measure what speculation would cost and change: python -m tests.bench.bench_speculation
+"""Measure what verifying drafts costs, and how rounding depends on the batch: python -m tests.bench.bench_speculation
 
 A step that verifies k drafts for each of n sequences reads the weights once for n (1 + k) tokens, and the cached keys
 and values of n sequences. ``speculation/step`` is the time of a decoding step of M sequences with one token each, at a
 given number of tokens of context. The difference between two contexts is the time of reading keys and values. The cost
-of verification is the rest of a step with M = n (1 + k) sequences, plus the reading for n sequences.
-``speculation/cost`` has this cost as a multiple of the step of n sequences, and the multiple in the table
-``VERIFICATION`` of `qerl_pl/hopper/costs.py`.
+of verification is therefore the time of a step with M = n (1 + k) sequences, less their reading of keys and values,
+plus that of n sequences. ``speculation/cost`` has this cost divided by the time of a step of n sequences, next to the
+same quotient in the table ``VERIFICATION`` of `qerl_pl/hopper/costs.py`, by which the product decides.
 
 ``speculation/logprobs`` is how much rounding changes the log-probabilities of 8 sequences if more sequences decode in
-the same steps, as rows of drafts would. Prompts, seeds and the pass over the prompts are the same; each sequence is
-compared up to the first token that differs.
+the same steps, as happens with the rows of drafts. Prompts, seeds and the pass over the prompts are the same; each
+sequence is compared up to the first token that differs.
 """
 
 import argparse

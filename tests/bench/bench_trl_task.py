@@ -2,18 +2,19 @@
 
 The task is a configuration file, by default GSM8K with verl's settings. Model, prompts and their order, settings of the
 objective and of the optimizer, and the code that scores completions are those that ``train.py`` uses with this file.
-Settings that decide speed follow TRL's guide, and the line has them; vLLM runs in TRL's process. The greedy accuracy on
-test problems is measured before, in the middle of and after training (``--at``); no other time includes these
-evaluations.
+Settings that decide the speed follow TRL's guide and are part of the results; vLLM runs in TRL's process. The greedy
+accuracy on test problems is measured before, in the middle of and after training (``--at``); no other time includes
+these evaluations.
 
     python -m tests.bench.bench_trl_task --model models/qwen2.5-coder-1.5b --problems gsm8k_train.jsonl
 
-A line about all steps so far is printed after each evaluation and at the end, and the last line counts. A run that gets
-SIGINT or SIGTERM, or fails after its first step, prints its line too; ``ended`` says how it ended. ``curve`` has one
-value per step; its ``train_s`` are the seconds since the first step began, without evaluations. ``generated_per_s``
-counts sampled tokens, and ``trained_per_s`` tokens of prompts and completions without padding; ``padded_share`` is the
-share of padding among the tokens that TRL computes. Without TRL (``pip install trl``, 1.16) or a model nothing is
-measured. ``--generation transformers`` samples without vLLM, for machines on which TRL does not work with vLLM.
+After each evaluation and at the end a JSON line about all steps so far is printed; the last line of a run counts. A run
+that gets SIGINT or SIGTERM, or fails after its first step, prints a line, too; ``ended`` says how it ended. ``curve``
+has one value per step; its ``train_s`` are the seconds since the first step began, without evaluations.
+``generated_per_s`` counts sampled tokens, and ``trained_per_s`` tokens of prompts and completions without padding;
+``padded_share`` is the share of padding among the tokens that TRL computes. Without TRL (``pip install trl``, 1.16) or
+a model nothing is measured. ``--generation transformers`` samples without vLLM, for machines on which TRL does not work
+with vLLM.
 """
 
 import argparse
@@ -83,7 +84,8 @@ def made(spec: Mapping[str, Any]) -> Any:
 
 
 def objective_settings(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a task's objective, optimizer and sampling to settings of TRL's GRPOConfig, or exit if it cannot."""
+    """Translate a task's settings of objective, optimizer and sampling to those of TRL's GRPOConfig. If TRL has no
+    equal setting, the program ends with a message."""
     model = task["model"]
     objective, optimizer = model["objective"], model["optimizer"]
     other = {name: objective.get(name) for name, value in FIXED.items() if objective.get(name) != value}

@@ -168,8 +168,8 @@ def task_file(name: str) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """Make the environment for a program of this repository that a benchmark starts, so that the program imports the
-    same modules as the benchmark."""
+    """Return the environment variables for a program of this repository that a benchmark starts in the current folder:
+    PYTHONPATH also has this folder, so that the program imports the same modules as the benchmark."""
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([".", path] if path else ["."])}
 

@@ -1,4 +1,5 @@
-"""Which checkpoints of a run are kept, and that training does not wait while they are written."""
+"""The callback LastCheckpoint: which checkpoints of a run it keeps, and that training does not wait while a checkpoint
+is written."""
 
 from __future__ import annotations
 
@@ -264,7 +265,7 @@ def fit_on_rank(rank: int, folder: Path) -> int:
 
 @pytest.mark.slow
 def test_two_ranks_leave_out_the_same_checkpoints(tmp_path):
-    # If ranks disagreed about which checkpoints to leave out, they would wait for each other for ever, or save weights
-    # of different steps.
+    # A checkpoint is left out if the one before is still being written. If ranks disagreed about this, they would wait
+    # for each other for ever, or save weights of different steps.
     assert on_two_ranks(partial(fit_on_rank, folder=tmp_path), tmp_path) == [2, 2]
     assert kept(tmp_path) == {"last": 6, "previous": 3}

@@ -1,4 +1,5 @@
-"""The line that shows progress on a terminal, and what else is printed while it is shown."""
+"""The callback Progress: the line that shows on a terminal how far a run is, and how other output is printed while this
+line is shown."""
 
 import io
 import logging

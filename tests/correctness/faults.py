@@ -181,7 +181,8 @@ def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str
 
 
 def sources(problems: Path) -> dict[str, str]:
-    """Return the paths of GSM8K's training problems and of its test problems, which lie in the same folder."""
+    """Return the paths of GSM8K's files as arguments of its data source: the training problems, ``problems``, and the
+    test problems, gsm8k_test.jsonl in the same folder."""
     return {
         "train_path": str(problems.resolve()),
         "validation_path": str(problems.resolve().with_name("gsm8k_test.jsonl")),

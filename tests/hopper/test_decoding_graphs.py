@@ -1,4 +1,5 @@
-"""Decoding steps that run as CUDA graphs of this project give the same bits as steps that vLLM launches itself."""
+"""This project replays whole decoding steps of vLLM as CUDA graphs. They give the same bits as steps whose kernels vLLM
+launches itself."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["mistral", "gemma3_text", "olmo3"], indirect=True)
 def test_equal_bits_with_sliding_windows(engine):
-    """Mistral has sliding windows in all layers, Gemma 3 and OLMo 3 in some layers; for one of the latter vLLM runs the
-    code of transformers."""
+    """Graphs also give equal bits if attention has a sliding window: in all layers (Mistral), or in some layers (Gemma
+    3 and OLMo 3, for one of which vLLM runs the code of transformers)."""
     plain, found = plain_and_by_graphs(engine, Sampling(num_completions=5, max_tokens=WINDOW + 16))
     assert found == plain
     assert graphs(engine).steps

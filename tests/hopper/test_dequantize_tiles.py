@@ -1,4 +1,5 @@
-"""The kernel that dequantises weights in tile order, run on the GPU if there is one, else in Triton's interpreter."""
+"""The kernel that dequantises NVFP4 weights in tile order (the order in which the Hopper kernels read them). It runs on
+the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The draft guard turns speculation off at numbers of sequences at which it does not save time; a resumed run decides
-the same."""
+"""After each rollout the draft guard decides at which numbers of sequences the next rollout speculates, so that
+speculation is used only where it saves time. A resumed run decides the same."""
 
 from __future__ import annotations
 

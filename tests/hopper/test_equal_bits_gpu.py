@@ -1,4 +1,5 @@
-"""Equal calls of the vLLM engine on Hopper give equal bits, in the same process and in another one."""
+"""On Hopper, equal calls of the vLLM engine give equal tokens and log-probabilities, bit for bit, in the same process
+and in another one."""
 
 from __future__ import annotations
 

@@ -95,9 +95,9 @@ def test_a_spared_manager_holds_the_same_blocks_at_every_step(seed, caching):
 @pytest.mark.parametrize("most_drafts", [0, 1, 7])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_spared_scheduler_schedules_the_same_steps(core, most_drafts, seed):  # noqa: F811
-    """Two schedulers, with and without the skipped calls, get the same requests. Steps are scheduled ahead as if all
-    drafts will be accepted, so a request's number of computed tokens can also decrease. Requests also end by a token,
-    are preempted, and wait for a place."""
+    """vLLM's scheduler, and the same scheduler in which this project skips calls, get the same requests and have to
+    schedule the same steps. Steps are scheduled ahead, as if all drafts of earlier steps were accepted, so a request's
+    number of computed tokens can also decrease. Requests also end by a token, are preempted, and wait for a place."""
     both = [Played(make_scheduler(core, num_blocks=[16, 64][seed % 2]), most_drafts, seed) for _ in range(2)]
     engine.spare(both[1].scheduler)
     decoding_step, lean = both[1].scheduler._decoding_step, []

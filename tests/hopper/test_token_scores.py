@@ -1,5 +1,5 @@
-"""Log-probabilities of sampled tokens against their definition, on the GPU if there is one, else in Triton's
-interpreter."""
+"""The kernel for log-probabilities of sampled tokens equals its definition. It runs on the GPU if there is one, else in
+Triton's interpreter."""
 
 from __future__ import annotations
 

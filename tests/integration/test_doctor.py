@@ -1,5 +1,5 @@
-"""The command ``doctor`` checks a configuration without training: it reports what would stop a run, and writes
-nothing."""
+"""The command ``doctor`` checks a configuration without training. It prints what would stop a run with this
+configuration, and writes no file."""
 
 import re
 import sys

@@ -1,4 +1,5 @@
-"""Whole runs of each model family: quantised at first use, trained on vLLM's samples, resumed, and exported."""
+"""A whole run with a small model of each family: the model is quantised at first use, trained on completions that vLLM
+samples, and exported, and the run is resumed."""
 
 import json
 import math

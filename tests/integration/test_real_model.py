@@ -1,4 +1,4 @@
-"""Real pretrained models through whole runs.
+"""Whole runs with real pretrained models.
 
 `make test-real` downloads the smallest model. The environment variable QERL_MODELS names a folder with GGUF files of
 other models.

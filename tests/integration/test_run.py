@@ -306,7 +306,8 @@ def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished
 
 @pytest.mark.slow
 def test_stop_strings_hold_in_training_and_evaluation_and_end_completions(run, tmp_path):
-    """Each digit is a token of the quickstart's tokenizer, so completions of a random policy soon contain one."""
+    """The stop strings are the ten digits. In the quickstart's tokenizer each digit is a token, so a random policy soon
+    samples one."""
     stop = [*"0123456789"]
     cli = run("fit", tmp_path / "run", "--trainer.max_steps", "4", "--data.stop", json.dumps(stop))
     assert cli.model.sampling.stop == cli.model.settings.evaluation.stop == tuple(stop)

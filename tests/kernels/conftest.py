@@ -10,8 +10,8 @@ import torch
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Import the module of kernels that a test file names in its variable KERNELS. TRITON_INTERPRET is set before,
-    without a GPU, because Triton reads it when kernels are defined."""
+    """Import the module of kernels that a test file names in its variable KERNELS. Without a GPU, TRITON_INTERPRET is
+    set first, because Triton reads it when kernels are defined."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")

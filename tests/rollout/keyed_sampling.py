@@ -29,8 +29,8 @@ class Drafter:
         """Nothing to load."""
 
     def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: object) -> list[list[int]]:
-        """Return up to ``MOST_DRAFTS`` drafts for each sequence, and none for a sequence that got no token in this
-        step."""
+        """Return the drafts for each sequence, at most ``MOST_DRAFTS``. A sequence that got no token in this step,
+        because its prompt is not finished, gets none."""
         drafts = []
         for row, new in enumerate(sampled):
             known = tokens[row, : lengths[row]].tolist()

@@ -1,4 +1,4 @@
-"""Trainer and engine compute with the same base weights, and the start fails if they would not."""
+"""An engine starts only if it has the trainer's base weights; otherwise the start of the run fails."""
 
 import gc
 import logging

@@ -1,4 +1,5 @@
-"""vLLM in a trainer with a process group: each rank has its own engine, and closing the engine keeps the group."""
+"""vLLM on several ranks: each rank starts its own engine, in a process with the trainer's process group, and closing
+the engine leaves this group as it is."""
 
 import os
 from functools import partial

@@ -1,4 +1,5 @@
-"""Laws for every rollout engine, on a dense base, an NVFP4 base, and a base with trained norms."""
+"""Laws of sampling and scoring that every rollout engine has to keep, tested on a dense base, an NVFP4 base, and a base
+whose norms are trained."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,5 @@
-"""A mixture of experts in vLLM samples from the trainer's distribution, and changed expert weights are detected."""
+"""vLLM with a mixture of experts samples from the trainer's distribution, and the engine detects if weights of experts
+change."""
 
 from __future__ import annotations
 
@@ -86,8 +87,9 @@ def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
     ids=["prefixes cached", "not cached", "recurrent"],
 )
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """An engine that also returns the experts that each token chose. Its model has four blocks, of which one has no
-    mixture of experts or, in Qwen3.5, one has attention. The KV cache is so small that sequences are preempted."""
+    """An engine that also returns the experts that each token chose. One of the model's four blocks differs from the
+    others: in Qwen3-MoE it has no mixture of experts, in Qwen3.5 it has attention. The KV cache is so small that
+    sequences are preempted."""
     folder = tmp_path_factory.mktemp("deep")
     family, caching = request.param
     save_mixture(folder, family, num_hidden_layers=4)

@@ -1,5 +1,6 @@
-"""A mixture of experts in vLLM on a GPU, by vLLM's own kernels and this project's for adapters: it samples from the
-trainer's distribution, and changed weights of experts and routers are detected although vLLM has rearranged them."""
+"""vLLM with a mixture of experts on a GPU, where vLLM's own kernels compute the experts and this project's kernels add
+the adapters: it samples from the trainer's distribution. If weights of experts and routers change, the engine detects
+it, although vLLM stores these weights in another order than the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each function of vLLM that is replaced exists and takes the expected parameters; otherwise the error names it."""
+"""This project replaces some functions of vLLM at run time. If the installed vLLM lacks one of them, or the function
+takes other parameters than expected, an error names the function."""
 
 import ast
 import inspect

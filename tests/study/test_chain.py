@@ -1,4 +1,5 @@
-"""A study of 2 arms x 2 seeds that is killed and started again ends with the same bits as one that was not killed."""
+"""A study, here four runs of 2 arms with 2 seeds, that is killed and started again ends with the same bits as one that
+was not killed."""
 
 import csv
 import os
