@@ -127,8 +127,8 @@ def stays_dense(model: PreTrainedModel, linear: str) -> bool:
 
 
 def pack_linears(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
-    """Replace the linear layers of a model, except for output matrix and routers, by random NVFP4 ones. Where a layer
-    has a bias, the new one is 0, in ``dtype``."""
+    """Replace the linear layers of a model, except for output matrix and routers, by random NVFP4 ones. A layer with a
+    bias gets a bias of 0 with dtype ``dtype``."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and not stays_dense(model, name):
             bias = None if module.bias is None else torch.zeros(module.out_features, dtype=dtype, device=device)

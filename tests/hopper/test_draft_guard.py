@@ -114,8 +114,8 @@ class Run:
         self.callback.on_fit_start(NOTHING, self.module)
 
     def rollout(self, seed: int) -> list[int]:
-        """Imitate a rollout with random counts of drafts; returns how many drafts per sequence it was allowed, by
-        number of sequences."""
+        """Imitate a rollout with random counts of drafts; returns how many drafts per sequence the callback had allowed
+        in it, by number of sequences."""
         table, draw = drafts_by_sequences(getattr(self.engine, "draft_history", []), MOST), random.Random(seed)
         self.callback.on_train_batch_start(NOTHING, self.module)
         for sequences in range(1, CLASSES[-1] + 1):

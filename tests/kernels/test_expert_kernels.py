@@ -1,5 +1,5 @@
-"""The kernels for mixtures of experts against their definitions, on the GPU if there is one, else in Triton's
-interpreter."""
+"""The Triton kernels for mixtures of experts equal their definitions. They run on the GPU if there is one, else in
+Triton's interpreter."""
 
 from types import ModuleType
 from typing import Any
@@ -36,8 +36,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) ->
 
 
 def random_routes(tokens: int, chosen: int, experts: int) -> Routes:
-    """Draw ``chosen`` of ``experts`` for each token. There are two experts without rows, the first and one in the
-    middle."""
+    """Draw for each token ``chosen`` of ``experts`` experts. Two more experts, the first one and one in the middle, are
+    chosen by no token."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, max(experts, chosen), generator=generator).argsort(dim=1)[:, :chosen]
     return Routes(*(part.to(DEVICE) for part in sort_rows(ids + 1 + (ids > 1), 2 + max(experts, chosen))))
@@ -87,8 +87,9 @@ def test_swiglu_and_its_gradients_equal_their_definition(kernels, rows, width, d
     expected = d_exact[0], d_exact[1], d_exact[2][:, 0], product
     found = kernels.swiglu_gradients(gate, up, d_product, share)
     assert torch.equal(found[3], kernels.swiglu(gate, up))
-    # The activation is rounded before it is multiplied, and each result is rounded; the interpreter cuts bf16 off. In
-    # fp32, exp(x) of a GPU has a relative error of about |x| 2^-24, and 1 + g (1 - sigmoid) may be near 0.
+    # The errors that are allowed: the activation is rounded before it is multiplied, and each result is rounded (in
+    # bf16 Triton's interpreter truncates). exp(x) on a GPU has a relative error of about |x| 2^-24 in fp32, which
+    # matters where a factor of the gate's gradient, 1 + g (1 - sigmoid(g)), is near 0.
     fp32 = 16 * torch.finfo(torch.float32).eps
     eps, tiny = torch.finfo(dtype).eps + fp32, 1e-5 if dtype == torch.float16 else 1e-6  # fp16 has steps of 2^-24
     slopes, terms = (share.double() * d_product * up).abs(), (product * d_product).abs().sum(1)

@@ -1,5 +1,5 @@
-"""Completions that do not mark their answer, e.g. by a box: what counts as the answer, and where the text is no longer
-the completion's own because it goes on with a new question."""
+"""Completions whose answer has no mark, such as a box, around it: which part counts as the answer, and where the text
+is left out because it goes on with a new question."""
 
 import time
 

@@ -50,8 +50,8 @@ def make_scheduler(core: Any, num_blocks: int | None = None) -> Any:
 
 class Played:
     """Runs a scheduler without a model. Two steps are scheduled ahead, and random numbers of drafts count as accepted.
-    The tokens and log-probabilities that the model would return are chosen such that they tell to which request and
-    place they belong."""
+    The tokens and log-probabilities that the model would return are numbers that tell to which request and position
+    they belong."""
 
     def __init__(self, scheduler: Any, most_drafts: int, seed: int) -> None:
         self.scheduler, self.draw = scheduler, random.Random(seed)
