@@ -58,7 +58,7 @@ def _no_phases_before() -> None:
     """Reset the record of when the program last printed something, as if each test had a process of its own.
 
     The program prints what it is doing if it has printed nothing for some seconds. Without the reset, the time since an
-    earlier test's output would count, and a command would print this at its start.
+    earlier test's output would count, and a command would print this as soon as it starts.
     """
     _Silence.ended = -math.inf
 

@@ -1,5 +1,5 @@
 """The program waits only a few seconds for a Hugging Face hub that does not answer, and prints beforehand that it asks
-it."""
+the hub."""
 
 import socket
 import threading

@@ -1,10 +1,10 @@
 """Time the NVFP4 GEMM for up to 64 tokens, in every variant and division of K: python -m tests.bench.bench_decode
 
 This GEMM is the one of ``qerl_pl/hopper/nvfp4_decode.py``; K is the number of inputs, and a schedule is a variant of
-the kernel with the number of parts of K that different thread blocks add up. The results decide the constants of
-``qerl_pl/hopper/costs.py`` from which a schedule is chosen. ``decode/alone`` times each fused linear layer of a
-transformer block with its adapter, in a CUDA graph that uses copies of the weight in turn, so that no weight is in the
-cache. A schedule that is fastest when the layer runs alone need not be fastest between other layers, so
+the kernel together with the number of parts into which K is divided among thread blocks. The results decide the
+constants of ``qerl_pl/hopper/costs.py`` from which a schedule is chosen. ``decode/alone`` times each fused linear layer
+of a transformer block with its adapter, in a CUDA graph that uses copies of the weight in turn, so that no weight is in
+the cache. A schedule that is fastest when the layer runs alone need not be fastest between other layers, so
 ``decode/layer`` times all linear layers of a block as ``bench_layer`` does: with the chosen schedules, and with each of
 the fastest schedules of one linear layer instead of the chosen one. Each result, a JSON line, names the schedule that
 was measured and says whether the product would choose it. A model size takes about a minute; ``decode/layer`` needs

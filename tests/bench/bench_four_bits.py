@@ -6,18 +6,19 @@
 A variant is a way to make a 4-bit copy: METHOD, METHOD/LINEAR or METHOD/lastN, each optionally followed by +RANK.
 METHOD/LINEAR keeps all linear layers of this name (e.g. down_proj) dense, and METHOD/lastN the last N blocks. +RANK
 adds an adapter of this rank that starts at the quantisation error (``qerl quantize --residual``). With ~heal at the
-end, configs/tasks/heal.yaml trains the adapter towards the dense model on training problems, and ``heal`` in the line
-has the curves of this run. A calibration is a text or JSON lines file, or "policy": completions that the dense policy
-samples at temperature 1 for training problems. A variant that reads no calibration data is measured once.
+end, configs/tasks/heal.yaml trains the adapter towards the dense model on training problems, and ``heal`` in the JSON
+line has the curves of this run. A calibration is a text or JSON lines file, or "policy": completions that the dense
+model samples at temperature 1 for training problems. A variant that reads no calibration data is measured once.
 
-The dense policy samples completions of test problems at temperature 1, and every variant scores the same tokens. The
-JSON line of a variant has these means over all sampled tokens: KL(dense, variant) of the whole distributions and the
-entropy, in nats; the absolute difference between the log-probabilities of variant and dense policy, in nats; and the
-share of tokens at which both have the same most likely token. A mean is written with its standard error, in which
-completions count as independent and the tokens of a completion do not. ``kl_over_first`` is the paired difference to
-the first variant's KL. With ``--accuracy``, the rollout engine answers all test problems greedily, and the line has the
-accuracy for answers in a box (strict) and for answers of any form (lenient), and the paired differences to the dense
-policy. The first line of a model has the dense policy's values; ``parts_s`` has the seconds of each part.
+The dense policy, which is the model itself, samples completions of test problems at temperature 1, and every variant
+scores the same tokens. The JSON line of a variant has these means over all sampled tokens: KL(dense, variant) of the
+whole distributions and the entropy, in nats; the absolute difference between the log-probabilities of variant and dense
+policy, in nats; and the share of tokens at which both have the same most likely token. A mean is written with its
+standard error, in which completions count as independent and the tokens of a completion do not. ``kl_over_first`` is
+the paired difference to the first variant's KL. With ``--accuracy``, the rollout engine answers all test problems
+greedily, and the line has the accuracy for answers in a box (strict) and for answers of any form (lenient), and the
+paired differences to the dense policy. The first line of a model has the dense policy's values; ``parts_s`` has the
+seconds of each part.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 the model from which the engine samples.
 
 A fault is a function of an engine and the policy that returns a faulty engine. Faults in ``PARTIAL`` change only some
-rows or prompts, only later tokens, or only some rollouts. The callback SyncCanary cannot detect them, because it
-samples single tokens, which these faults leave right.
+rows or prompts, only later tokens, or only some rollouts. They leave the single tokens that the callback SyncCanary
+samples right, so that other checks have to detect them.
 """
 
 import random
@@ -135,7 +135,8 @@ def altered(completion: Completion, share: float = 0.02) -> Completion:
 
 
 def rescored(engine: Any, prompts: Prompts, groups: Groups, **options: Any) -> Groups:
-    """Replace the log-probabilities by the engine's scores of the same tokens, at temperature 1."""
+    """Replace the log-probabilities of completions by those that the engine computes for the same tokens at temperature
+    1."""
     rows = [[*prompt, *row.tokens] for prompt, group in zip(prompts, groups, strict=True) for row in group]
     scores = iter(engine.score(rows, **options))
     return [

@@ -145,8 +145,8 @@ def outcome(
 
 def heard_in(command: list[str], fault: str | None, *, at: int = AT) -> dict[str, Any]:
     """Run a command that trains, with a fault from rollout ``at`` on or without one. Returns under "outcome" whether
-    the run stopped, warned, failed or did nothing of this ("silent"), under "rollout" in which rollout, and under
-    "said" the message.
+    the run stopped, warned, failed or did none of these ("silent"), under "rollout" in which rollout, and under "said"
+    the message.
 
     A run that a check stops counts as stopped, even if it warned before. A run that ends by another error, such as too
     little memory, counts as failed. In a run with a fault, only the warning that log-probabilities of sampler and

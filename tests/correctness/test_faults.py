@@ -1,5 +1,4 @@
-"""Tests of tests/correctness/faults.py: whether a run with a fault counts as stopped, as warned or as neither of
-both."""
+"""Tests of tests/correctness/faults.py: whether a run with a fault counts as stopped, as warned or as neither."""
 
 import warnings
 

@@ -60,8 +60,8 @@ def rows_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
 
 
 def assert_the_formula(linear: Callable[..., Tensor], shape: tuple[int, int], schedules: dict[int, Any]) -> None:
-    """Check a kernel's product against the formula, with bias and without, and that a second call gives the same bits.
-    ``schedules`` has the schedule to use for each number of tokens."""
+    """Check a kernel's product against that with the dequantised weight, with bias and without, and that a second call
+    gives the same bits. ``schedules`` has the schedule to use for each number of tokens."""
     outputs, inputs = shape
     codes, scales = random_linear(outputs, inputs, "cuda")
     weight, ordered = fragments(codes, scales)

@@ -190,8 +190,9 @@ def test_every_mistake_is_found(kernels, plain, mistake):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_are_taken_as_the_definition_says(kernels, seed):
-    """The kernel's result equals that of loops on random inputs. There are only two different tokens, so drafts are
-    often right by chance, even after a wrong draft; the numbers of rows per sequence differ."""
+    """The kernel that decides which drafts are accepted gives on random inputs what loops give. There are only two
+    different tokens, so drafts are often right by chance, even after a wrong draft; the numbers of rows per sequence
+    differ."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(most: int, *shape: int) -> Tensor:

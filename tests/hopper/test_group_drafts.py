@@ -1,6 +1,6 @@
-"""A sequence's drafts are the tokens that once followed its last tokens: in the sequence itself or in another
-completion of the same prompt, wherever most of the last tokens match. The kernels run on the GPU if there is one, else
-in Triton's interpreter."""
+"""A sequence's drafts are the tokens that followed the longest match of its last tokens, found earlier in the sequence
+or in another completion of the same prompt. The kernels run on the GPU if there is one, else in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _small_blocks(kernels, monkeypatch) -> None:
 
 def table(seed: int, *, num_rows: int = 7, length: int = 40, columns: int = 3, alphabet: int = 3) -> list[Tensor]:
     """Draw token sequences with few different tokens, so that matches of many lengths occur. Returns the tokens [rows,
-    length], the length of each sequence, and for each the indices of the sequences in which drafts are looked for (-1:
-    none)."""
+    length], the length of each sequence, and for each sequence the indices of those in which its drafts are looked for
+    (-1: none)."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(alphabet, (num_rows, length), generator=generator, dtype=torch.int32)
     lengths = torch.randint(1, length + 1, (num_rows,), generator=generator, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Adapters that the NVFP4 kernels add themselves: which adapters the kernels accept, and that base and adapter together
-equal the formula."""
+"""Adapters that the NVFP4 kernels add themselves: which adapters the kernels accept, and that their results equal x W^T
++ (x A^T) B^T."""
 
 from __future__ import annotations
 

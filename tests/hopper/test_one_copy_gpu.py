@@ -110,7 +110,7 @@ def _out_of_memory(*args: object) -> None:
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_pass_that_runs_out_of_memory_while_the_engine_sleeps_harms_neither_side(engine, level):
     """Before a pass that ran out of memory is repeated, torch gives back all memory that it has cached. Here other
-    tensors then overwrite this memory, which must not be used by the engine or the base."""
+    tensors then overwrite this memory, to show that neither the engine nor the base still uses it."""
     engine.sleep_level = level
     dense = {name: linear.dense(torch.bfloat16) for name, linear in engine._policy.packed_linears().items()}
     held, samples = engine.fingerprint(), engine.generate(PROMPTS, SAMPLING, 5)

@@ -56,7 +56,8 @@ GPU_ENGINE = ("--model.engine.max_num_seqs", "16", "--model.engine.kv_cache_byte
 @pytest.fixture
 def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return a function that writes a small random model of a family, in the form in which checkpoints of the family
-    are published (with a vision part if they have one), and with the quickstart's tokenizer. It returns the folder."""
+    are published (with a vision part if they have one), and with the quickstart's tokenizer. The function returns the
+    folder."""
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
 
     def make(family: str, **sizes: Any) -> Path:

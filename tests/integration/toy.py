@@ -94,8 +94,8 @@ class Killed(Callback):
     training that ``phase`` names.
 
     Values of ``phase``: "rollout" (the engine has the policy and is asked for completions), "scored" (completions have
-        rewards, and the update has not begun), "update" (before an optimizer step), "saving" (the checkpoint is written
-        to a temporary file that is not yet renamed), "validation" (in the second batch of a validation).
+    rewards, and the update has not begun), "update" (before an optimizer step), "saving" (the checkpoint is written to
+    a temporary file that is not yet renamed), "validation" (in the second batch of a validation).
     """
 
     def __init__(self, phase: str, at: int) -> None:

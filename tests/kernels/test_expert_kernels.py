@@ -19,7 +19,8 @@ SIZES = [(1, 1, 1), (1, 1, 5), (7, 3, 5), (40, 2, 3), (17, 8, 9)]  # tokens, exp
 
 @pytest.fixture
 def _small_blocks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let long rows have several blocks, and experts several tiles or several experts one tile."""
+    """Make the kernels' blocks and tiles so small that long rows need several blocks, and that experts need several
+    tiles or share one."""
     monkeypatch.setattr(kernels, "BLOCK", 64)
     monkeypatch.setattr(kernels, "TILE", (16, 32))
 
@@ -44,7 +45,7 @@ def random_routes(tokens: int, chosen: int, experts: int) -> Routes:
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values to ``dtype``; Triton's interpreter cuts the bits off that bf16 does not have."""
+    """Round fp32 values to ``dtype``; like the kernel, to bf16 by truncation if it runs in Triton's interpreter."""
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         value = (value.view(torch.int32) & -(2**16)).view(torch.float32)
     return value.to(dtype)

@@ -1,5 +1,5 @@
 """vLLM samples the token with the largest sum of logit and noise, and the noise follows from the seed. The trainer
-computes the same noise, so it detects a sampler with a mistake: its tokens have sums far below the largest."""
+computes the same noise, and so detects a sampler with a mistake, whose tokens have sums far below the largest."""
 
 import importlib.util
 from collections.abc import Iterator

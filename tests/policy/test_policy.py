@@ -1,5 +1,5 @@
-"""A policy is a frozen Hugging Face model with an adapter: it computes what this model does, and trains only the
-adapter."""
+"""A policy is a Hugging Face model with an adapter. It computes what this model computes, and only the adapter is
+trained."""
 
 import pytest
 import torch

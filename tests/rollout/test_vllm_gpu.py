@@ -124,7 +124,8 @@ def test_what_is_sampled_is_what_the_trainer_says(engine):
 @torch.no_grad()
 def test_noise_below_the_spacing_of_bf16_acts(engine):
     """Noise smaller than the distance of neighbouring bf16 values changes vLLM's norms, because the engine keeps them
-    in fp32. With large noise, its scores change as those of a transformers engine, the reference, do."""
+    in fp32. With large noise, the engine's scores change as much as those of a transformers engine, which is the
+    reference."""
     clean = {name: weight.float() for name, weight in engine._policy.norm_weights().items()}
     assert engine.set_norm_noise(NormNoise(5e-4, 3)) == len(clean)
     noise = [weight - clean[name] for name, weight in engine._call(vllm_worker.live_norms).items()]

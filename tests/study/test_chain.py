@@ -1,5 +1,5 @@
-"""A study, here four runs of 2 arms with 2 seeds, that is killed and started again ends with the same bits as one that
-was not killed."""
+"""A study, here four runs of 2 arms with 2 seeds, that is killed and started again gives the same results, bit for bit,
+as one that was not killed."""
 
 import csv
 import os
