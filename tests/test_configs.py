@@ -84,8 +84,8 @@ def difference(left: dict, right: dict, path: str = "") -> set[str]:
 
 
 def keys(settings: Any, path: str = "") -> set[str]:
-    """Return the dotted keys of all settings in a YAML file or, if ``settings`` is a part of its content, below
-    ``path``."""
+    """Return the dotted keys, such as model.lora.rank, of all settings in a YAML file. ``settings`` may also be a part
+    of a file's content; its keys then begin with ``path``."""
     if isinstance(settings, Path):
         settings = yaml.safe_load(settings.read_text())
     if not isinstance(settings, dict):

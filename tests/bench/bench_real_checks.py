@@ -79,7 +79,7 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype, *, shared: bool) -
     """Summarise what the checks measured as [median, largest] over the rollouts, in nats unless the name has another
     unit.
 
-    With ``shared``, other processes use the same GPU, so the measured memory, which would include theirs, is left out.
+    With ``shared``, other processes use the same GPU. Memory is then left out, because measurements include theirs.
     """
 
     def of(tag: str) -> list[float]:

@@ -37,7 +37,7 @@ DENSE = E2M1[CODES.long()] * SCALES.float().repeat_interleave(16, 1) * 2**-9  # 
 
 class Linear(nn.Module):
     """Imitates a linear layer of vLLM after its weight was read from a checkpoint and before it is converted. The
-    weight consists of the first ``outputs`` rows and ``inputs`` columns of ``CODES``."""
+    weight is the first ``outputs`` rows and ``inputs`` columns of the random NVFP4 weight ``CODES`` and ``SCALES``."""
 
     def __init__(self, bias: Tensor | None = None, outputs: int = N, inputs: int = K) -> None:
         super().__init__()

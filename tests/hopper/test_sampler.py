@@ -1,5 +1,5 @@
-"""Log-probabilities of sampled tokens, which this project's kernels compute in vLLM's sampler on a GPU, and the
-requests that are left to vLLM's own code."""
+"""On a GPU, this project's kernels compute the log-probabilities of sampled tokens in vLLM's sampler. Their results are
+right, and requests that they do not support are left to vLLM's own code."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how, dropout):
     shape = config_shape(config, None, torch.float32)
     _, blocks = parts.blocks_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS, how=how, dropout=dropout > 0)
     kept_twice = shape.num_layers - how.blocks if how.selective else 0
-    # Attention on a CPU pads its output. Without dropout, this output exists twice in each block that is not
-    # recomputed, or else in the block whose backward runs.
+    # Attention on a CPU pads its output, which then exists padded and unpadded. Without dropout, this holds for each
+    # block that is not recomputed or, if all are recomputed, for the block whose backward runs.
     outputs_twice = kept_twice if dropout else max(1, shape.num_layers - how.blocks)
     values_twice = 0 if dropout else kept_twice
     padding = 4 * TOKENS * (outputs_twice * shape.query_width + values_twice * shape.key_width)

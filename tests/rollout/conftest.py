@@ -85,7 +85,7 @@ def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any)
 
 
 def save_with_separate_scales(source: Path, target: Path) -> None:
-    """Copy an NVFP4 checkpoint, and give each linear layer a different tensor scale. Other quantisers write such
+    """Copy an NVFP4 checkpoint, and give each linear layer a different tensor scale. Other quantisers may write such
     checkpoints; this project's gives layers that engines fuse the same scale."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     checkpoint = Checkpoint(source)

@@ -1,4 +1,5 @@
-"""An engine reports why each completion ended. Reports that do not agree with the completion's tokens are refused."""
+"""An engine reports for each completion whether it is finished or was cut at the limit. A report that does not agree
+with the completion's tokens stops the run."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models

@@ -33,7 +33,7 @@ def test_what_dicts_lists_and_closures_hold_is_freed_and_its_neighbours_stay(cou
 
 def test_a_tensor_is_in_a_segment_by_its_memory_and_not_by_its_place_in_it():
     """``release`` frees the tensors whose memory lies in given segments. A segment holds many tensors, and a view's
-    data may start after its storage does, so a tensor is freed if its whole storage lies in a segment."""
+    data may start after its storage does, so the address of the storage decides, and not that of the data."""
     memory = torch.zeros(4, 64)
     start, size = memory.data_ptr(), memory.untyped_storage().nbytes()
     tensor, alien = memory[2], torch.ones(64)
