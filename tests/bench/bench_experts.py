@@ -1,8 +1,9 @@
-"""Time adapters on the experts of a mixture while decoding, without an engine: python -m tests.bench.bench_experts
+"""Time the LoRA adapters of a mixture's experts in decoding, without an engine: python -m tests.bench.bench_experts
 
 The adapters of gate, up and down of several blocks are added one after another in a CUDA graph, so that they come from
-memory and not from the L2 cache. ``ours`` is what the engine does, ``vllm`` are the kernels that vLLM has. The time is
-that of one block. Base weights are not multiplied. Nothing is measured without a GPU and vLLM.
+memory and not from the L2 cache. Results named ``ours`` are of this project's kernel, which the engine uses, and
+``vllm`` of vLLM's kernels. The time is that of one block. Base weights are not multiplied. Nothing is measured without
+a GPU and vLLM.
 """
 
 import importlib.util
@@ -44,7 +45,8 @@ class Block:
         self.bases = [torch.empty(shape, device="meta") for shape in shapes]
 
     def add(self, kind: Any, kernels: Any, batch: Batch) -> None:
-        """Add the adapters of gate and up to y and those of down to z, by the methods of the class ``kind``."""
+        """Add the adapters of gate and up to ``batch.y``, and those of down to ``batch.z``. ``kind`` is the class, this
+        project's or vLLM's, whose methods do it."""
         tokens, ids, weights = len(batch.x), batch.ids, batch.weights
         sizes, flags = (*self.bases, tokens, CHOSEN, 1, self.enabled), (EXPERTS, CHOSEN, 2, False, False)
         rows = kind.add_lora_w13(kernels, batch.y, batch.x, *self.gate_up, ids, weights, None, *sizes, *flags)

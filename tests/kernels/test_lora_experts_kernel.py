@@ -1,5 +1,5 @@
-"""The kernel of adapters on experts against its definition, on the GPU if there is one, else in Triton's
-interpreter."""
+"""The Triton kernel that adds LoRA adapters on the experts of a mixture equals its definition. It runs on the GPU if
+there is one, else in Triton's interpreter."""
 
 from types import ModuleType
 
@@ -15,8 +15,9 @@ DTYPES = [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16]  
 
 
 class Problem:
-    """Random operands of one product of a mixture; every third token does not use the adapter, and one row in each
-    eleven has an expert's number that does not exist."""
+    """Random operands for the adapters on one product of a mixture of experts (gate and up, or down). Every third token
+    does not use the adapter, and every eleventh row has the number of an expert that does not exist, so nothing may be
+    added."""
 
     def __init__(
         self,
@@ -59,14 +60,15 @@ class Problem:
         return y
 
     def check(self, y: Tensor) -> None:
-        """Check that the error of every element is below a bound for its roundings, and that the other rows are
-        unchanged."""
+        """Check a result ``y`` of the kernel: in rows with an adapter, the error of every element is within a bound
+        that follows from its roundings, and all other rows are unchanged."""
         exact = add_lora_reference(self.y, self.x, *self.operands)
         token = torch.arange(len(y), device=DEVICE) // self.ids.shape[1]
         ids = self.ids.flatten()
         with_adapter = (self.indices[token] >= 0) & (ids >= 0) & (ids < len(self.a[0]))
         assert torch.equal(y[~with_adapter], self.y[~with_adapter])
-        # The same product of absolute values bounds each sum, and so the error of fp32 sums and of roundings.
+        # The errors of fp32 sums are proportional to the sums of the terms' absolute values, so the same product is
+        # computed with the absolute values of all operands.
         a, b = ([matrix.abs() for matrix in matrices] for matrices in (self.a, self.b))
         size = add_lora_reference(self.y.abs(), self.x.abs(), a, b, *self.operands[2:])
         terms = self.x.shape[1] + self.a[0].shape[1]
@@ -76,7 +78,8 @@ class Problem:
         assert excess.numel() == 0 or excess.max() <= 0, excess.max()
 
     def hidden_size(self) -> Tensor:
-        """Compute |w| |x A^T| |B^T| for each element: both x A^T and the update are rounded relative to it."""
+        """Compute |w| |x A^T| |B^T| for each element of the output, where w is the expert's weight for the token. The
+        errors by rounding x A^T and the update are proportional to it."""
         out = torch.zeros_like(self.y, dtype=torch.float64)
         for row, expert in enumerate(self.ids.flatten().tolist()):
             if 0 <= expert < len(self.a[0]):
@@ -149,7 +152,8 @@ def test_no_adapter_changes_nothing(kernels, off):
 
 
 def test_roundings_are_those_of_the_trainer(kernels):
-    """The sum x A^T is rounded before the second product, and the update before it is added."""
+    """The kernel rounds where the trainer does: x A^T before it is multiplied by B^T, and the update before it is
+    added."""
     problem = Problem(1, 1, 1, 16, (16,), 1, torch.float16, weighted=True)
     problem.ids[:] = 0
     problem.x[:], problem.a[0][:], problem.b[0][:] = 1, 0, 1
@@ -185,7 +189,8 @@ def test_no_rows_are_no_launch(kernels):
 @pytest.mark.parametrize("tokens", [1, 8, 32, 128, 512])
 @pytest.mark.parametrize("part", ["gate and up", "down"])
 def test_real_shapes_captured_and_repeated(kernels, part, tokens):
-    """Sizes of Qwen3-30B-A3B; a CUDA graph gives the same bits whenever it is replayed, for the adapter it finds."""
+    """The sizes are those of Qwen3-30B-A3B. A CUDA graph gives the same bits in each replay, and uses the adapter that
+    is loaded at that time."""
     sizes = (128, 2048, (768, 768)) if part == "gate and up" else (128, 768, (2048,))
     problem = Problem(tokens, 8, *sizes, 8, torch.bfloat16, weighted=part == "down")
     problem.added(kernels)

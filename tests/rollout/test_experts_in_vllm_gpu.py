@@ -63,7 +63,8 @@ def test_it_samples_by_its_policy(engine):
 
 
 def test_adapters_are_added_by_this_projects_kernel_as_by_vllms(engine):
-    """The graphs for decoding contain the kernel, and vLLM's kernels add the same to the same rows."""
+    """The CUDA graphs of decoding steps contain this project's kernel for adapters of experts, and vLLM's kernels add
+    the same values to the same rows."""
     assert ADDED
 
     def added(worker: Any) -> list[tuple[Tensor, Tensor]]:

@@ -144,7 +144,8 @@ def test_other_layers_than_linears_are_refused(cuda, name):
 
 
 class Mixture:
-    """Random operands of the adapters of a mixture of 8 experts, 2 for each token, as vLLM gives them."""
+    """Random operands for the LoRA adapters of a mixture of 8 experts, of which each token uses 2, in the form in which
+    vLLM passes them."""
 
     def __init__(self, num_tokens: int, rank: int = 8) -> None:
         self.x, self.y = draw(num_tokens, 48), draw(num_tokens, 2, 64, seed=1)
@@ -157,7 +158,8 @@ class Mixture:
         self.bases = torch.empty(8, 64, 48, device="meta"), torch.empty(8, 48, 32, device="meta")
 
     def add(self, kernels, expert_map: Tensor | None = None, **options: object) -> tuple[Tensor, Tensor]:
-        """Add the adapters to copies of y and out by methods of ``kernels``, as vLLM's experts do."""
+        """Call ``kernels`` as vLLM's experts do, to add the adapters of gate and up to a copy of ``y``, and those of
+        down to a copy of ``out``. Returns both copies."""
         y, out, sizes = self.y.clone(), self.out.clone(), (len(self.x), 2, 1)
         rows = kernels.add_lora_w13(
             *(y, self.x, self.a, self.b, self.ids, self.weights, expert_map, *self.bases, *sizes, self.enabled),
