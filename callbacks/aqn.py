@@ -26,7 +26,7 @@ class AdaptiveQuantizationNoise(Callback):
             norm weights.
         sigma_end: standard deviation in the last stage.
         num_stages: number of equally long stages, including the first one, which has no noise; at least 3.
-        decay: shape of the path from sigma_start to sigma_end over the stages.
+        decay: how the standard deviation falls from sigma_start to sigma_end over the stages.
         per_rank: true draws different noise on every rank, so that a step averages over more draws; false draws the
             same noise on all ranks, so that a step does not depend on their number.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to

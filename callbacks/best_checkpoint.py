@@ -15,8 +15,9 @@ class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best validation score so far, also across interruptions of the run.
 
     A resumed run reads the best score from ``best.ckpt``: ``last.ckpt`` is written before the validation of its step
-    and may lack it, and Lightning forgets it when the run's folder has moved. If ``best.ckpt`` is of a later step than
-    the one that training resumes from, its score is ignored, because the steps in between are repeated.
+    and so may lack the newest best score, and Lightning ignores the score in it if the run's folder has moved. If
+    ``best.ckpt`` is of a later step than the one that training resumes from, its score is ignored, because the steps in
+    between are repeated.
 
     Args:
         monitor: the logged value to compare.

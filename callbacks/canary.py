@@ -38,7 +38,7 @@ NO_WINDOW = (
 
 
 class Due(NamedTuple):
-    """The comparisons of log-probabilities that a check makes: of samples under a probe adapter, and of scores."""
+    """Which comparisons of log-probabilities (2 and 3 of ``SyncCanary``) a check makes."""
 
     samples: bool
     scores: bool
@@ -59,30 +59,31 @@ class SyncCanary(Callback):
        log-probabilities cannot tell such policies apart. So a few tokens are sampled, a strong random adapter (the
        probe adapter) is loaded, and tokens that are then sampled after the same prompts must have the log-probabilities
        that the trainer's model has with the probe adapter. A validation before the first rollout has no such check: the
-       engine has had one policy only, so there are no prefixes of an older one, and scores show an adapter left out.
+       engine has had one policy only, so there are no prefixes of an older one, and the scores of check 3 show whether
+       the adapter is left out.
     3. Scores, still less often. Engine and trainer compute the log-probabilities of text from the run's prompts and
        completions, with and without the adapter. (This does not test the prefix cache, which vLLM does not use for
        scoring.)
 
-    How far a correct engine may be from the trainer in 2 and 3 depends on the model and its dtype, so the trainer
-    measures it: it computes the same log-probabilities with other rounding errors, and an engine fails if it differs
-    from the trainer by more than ``tolerance`` and by more than ``comparison.MARGIN`` times as much as these two
-    computations differ. The strength of the probe adapter is found once, by the trainer alone: the adapter must change
-    log-probabilities far more than rounding errors do, without making the model chaotic. If no strength does so, a
-    warning says it, and 2 is left out. The text ends with those tokens of the rollout's completions of which the
-    policy was least certain: an adapter hardly changes log-probabilities near 0, so after text that is nearly certain
-    rounding errors would be as large as what the adapter changes.
+    How far a correct engine may be from the trainer in checks 2 and 3 depends on the model and its dtype, so the
+    trainer measures it: it computes the same log-probabilities with other rounding errors, and an engine fails if it
+    differs from the trainer by more than ``tolerance`` and by more than ``comparison.MARGIN`` times as much as these
+    two computations differ. The strength of the probe adapter is found once, by the trainer alone: the adapter must
+    change log-probabilities far more than rounding errors do, without making the model chaotic. If no strength does so,
+    a warning says it, and check 2 is left out. The text ends with those tokens of the rollout's completions of which
+    the policy was least certain: an adapter hardly changes log-probabilities near 0, so after text that is nearly
+    certain rounding errors would be as large as what the adapter changes.
 
     After the checks, the engine holds the run's adapter and noise again.
 
     Args:
-        sample_every: rollouts, or batches of an evaluation, from one check of samples to the next; the first four, and
+        sample_every: rollouts, or batches of an evaluation, from one check 2 (samples) to the next; the first four, and
             the first rollout after a start, always have one.
-        score_every: rollouts from one check of scores to the next; the first rollout after a start and the first batch
+        score_every: rollouts from one check 3 (scores) to the next; the first rollout after a start and the first batch
             of an evaluation always have one.
-        num_tokens: number of tokens of the text, limited by the engine's longest sequence. It should exceed the block
-            size of the engine's KV cache (by default 16 tokens on a GPU, 128 on a CPU), because shorter prefixes are
-            never cached.
+        num_tokens: number of tokens of the text that is scored, limited by the engine's longest sequence. It should
+            exceed the block size of the engine's KV cache (by default 16 tokens on a GPU, 128 on a CPU), because
+            shorter prefixes are never cached.
         tolerance: mean difference of log-probabilities, in nats per token, up to which the run is never stopped; null:
             1e-4 if engine and trainer compute in float32, 0.02 if one of them computes in bfloat16.
 
@@ -225,8 +226,9 @@ class SyncCanary(Callback):
 
 
 def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
-    """Return the tokens of prompt and completion up to the end of those ``LAST`` tokens of the completion of which the
-    policy was least certain, and the sum of their -log p in nats. A log-probability that is not finite counts as 0."""
+    """Find the ``LAST`` consecutive tokens of the completion of which the policy was least certain; returns the tokens
+    of prompt and completion up to the end of these, and the sum of these tokens' -log p in nats. A log-probability that
+    is not finite counts as 0."""
     surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
     sums = list(accumulate(surprisals, initial=0.0))
     ends = range(min(LAST, len(sums) - 1), len(sums))
@@ -235,7 +237,7 @@ def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[i
 
 
 def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
-    """Return the scalars to log, by name, of those comparisons that are due."""
+    """Return the scalars to log, by name: the gaps of those comparisons that are due."""
     values = {}
     if due.scores:
         scores = max((gaps[what] for what in (WITH_ADAPTER, WITHOUT_ADAPTER)), key=lambda gap: gap.excess)
@@ -248,7 +250,8 @@ def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
-    """Find the compute dtype in which adapter and noisy norms have the checksums ``held`` by the engine, or None."""
+    """Find the compute dtype in which adapter and noisy norms have the checksums ``held`` by the engine; None if there
+    is none, so that the engine holds other values."""
     dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
     return next((dtype for dtype in dtypes if held == expected(policy, noise, dtype)), None)
 

@@ -27,8 +27,8 @@ class CompletionLogger(Callback):
     replaces the files of repeated rollouts and duplicates no lines.
 
     Args:
-        every: write the completions of one rollout in this many; completions of validation, test and prediction are
-            always written.
+        every: rollouts from one whose completions are written to the next; completions of validation, test and
+            prediction are always written.
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
         tokens_every: for one in this many written rollouts, a second file (``train-000010.safetensors``) holds for each
@@ -96,7 +96,8 @@ def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: U
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:
-    """Copy to the CPU each completion's tokens and their values (see ``RowTokens``)."""
+    """Copy to the CPU each completion's tokens and their per-token values, such as log-probabilities (see
+    ``RowTokens``)."""
     batch: Experience = move_data_to_device(update.experience, "cpu")
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()
     gap = logprobs - batch.sampler_logprobs

@@ -14,11 +14,13 @@ from qerl_pl.rollout.vllm import VLLMEngine
 
 
 class DraftGuard(Callback):
-    """Logs ``speculation/*`` for each rollout, and decides from the counts of all ranks for which numbers of sequences
-    the next rollout, and evaluations until then, have drafts.
+    """Logs ``speculation/*`` for each rollout, and turns drafts (guessed tokens) off where they do not pay: for those
+    numbers of concurrent sequences with which too few drafts were accepted in recent rollouts. This holds for the next
+    rollout, and for evaluations before it.
 
-    The counts are in the checkpoint, so a resumed run decides the same (``qerl_pl/hopper/draft_guard.py`` has the
-    rule). Evaluations and checks are not counted. If the engine does not speculate, it does nothing.
+    Drafts are counted over all ranks, without those of evaluations and checks. The counts are in the checkpoint, so a
+    resumed run decides as an uninterrupted one would (``qerl_pl/hopper/draft_guard.py`` has the rule). If the engine
+    does not speculate, the callback does nothing.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,8 @@ class EntropyLogger(Callback):
         pl_module.log_dict({f"policy/entropy{name}": value for name, value in statistics.items()})
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Compute mean and quantiles of entropies [T], by the suffix of their logged names; empty without tokens."""
+        """Compute mean and quantiles of the entropies [T] of T tokens, keyed by the suffix of their logged names; empty
+        without tokens."""
         if not len(entropy):
             return {}
         ordered = entropy.sort().values

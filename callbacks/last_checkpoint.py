@@ -32,8 +32,9 @@ class LastCheckpoint(ModelCheckpoint):
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
     while it is being written are not saved, so that training does not wait for the disk. With such checkpoints, a
-    killed run repeats at most two steps more than fit into the time of two writes; a run that fails with an error
-    repeats at most half as many. Only a checkpoint that is written again after a validation waits for the disk.
+    killed run repeats at most two steps more than fit into the time of two writes. A run that fails with an error
+    repeats at most half as many, because it waits for the write in progress. Only a checkpoint that is written again
+    after a validation waits for the disk.
 
     Args:
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is

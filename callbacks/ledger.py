@@ -39,8 +39,8 @@ class MismatchLedger(Callback):
     The second column says which log-probabilities are subtracted: of the same tokens, in nats, at temperature 1,
     because engines score at temperature 1. "Reported by the engine" are those that it returned when it sampled. They
     are at the sampling temperature, so "decode" is left out unless that is 1; if it is 1, all differences but the last
-    add up to that between trainer and sampler. "routing" is left out unless training uses the sampler's experts
-    (``model.router_replay``). Each difference is logged as
+    add up to that between trainer and sampler. "routing" is for mixtures of experts, and left out unless training uses
+    the experts that the sampler chose (``model.router_replay``). Each difference is logged as
     ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see ``qerl_pl.objective.correction.Mismatch``) over the
     rows of all ranks. The engine scores the rows before the update, without and with the rollout's noise, and has this
     noise again afterwards.
@@ -135,9 +135,9 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Return the indices of evenly spread rows of this rank: as many as its share of the limits allows, but at least
-    one. ``num_rows`` and ``max_tokens`` are limits for all ranks together, ``lengths`` [B] the number of
-    tokens of each row of this rank."""
+    """Choose evenly spread rows of this rank to score, as many as its share of the limits allows but at least one, and
+    return their indices. ``num_rows`` and ``max_tokens`` are limits for all ranks together, ``lengths`` [B] the number
+    of tokens of each row of this rank."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
     return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])
@@ -158,8 +158,9 @@ def trainer_logprobs(
 
 
 def _passes(sampled: Tensor, micro_batch_tokens: int) -> Iterator[Tensor]:
-    """Yield the row indices of each forward pass. Only tokens up to a row's last sampled one count towards the limit
-    ``micro_batch_tokens``. Global random states are restored afterwards, because dropout draws random numbers."""
+    """Divide rows into forward passes; yields the row indices of each pass. Only tokens up to a row's last sampled one
+    count towards the limit ``micro_batch_tokens``. Global random states are restored afterwards, because dropout draws
+    random numbers."""
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
     with preserved_rng():
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):

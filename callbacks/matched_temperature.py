@@ -30,7 +30,8 @@ class MatchedTemperature(Callback):
             one per rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml
             --analyse`` writes one such file per arm, analysis/surprisal/ARM.json.
         gain: gain in the formula above; with a higher one, the entropy comes back to the curve faster.
-        limits: lowest and highest temperature that is set; a warning tells when the formula first asks for one outside.
+        limits: lowest and highest temperature that is set. When the formula first gives a temperature outside, a
+            warning says so, and the nearer limit is set.
 
     Raises:
         ValueError: a setting is out of its range; or, when training starts, ``curve`` is neither such a folder nor such

@@ -1,4 +1,4 @@
-"""Log the GPU memory that the plan predicted and that the run used."""
+"""Log the GPU memory that the memory plan predicted, and the GPU memory that the run used."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ GIB = 2**30
 
 
 class MemoryReport(Callback):
-    """Logs ``memory/{rollout,train,peak}_gib`` and, from the plan, ``memory/predicted_{rollout,train,peak}_gib``.
+    """Logs the GPU memory used, ``memory/{rollout,train,peak}_gib``, and that of the plan by which the run chose its
+    batch sizes, ``memory/predicted_{rollout,train,peak}_gib``.
 
     The measured value is what the driver reports as used on the device, minus what other processes used when the run
     began. It is read when a rollout is complete, with the engine awake, and after the updates. torch does not give

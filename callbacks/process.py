@@ -83,7 +83,8 @@ class CloseEngine(Callback):
 
 
 class StopTogether(Callback):
-    """Ends the other processes of this machine when rank 0 fails; otherwise they would wait for it until a time-out.
+    """Ends this run's other processes on this machine when rank 0 fails; otherwise they would wait for rank 0 until a
+    time-out.
 
     When another rank fails, Lightning ends its child processes, and torchrun and SLURM end all processes of a job.
     """

@@ -28,14 +28,16 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has the gaps of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
-# multiples of GAP_FLOOR: means over rows vary more than means over rollouts, logits more than log-probabilities
+# multiples of GAP_FLOOR below which a gap is no jump: a mean over one row varies more than one over a rollout, and
+# logits vary more than log-probabilities
 FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
-# multiples of max_jump: from rollout to rollout, gaps of single rows vary most, and gaps of logits least
+# factor of max_jump for each kind of gap: from rollout to rollout, gaps of single rows vary most, gaps of logits least
 JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
 FIRST = 2.0  # factor of the limits while most gaps in a median are estimates from the trainer's rounding errors
 KINDS = (*FLOORS, "far_share")
-# names of metrics: of the rows that go through the model before the update and, without noise, of all rows
+# names of the logged gaps: those of the chosen rows, which go through the model with noise before the update, and those
+# of all rows, whose log-probabilities without noise the update computes
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
 MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4
@@ -46,9 +48,9 @@ ADVICE = (
 
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
-    """Compute the gaps of ``KINDS`` between two implementations over the tokens of all ranks. ``trainer`` and ``other``
-    [N] fp64 are their log-probabilities in nats of this rank's tokens, ``rows`` [N] int64 the row of each token. Every
-    rank must call this."""
+    """Compute the gaps between the log-probabilities of trainer and ``other``, such as the sampler, over the tokens of
+    all ranks; returns them by name (``KINDS``). The arguments are for this rank's N tokens: log-probabilities in nats,
+    [N] fp64, and the row of each token, [N] int64. Every rank must call this."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
@@ -196,7 +198,8 @@ class RolloutEvidence(Callback):
         self._check_gaps(gaps, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout before the update; CheckFailed: its completions are no independent draws from the policy."""
+        """Check a rollout before the update; raises CheckFailed if its completions are no independent draws from the
+        policy."""
         index, batch = pl_module.rollout_index, rollout.sampled
         self._check_order(pl_module, batch)
         self._check_copies(pl_module, batch)
@@ -303,7 +306,8 @@ class RolloutEvidence(Callback):
         *,
         index: int,
     ) -> None:
-        """Log the gaps, by the names that ``names`` has for ``KINDS``; CheckFailed if one exceeds its limit."""
+        """Log the gaps under the names that ``names`` has for each of ``KINDS``; raises CheckFailed if a gap exceeds
+        its limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and pl_module.settings.lora.dropout > 0:
             return  # the update computes log-probabilities with dropout, the engine without
@@ -328,8 +332,8 @@ class RolloutEvidence(Callback):
                 raise CheckFailed(f"{differ}, more than {limit:.2g}: {ADVICE}")
             history = self._gaps.get(name, [])
             ratio, sigmas = jump(value, history, floor=floor)
-            # With fewer gaps, most of the history is estimated from the trainer's rounding errors, and these are not
-            # of the same size as gaps.
+            # With fewer measured gaps, most of the history consists of estimates from the trainer's rounding errors,
+            # which may be smaller or larger than gaps.
             known = len(history) >= min(4, self.window)
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 if not rounding:  # gaps that the trainer's own rounding errors cause in some completions
@@ -347,7 +351,8 @@ class RolloutEvidence(Callback):
             self._gaps[name] = [*history, value][-self.window :]
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
-        """Warn if the groups' numbers differ from the rollout before by more than chance."""
+        """Warn if the means over groups (of length, reward and so on) differ from the rollout before by more than
+        chance explains."""
         numbers: defaultdict[str, list[float]] = defaultdict(list)
         for part in ranks.gather_values(batch.group_numbers()):
             for name, values in part.items():

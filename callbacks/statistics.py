@@ -13,7 +13,8 @@ from qerl_pl.module import QeRLModule
 
 
 class RolloutStatistics(Callback):
-    """Logs rewards (sum and parts), lengths, truncation, unscored rows by cause, and groups whose rewards differ.
+    """Logs statistics of each rollout: rewards (each, and their weighted sum), lengths, share of truncated completions,
+    number of unscored rows by cause, and number of groups whose rewards differ.
 
     ``rollout/surprisal`` is the mean of -log p of the sampled tokens under the policy that sampled them, in nats. It
     estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is the entropy without noise.
@@ -69,7 +70,7 @@ class RolloutStatistics(Callback):
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, Tensor]:
-    """Compute mean and unbiased standard deviation of N finite rewards in fp64, by the suffix of the name that they are
-    logged with; without rewards there is no mean, and with fewer than two no standard deviation."""
+    """Compute mean and unbiased standard deviation of N finite rewards in fp64. The keys are suffixes of the logged
+    names: "" for the mean, left out without rewards, and "_std", left out with fewer than two."""
     values = rewards.double()
     return ({"": values.mean()} if len(values) else {}) | ({"_std": values.std()} if len(values) > 1 else {})

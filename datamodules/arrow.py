@@ -37,7 +37,8 @@ def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
 
 
 def _with_labels(value: Any, feature: Any) -> Any:
-    """Replace the numbers of class labels in a value by their names, at any depth; -1 means no label."""
+    """Replace the numbers of class labels in a value, at any depth, by the labels' names; -1 means no label and becomes
+    None."""
     if hasattr(feature, "int2str"):
         return feature.names[value] if isinstance(value, int) and value >= 0 else None
     if isinstance(value, dict) and isinstance(feature, dict):

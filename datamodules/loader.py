@@ -86,8 +86,8 @@ class TrainLoader:
             yield batch[self.rank :: self.num_ranks]
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position in the data (epoch and next batch), with number and digest of the prompts, batch size and
-        seed, by which another run is recognised."""
+        """Return the position in the data (epoch and next batch), and number and digest of the prompts, batch size and
+        seed, by which ``load_state_dict`` recognises the state of a run with other data."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:

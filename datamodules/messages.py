@@ -59,8 +59,8 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 def chat_of_value(value: object, where: str) -> list[object] | None:
     """Return the list of messages in a stored value: a list, one message, or the JSON text of either; None if the value
-    is something else, such as a plain question. ValueError if it is a text that begins like a list of messages and is
-    not JSON."""
+    is something else, such as a plain question. ValueError if it is a text that begins like a list of messages but is
+    not valid JSON."""
     if isinstance(value, list):
         return value
     if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:
@@ -96,7 +96,8 @@ def _content(entry: Mapping[str, object], where: str) -> str:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Join all messages of a problem except the system prompt to one text, by which equal problems are found."""
+    """Join all messages of a problem except the system prompt to one text. Problems with equal texts count as the same
+    problem."""
     return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 

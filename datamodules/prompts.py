@@ -177,8 +177,8 @@ class PromptDataModule(LightningDataModule):
         return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the digests and the date that a checkpoint holds. If this run's prompts differ from the checkpoint's,
-        the error message says by them what has changed."""
+        """Keep the digests and the date that a checkpoint holds, so that, if this run's prompts differ from the
+        checkpoint's, the error message can say what has changed."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
@@ -295,8 +295,8 @@ class PromptDataModule(LightningDataModule):
 def _digests(
     tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any], problems: Sequence[Problem]
 ) -> dict[str, str]:
-    """Return digests of all that training prompts are made of: template, tokenizer, settings and problems. The keys are
-    words for error messages."""
+    """Return digests of all that training prompts are made of: template, tokenizer, settings and problems. Each key is
+    the thing's name in error messages."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     parts = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
