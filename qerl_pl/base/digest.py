@@ -32,7 +32,8 @@ def base_digest(base: str | Path) -> str:
 
 
 def stored_digests(folder: Path, files: Sequence[Path]) -> dict[str, str]:
-    """Return hex SHA-256 digests of a folder's files by name; compute and store those that are missing or old."""
+    """Return hex SHA-256 digests of a folder's files by name; compute and store a digest that is missing or whose file
+    has changed."""
     kept = _read(folder / KEPT)
     stats = {path.name: path.stat() for path in files}
     stamps = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}

@@ -15,11 +15,12 @@ BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 
 
 def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool = True) -> str:
-    """Return the folder of the checkpoint that a run uses: that of the base, its existing copy in a 4-bit format
-    (``BASE-nvfp4`` next to ``BASE``), or, of a GGUF file, the dequantised one in the cache.
+    """Return the folder of the checkpoint that a run uses: the base's folder; with ``base_format``, the existing copy
+    of the base in this 4-bit format (``BASE-nvfp4`` next to ``BASE``); or, if the base is a GGUF file, the folder in
+    the cache with its dequantised weights.
 
-    ValueError: the GGUF file cannot be used, the base holds something else than files, or the copy ``must_exist`` and
-    does not.
+    ValueError: the GGUF file cannot be used, the base's folder holds something else than files and folders, or the copy
+    does not exist (with ``must_exist`` False, the path that it would have is returned instead).
     """
     if base:
         base = os.path.expanduser(base)

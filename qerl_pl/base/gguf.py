@@ -121,7 +121,8 @@ def _dequantize(path: Path, output: Path) -> None:
         AutoConfig.from_pretrained(**where).save_pretrained(temporary)
         check_family(temporary)
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        # Releases from 5.18 on would else keep the weights packed where they have a kernel; older ones always unpack.
+        # Without this argument, transformers from 5.18 on keeps the weights packed where it has a kernel for them;
+        # older releases always unpack.
         config = getattr(transformers, "GgufConfig", None)
         unpack = {} if config is None else {"quantization_config": config(dequantize=True)}
         model = _unquantized(AutoModelForCausalLM.from_pretrained(**where, **unpack, dtype=torch.bfloat16))
@@ -168,7 +169,7 @@ def _check_contents(reader: GGUFReader, path: Path) -> None:
 
 def _unquantized(read: PreTrainedModel) -> PreTrainedModel:
     """Change the model that ``from_pretrained`` read from a GGUF file so that transformers can save it, and tie
-    embeddings and head if they are one matrix in the file; returns the model."""
+    embeddings and output head if the file stores one matrix for both; returns the model."""
     config, weights = read.config, dict(read.state_dict())
     vars(config).pop("quantization_config", None)  # set by some releases
     embeddings, head = weights["model.embed_tokens.weight"].float(), weights["lm_head.weight"].float()

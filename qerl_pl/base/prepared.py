@@ -25,9 +25,10 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
     """Return the checkpoint folder that a run loads; download, quantise or convert the base if necessary, and log which
     of its features were removed or converted.
 
-    The result is the base's folder, its existing copy in ``base_format``, or a folder of the cache with one of: the
-    quantised base; the text model of a checkpoint with a vision part; the W4A16 copy of a published NVFP4 checkpoint
-    that also quantises activations, the KV cache or some linears (to FP8).
+    The result is the base's folder, its existing copy in ``base_format``, or a folder of the cache. The cache holds
+    quantised bases; text models taken from checkpoints with a vision part; and copies of published NVFP4 checkpoints
+    which also quantise activations, the KV cache or some linear layers (to FP8), converted so that only weights are
+    quantised (W4A16).
     """
     base = os.path.expanduser(base)
     name = base.rstrip("/").rpartition("/")[2].removesuffix(".gguf")

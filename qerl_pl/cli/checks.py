@@ -28,7 +28,8 @@ OTHER_TRAINING = {
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
-    """Refuse a plain value or a list for a group of named settings, as in ``sampling: [1]``."""
+    """Refuse a plain value or a list where a mapping of named settings is expected, as in ``sampling: [1]``; ``groups``
+    are the names of the settings that need a mapping."""
     for name in groups:
         value = config.get(name)
         if not isinstance(value, Namespace | Mapping | None):
@@ -79,9 +80,10 @@ def check_class_paths(value: Any, place: str = "") -> None:
     """Refuse a ``class_path``, anywhere in a parsed configuration, that names neither a class nor a function with a
     return annotation; ``place`` is the dotted name of ``value`` in the configuration, for the error.
 
-    If a setting's type is any callable, as a reward's is, jsonargparse calls the named object before it checks the
-    result, so this function checks it before. For a reward, the class, or the class that a function is annotated to
-    return, needs a ``__call__`` with a reward's parameters; the annotation ``Callable`` is accepted unchecked.
+    If a setting's type is any callable, as a reward's is, jsonargparse calls the named object and only then checks what
+    it returned, so this function checks the object before it is called. For a reward, the class, or the class that a
+    function is annotated to return, needs a ``__call__`` with a reward's parameters; the annotation ``Callable`` is
+    accepted unchecked.
     """
     if isinstance(value, Namespace | Mapping):
         inside = vars(value) if isinstance(value, Namespace) else value

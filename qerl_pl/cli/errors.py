@@ -1,5 +1,5 @@
-"""Shorten jsonargparse's error messages, which have no structure but their text, to the value, what was expected and
-the most similar known name."""
+"""Shorten jsonargparse's error messages to the value, what was expected and the most similar known name. The messages
+are taken apart by their text, because jsonargparse's errors have no other attributes."""
 
 import importlib
 import inspect
@@ -78,8 +78,9 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
 
 def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
-    """Reduce jsonargparse's error about the value of a setting to its cause, without errors about members of a union
-    type that the user did not mean; a message of another kind is returned unchanged."""
+    """Reduce jsonargparse's error about the value of a setting to its cause. If the setting has a union type,
+    jsonargparse gives an error for each member of the union, and only those that the user probably meant are kept. A
+    message of another kind is returned unchanged."""
     message = LINK.sub("", message)
     subject = re.search(KEY, message)
     if subject is None and "Subtypes:" not in message:
@@ -230,7 +231,8 @@ def _members(path: str) -> list[str]:
 
 
 def _where(pattern: str, arguments: Sequence[str]) -> str:
-    """Find the first line that matches a pattern in the YAML files of a command line; returns `` (FILE, line 3)``."""
+    """Find the first line that matches a pattern in the YAML files of a command line; returns `` (FILE, line 3)``, or
+    the empty text if no line matches."""
     for path in config_files(arguments):
         if path.is_file():
             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):

@@ -36,7 +36,8 @@ class Parser(LightningArgumentParser):
         return super().format_help(*args, **named)
 
     def dump(self, namespace: Namespace, *args: Any, **named: Any) -> str:
-        """Dump a configuration with the values that follow from other settings in place of the objective's nulls."""
+        """Write a configuration as YAML in which the objective's nulls are replaced by the values that its preset and
+        other settings imply."""
         namespace = namespace.clone()
         for key in [key for key, value in namespace.items(branches=True) if isinstance(value, Namespace)]:
             if key.endswith("model.objective"):
@@ -79,8 +80,9 @@ def _is_below_zero(text: str) -> bool:
 
 @cache
 def accept_words() -> None:
-    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``, and leave a mapping with
-    ``class_path`` a mapping where a parameter has the type Any or none. A second call does nothing."""
+    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. Also keep it from building
+    an object of a mapping with ``class_path`` that is given for a parameter without a type or of type Any. A second
+    call does nothing."""
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _with_presets(load(text)), exceptions=(yaml.YAMLError,))

@@ -269,7 +269,8 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
 
 
 def command_line(args: list[str]) -> list[str]:
-    """Put configs/base.yaml and the default run_dir in front of the user's arguments, which override them."""
+    """Put configs/base.yaml and the default run_dir in front of the user's arguments, so that the user's arguments
+    override them."""
     if args and args[0] in SUBCOMMANDS:
         defaults = ["--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args))]
         if args[0] in ("validate", "test"):

@@ -73,8 +73,8 @@ def config_path(name: str) -> Path:
 
 
 def plain_settings(section: str) -> dict[str, Any]:
-    """Return the settings of a section of base.yaml that are neither lists nor mappings, by their full names, such as
-    ``trainer.devices``."""
+    """Return those settings of a section of base.yaml whose values are neither lists nor mappings, by their full names,
+    such as ``trainer.devices``."""
     settings = yaml.safe_load(BASE_CONFIG.read_text(encoding="utf-8"))[section]
     return {f"{section}.{name}": value for name, value in settings.items() if not isinstance(value, list | dict)}
 
@@ -142,7 +142,8 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
 
 
 def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
-    """Check a node and return its number of values; ``sizes`` has those of the nodes that were checked before."""
+    """Check a node and return the number of values in it, with aliases replaced by what they stand for. ``sizes`` has
+    the numbers of the nodes that were checked before."""
     if id(node) in above:
         raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
     if id(node) in sizes:

@@ -1,5 +1,5 @@
-"""Checks of the range of settings; the rule which rollouts get the time-consuming checks; the exception with which a
-check ends a run."""
+"""Checks of the range of settings; the function that decides which rollouts get the time-consuming checks; and the
+exception with which a check ends a run."""
 
 import math
 

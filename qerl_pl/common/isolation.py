@@ -8,7 +8,7 @@ from typing import Any
 
 
 def loaded(package: str) -> Any:
-    """Return a package if it has been imported, and None otherwise: it then has no state that could change."""
+    """Return a package if it has been imported, else None: a package that is not imported has no state to protect."""
     return sys.modules.get(package)
 
 

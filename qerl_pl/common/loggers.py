@@ -1,4 +1,4 @@
-"""Log completions to the Lightning loggers that take texts; ``self.log`` takes only numbers."""
+"""Log completions to those Lightning loggers that take texts; Lightning's own ``self.log`` takes only numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -51,7 +51,8 @@ EXTRAS = {
 
 
 def not_installed(module: str) -> str | None:
-    """Name the command that installs the optional package with a module; None if no optional package has it."""
+    """Return the command that installs the optional package to which a module belongs; None if the module belongs to
+    none."""
     requirement = EXTRAS.get(module.partition(".")[0])
     if requirement is None:
         return None

@@ -79,7 +79,7 @@ class Phase:
 
 @contextmanager
 def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool = False) -> Iterator[Phase]:
-    """Name on stderr the phase that the context is, for as long as the context lasts.
+    """Show on stderr, while the ``with`` block runs, what the block does.
 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.
@@ -125,7 +125,8 @@ def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator
 
 def _repeat(current: Phase, terminal: bool) -> None:
     every = REDRAW_S if terminal else LINE_S
-    # The first check comes at once, because the short phases before this one may have printed nothing for a long time.
+    # The first check whether a line is due comes at once, because the short phases before this one may have printed
+    # nothing for a long time.
     while True:
         now = time.monotonic()
         silent = now - _Silence.since

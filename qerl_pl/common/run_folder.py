@@ -40,7 +40,8 @@ def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
 
 
 def plain_yaml(file: Path) -> dict[str, Any]:
-    """Read a YAML file of plain values; returns {} if it does not exist, cannot be read, or is no mapping."""
+    """Read a YAML file of plain values (no Python objects); returns {} if it does not exist, cannot be read, or is no
+    mapping."""
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
@@ -108,8 +109,8 @@ def is_running(folder: Path) -> bool:
 
 def keep_metrics(folder: Path) -> Path | None:
     """Rename the metrics.csv of a run that was interrupted to the first free one of metrics-1.csv, metrics-2.csv, ...,
-    because Lightning's CSVLogger would delete it. Returns the new path, or None if there is none or another process
-    trains in the folder. Only the first rank may call it."""
+    because Lightning's CSVLogger would delete it. Returns the new path; None, without renaming, if there is no
+    metrics.csv or another process trains in the folder. Only the first rank may call this."""
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):
         return None

@@ -43,7 +43,8 @@ class Prompt(NamedTuple):
     """Whether the data source gave messages instead of a question."""
 
     def with_own_row(self) -> Prompt:
-        """Return a copy whose row and messages may be changed without changing those of another prompt."""
+        """Return a copy with its own row and messages, which other prompts do not share, so that a reward may change
+        them."""
         return self._replace(messages=deepcopy(self.messages), row=deepcopy(self.row))
 
 

@@ -77,7 +77,7 @@ def evaluation_identity(
 
 def _source(value: object) -> str:
     """Return the import path of a class or function, or of an object's class, with a digest of its source file. If the
-    module is in a package, the digest is of all files of the package, because they often use one another."""
+    file is part of a package, the digest is of all files of the package, because they often use one another."""
     owner: Any = value if isinstance(value, type | FunctionType) else type(value)
     path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))

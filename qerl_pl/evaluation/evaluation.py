@@ -53,12 +53,12 @@ class Evaluation:
         return rows
 
     def records(self) -> list[dict[str, Any]]:
-        """Gather the records of all ranks, in the order of the prompts. Collective."""
+        """Gather the records of all ranks, in the order of the prompts. Every rank must call this."""
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:
-        """Average the records over the completions of all ranks, by name, [] fp64 each; empty if there are no
-        completions. Collective.
+        """Average the records over the completions of all ranks; returns scalars, [] fp64 each, by name, and an empty
+        dict if there are no completions. Every rank must call this.
 
         The result has the mean of every reward by its name, of the weighted sum (``reward``), and of length, truncated
         share and unscored share. With several completions per problem it also has pass@k, where a completion is right
@@ -90,7 +90,8 @@ class Evaluation:
 
 
 def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether a reward gave positive values but never 1, so that no completion counts as right."""
+    """Return whether the reward ``name`` gave positive values but never 1, in which case pass@k would count no
+    completion as right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     return 1 not in values and any(value > 0 for value in values)
 

@@ -20,8 +20,8 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
 
 
 def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
-    """Compute avg@n, and pass@k for k = 2, 4, 8, ... up to n and for n, of each of P problems; returns [P] fp64 by
-    name, with n = 1 only avg@1."""
+    """Compute avg@n, and pass@k for k = 2, 4, 8, ... below n and k = n, of each of P problems; returns a tensor [P]
+    fp64 by name. With n = 1 there is only avg@1."""
     powers = {2**power for power in range(1, n.bit_length())}
     return {f"avg@{n}": pass_at_k(num_correct, n, 1)} | {
         f"pass@{k}": pass_at_k(num_correct, n, k) for k in sorted(powers | {n} - {1})

@@ -72,10 +72,10 @@ class Family:
         return linear.rpartition(".")[2] in self.dense
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
-        """Translate LoRA targets to the linears of this family. Naming all parts of a merged linear, such as q_proj,
-        k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some raises ValueError. In a mixture
-        of experts, gate_proj, up_proj and down_proj mean the experts, which are no linears, and are left out; naming
-        only some of the three, or nothing else, raises ValueError."""
+        """Translate LoRA targets to the linear layers of this family. Naming all parts of a merged linear, such as
+        q_proj, k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some raises ValueError. In a
+        mixture of experts, gate_proj, up_proj and down_proj mean the experts; they are left out of the result, which
+        lists linear layers only. ValueError if only some of these three are named, or if nothing else is."""
         targets = list(names)
         if self.experts is not None and set(MLP) & set(names):
             targets = [name for name in names if name not in MLP]
@@ -128,7 +128,8 @@ _QWEN35 = Family(
     dense=("in_proj_b", "in_proj_a"),
     fp32=("A_log",),
 )
-# Its mixtures add an expert that computes every token, times the sigmoid of a gate's output.
+# Mixtures of experts of Qwen3.5 add the output of an expert that computes every token, multiplied by the sigmoid of a
+# gate.
 _QWEN35_MOE = replace(
     _QWEN35,
     projections=(*PROJECTIONS[:4], *INSTEAD),
@@ -177,6 +178,6 @@ def family_of(model_type: object, *, path: object) -> Family:
 
 
 def with_merged(names: Collection[str]) -> tuple[str, ...]:
-    """Return the given LoRA targets and, after them, the linears that take their place in families with merged matrices
-    or gated delta nets, such as qkv_proj in place of q_proj, k_proj and v_proj."""
+    """Return the given LoRA targets and, after them, the linear layers that families with merged matrices or gated
+    delta nets have in place of these targets, such as qkv_proj for q_proj, k_proj and v_proj."""
     return (*names, *(other for other, parts in {**MERGED, **INSTEAD}.items() if set(parts) <= set(names)))

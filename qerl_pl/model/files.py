@@ -120,7 +120,8 @@ class Checkpoint:
 
 
 def _expert_places(name: str, place: _Place, shape: list[int]) -> Iterator[tuple[str, _Place]]:
-    """Yield name and place of a stored tensor, or those of each expert's matrices in a stacked one."""
+    """Yield name and place of a stored tensor or, if experts are stacked in it, the name and place of each expert's
+    matrices."""
     module, _, leaf = name.rpartition(".")
     if not module.endswith(".mlp.experts") or leaf not in ("gate_up_proj", "down_proj") or len(shape) != 3:
         yield name, place
@@ -155,7 +156,8 @@ def has_vision(config: Mapping) -> bool:
 
 
 def text_name(name: str) -> str | None:
-    """Return a tensor's name in the text model alone; None for tensors of the vision part."""
+    """Translate a tensor's name in a checkpoint with a vision part to its name in the text model stored alone; None for
+    tensors of the vision part."""
     for stored, plain in PREFIXES.items():
         if name.startswith(stored):
             return plain + name.removeprefix(stored)

@@ -34,7 +34,8 @@ def is_hub_name(base: str) -> bool:
 
 
 def hub_config(name: str) -> Path:
-    """Download config.json, and ModelOpt's configuration if there is one; return and raise as ``hub_folder`` does."""
+    """Download config.json, and ModelOpt's quantisation configuration if there is one. Returns the model's folder in
+    the local cache; ValueError, in one line, if that is not possible."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     with suppress(ValueError):
         _fetched(name, lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
@@ -87,7 +88,8 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads, without warnings about retries; known errors become ValueErrors with advice."""
+    """Call ``fetch``, which downloads files of the model ``name``, without the hub client's warnings about retries;
+    known errors become ValueErrors that say what to do."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

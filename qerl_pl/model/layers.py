@@ -15,7 +15,8 @@ def block_of(name: str) -> str | None:
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per layer: the model's own for each if all layers have the same sizes."""
+    """Return one configuration per layer; if all layers have the same sizes, this is the model's configuration,
+    repeated."""
     per_layer = getattr(config, "per_layer_config", None)  # older versions of transformers do not have it
     return [config if per_layer is None else per_layer[index] for index in range(config.num_hidden_layers)]
 
@@ -27,8 +28,8 @@ def head_dims(config: PretrainedConfig) -> list[int]:
 
 
 def attention_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return, for each layer, the number of last tokens that each token attends to, itself included: None for all
-    tokens before it, 0 for a layer with a recurrent state."""
+    """Return for each layer the size of its sliding window: to how many of the last tokens a token attends, itself
+    included. None if it attends to all, 0 for a layer with a recurrent state."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

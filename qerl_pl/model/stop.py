@@ -19,9 +19,9 @@ def tokenizer_of(base: str) -> Any:
 
 
 def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for stop strings that cannot work: empty or repeated ones, the end-of-sequence token, those that
-    the tokenizer's tokens cannot write, and those that contain another stop string, which would always end the
-    completion first."""
+    """Raise ValueError for stop strings that cannot work: empty or repeated ones, the end-of-sequence token, strings
+    that the tokenizer's tokens cannot write, and strings that contain another stop string, because that one would
+    always end the completion first."""
     for text in stop:
         if not text:
             raise ValueError("data.stop has an empty string, which would end every completion at its first token")
@@ -39,8 +39,8 @@ def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 class StopStrings(StoppingCriteria):
-    """Stopping criterion for transformers' ``generate`` that ends a row when its completion has a stop string; the
-    completion's text includes special tokens.
+    """Stopping criterion for transformers' ``generate`` that ends a row when the text of its completion, special tokens
+    included, has a stop string.
 
     Args:
         stop: the strings.
@@ -54,7 +54,8 @@ class StopStrings(StoppingCriteria):
         self._stop, self._tokenizer = tuple(stop), cast(Tokenizer, tokenizer.backend_tokenizer)
         self._streams = [DecodeStream(ids=list(prompt), skip_special_tokens=False) for prompt in prompts]
         self._tails = [""] * len(prompts)
-        # number of last characters that later tokens may complete to a stop string
+        # number of characters at the end of a text that are kept, because later tokens may complete them to a stop
+        # string
         self._kept = max(map(len, stop)) - 1
         self._num_tokens = 0
         self.lengths: list[int | None] = [None] * len(prompts)

@@ -26,11 +26,11 @@ PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder with the given config.json. ValueError: files are missing, for which
-    transformers would silently build another tokenizer, or ordinary text has tokens without an embedding.
+    """Load the tokenizer of a checkpoint folder with the given config.json. ValueError: files are missing (transformers
+    would silently build another tokenizer), or ordinary text has tokens for which the model has no embedding.
 
-    Tokens that were added to a tokenizer may lack one (Gemma 3 1B has one for images): the model cannot sample them,
-    and prompts with them are refused.
+    Tokens that were added to a tokenizer may lack an embedding, such as Gemma 3 1B's token for images: the model cannot
+    sample these tokens, and prompts with them are refused.
     """
     folder = Path(path)
     if not any(all((folder / name).is_file() for name in names) for names in FILES):
@@ -195,7 +195,8 @@ def check_chat_template(
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, date: str | None, **variables: Any
 ) -> str:
-    """Apply the chat template to messages, with ``date``, if it is given, in place of the template's clock."""
+    """Apply the chat template to messages; if the template reads the clock (``strftime_now``), it gets ``date``, or the
+    current time if that is None."""
     if date is not None:
         variables = {**variables, CLOCK: template_clock(date)}
     chat, template = [*map(dict, messages)], template_of(tokenizer)
@@ -203,8 +204,8 @@ def render(
 
 
 def _reads_system(tokenizer: PreTrainedTokenizerBase, date: str | None, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the template writes a system turn at all: some take out words that switch thoughts on or off
-    (SmolLM3's ``/no_think``)."""
+    """Return whether the template writes the system prompt into the text. The test prompt has no words like
+    ``/no_think``, because some templates (SmolLM3's) take these out."""
     text = "Use few words."
     messages = [{"role": "system", "content": text}, {"role": "user", "content": PROBE}]
     return text in render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)

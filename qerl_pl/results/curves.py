@@ -71,7 +71,7 @@ def _without_events(folder: Path) -> str:
 
 
 def read_scalars(path: Path) -> tuple[list[Scalar], int]:
-    """Read the scalars of an event file in the order in which they were written. A record with a wrong checksum is
+    """Read the scalars of an event file in the order in which they were written. Records with a wrong checksum are
     skipped.
 
     Returns:
@@ -105,8 +105,8 @@ def _scalars(event: Event) -> list[Scalar]:
 
 
 def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
-    """Summarise a run in numbers by name: those of accuracy, reward, entropy, speed and difference between the
-    log-probabilities of sampler and trainer that were logged."""
+    """Summarise a run in numbers by name: accuracy, reward, entropy, speed, and the difference between the
+    log-probabilities of sampler and trainer. What the run did not log is left out."""
     summary: dict[str, float] = {}
     for name, tag, window in (
         ("accuracy (held out)", "val/accuracy", 1),
