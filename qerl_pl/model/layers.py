@@ -28,8 +28,8 @@ def head_dims(config: PretrainedConfig) -> list[int]:
 
 
 def attention_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return for each layer the size of its sliding window: to how many of the last tokens a token attends, itself
-    included. None if it attends to all, 0 for a layer with a recurrent state."""
+    """Return for each layer the size of its sliding window, that is, the number of last tokens to which each token
+    attends, itself included. None for a layer without a window, 0 for a layer with a recurrent state."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -32,7 +32,8 @@ MAX_PLACES = 100  # most decimal places of an answer that is tested for being an
 MAX_DIGITS = 2000  # most digits to which values are computed for a comparison: 1 + 2^{-2024} against 1 needs 610
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _SAME_RATIO = 1e-6  # two quotients, computed to 15 digits, are different if their relative difference is larger
-# added to an irrational number cut to some digits, so that the resulting fraction has no finite decimals, either
+# ``is_decimal_of`` accepts a rounded decimal only of a value without finite decimals. An irrational number that is
+# computed to some digits has finite decimals, until this fraction is added.
 _ENDLESS = Fraction(1, 3**900)
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
@@ -140,7 +141,7 @@ def _fraction(number: object) -> Fraction | None:
 
 
 def _provably_different(known: object, given: object) -> bool:
-    """Tell whether two sympy numbers differ when they are computed to many digits; False if they cannot be computed."""
+    """Compute two sympy numbers to many digits and tell whether they differ; False if they cannot be computed."""
     if not isinstance(known, Expr) or not isinstance(given, Expr) or known == given:
         return False
     if not (known.is_number and given.is_number):
@@ -164,7 +165,7 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
 
 def is_rounded(exact: str, decimal: str) -> bool:
     """Tell whether ``decimal`` is ``exact`` rounded or truncated at the decimal's last digit; True if ``exact`` has
-    unknowns, because that cannot be decided."""
+    unknowns, because it then has no value to compare with."""
     value, near = _parse(exact), _parse(decimal)
     if not isinstance(value, Expr) or not isinstance(near, Expr):
         return False
@@ -199,7 +200,8 @@ def _ascending(chain: str) -> str:
 
 
 def _solution_set(text: str) -> Set | None:
-    """Return the real solutions of intervals, or of inequalities in one unknown; None if that fails."""
+    """Return the set of real numbers that a text of intervals, or of inequalities in one unknown, describes; None if
+    the text cannot be read or solved."""
     # "x is not 1 and not 2" excludes both numbers, also if a comma or "or" joins the two
     conjunction = re.search(r"\band\b", text) is not None or text.count("\\neq") > 1
     union = None

@@ -28,7 +28,7 @@ _BLANK = r"(?:[\s$()\[\]]|\\(?:q?quad(?![A-Za-z])|[,;: ()\[\]]))*"
 _WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
 _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
 _MAX_CONNECTOR = 50  # characters
-# between two boxes "or maybe" or nothing: then the text has not decided on one of them
+# Matches "or maybe", or nothing, between two boxes: such a text has not decided on one of the boxes.
 _BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*|[ \t$]*")
 # Matches what a reader does not see (comments, phantom boxes), or sees crossed out.
 _HIDDEN = (
@@ -160,8 +160,9 @@ def seen(text: str) -> str:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
-    """Return the content of the last of some spans (start, end and content) of a text, joined with that of the spans
-    directly before it that are separated only by a ``connector``, by default ``,``, ``and`` or ``or``."""
+    """Return the content of the last of ``spans`` (start, end and content) in a text. Spans before it that are
+    separated from it and from each other only by a ``connector``, by default ``,``, ``and`` or ``or``, are joined with
+    it."""
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Protocol of a reward that also gives reasons for its scores: its ``judge`` is called instead of ``__call__``."""
+    """Protocol of a reward that also gives reasons for its scores: the program calls its method ``judge`` instead of
+    ``__call__``."""
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress

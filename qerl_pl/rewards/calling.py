@@ -31,7 +31,8 @@ class Progress(NamedTuple):
 
 
 class _State:
-    """Stands for ``transformers.TrainerState``, whose import takes seconds, until an attribute is first read."""
+    """Stands for ``transformers.TrainerState``, which rewards written for TRL may read. The class is imported, which
+    takes seconds, only when an attribute is first read."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -144,8 +145,8 @@ def _sampled(
 
 def _called(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     # Arguments are passed by keyword, as TRL does, because a decorator's wrapper may have its parameters in another
-    # order than the function whose signature it shows. A wrapper that takes no keywords gets the arguments in the order
-    # of that function.
+    # order than the function whose signature it shows. A wrapper that takes no keyword arguments gets the arguments in
+    # the order of the wrapped function's parameters.
     bound = _bound(name, reward, values)
     first, named = [], {}
     for parameter in bound.signature.parameters.values():

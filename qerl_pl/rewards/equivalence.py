@@ -24,8 +24,8 @@ from qerl_pl.rewards.quantities import in_one_unit
 from qerl_pl.rewards.verdict import Verdict
 
 MAX_NESTING = 60  # largest depth of brackets and braces in an answer
-# most items of an unordered list that are written differently in both answers; n such items need up to n^2 comparisons
-# by algebra
+# limit on the items of an unordered list that are written differently in both answers; n such items need up to n^2
+# comparisons by algebra
 MAX_ITEMS = 12
 _SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_(?:\{[\w+-]+\}|\w+))?(?:\^\{?-1\}?)?'*"
 _NAME = rf"{_SYMBOL}(?:\s*\([A-Za-z, ]+\))?|\(\s*{_SYMBOL}(?:,\s*{_SYMBOL})+\s*\)"
@@ -116,12 +116,14 @@ def _case_as(gold: str, answer: str) -> str:
 
 
 def _marks(text: str) -> list[str]:
-    """List the runs of primes on the left side of an answer that is an equation, e.g. ``''`` of ``f''(x) = 2``."""
+    """List the derivative marks (runs of primes) on the left side of an answer that is an equation, e.g. ``''`` of
+    ``f''(x) = 2``. Algebra ignores them, so answers with different marks are told apart by this list."""
     return re.findall("'+", text.partition("=")[0]) if "=" in text else []
 
 
 def judge_known(gold: str) -> Verdict:
-    """Judge whether the known answer can be read; the verdict's score is 0 if it can, and None if not."""
+    """Judge whether the known answer alone can be read, with no completion to compare. The verdict's score is 0 if it
+    can: what a completion scores whose comparison failed. It is None (unscored) if it cannot."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [_value_of(item.split("\\approx")[-1]) for item in items]
     if items and all(exact_number(value) or _is_text(value) or is_readable(value) for value in values):
@@ -317,7 +319,8 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Drop the left side of both answers, as in ``x = 5``, if they have the same one or only one has any."""
+    """Drop the left sides of two answers such as ``x = 5``, if both have the same left side or only one answer has
+    one."""
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
         names = [letters(match["name"]).lower() for match in (known, given)]
@@ -344,8 +347,9 @@ def _value_of(gold: str) -> str:
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
-    """Tell whether two left sides of equations may name the same quantity: y may stand for f(x), but c may not stand
-    for sin(x)."""
+    """Tell whether the left sides ``names`` of two answers may name the same quantity: y may stand for f(x), but c may
+    not stand for sin(x). False if ``given``, the completion's answer, only says that a name equals itself, as in ``y =
+    y``."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
@@ -354,9 +358,9 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
 def _same_approximation(gold: str, answer: str) -> bool:
     """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
 
-    Returns False unless the sides of the completion's answer agree up to rounding; otherwise a completion could give
-    two different answers. True if one of them equals a side of the known answer. There, a first side with decimals
-    does not count, because it is the term that the problem asks to compute.
+    Returns False if sides of the completion's answer do not agree up to rounding, because such a completion gives two
+    different answers. Otherwise returns whether one of its sides equals a side of the known answer. If the first side
+    of the known answer has decimals, that side does not count, because it is the term that the problem asks to compute.
     """
     known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (
@@ -369,7 +373,8 @@ def _same_approximation(gold: str, answer: str) -> bool:
 
 
 def _last_side(sides: list[str]) -> str:
-    """Return the last side of an equation such as ``6*7=42``; the empty text if another side is a different number."""
+    """Return the last side of an equation such as ``6*7=42``, which is the answer; the empty text if another side is a
+    different number, so that a false equation is not accepted."""
     *others, last = sides
     numbers = [side for side in others if _HAS_VALUE.search(side) and not _LETTER.search(_COMMAND.sub("", side))]
     if _LETTER.search(_COMMAND.sub("", last)):

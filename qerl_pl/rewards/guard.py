@@ -43,7 +43,7 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
     Args:
         name, num_rows: name of the reward and rows of the batch, for messages.
-        time_limit: limit, in seconds, on the time until the call ends or next reports progress; None sets no limit.
+        time_limit: limit, in seconds, on the time until the call ends or reports progress again; None sets no limit.
         seed: seed of the random streams during the call.
 
     Raises:

@@ -158,8 +158,8 @@ def normalize(text: str, other: str = "") -> str:
 
 
 def _closed(qualifier: re.Match[str]) -> str:
-    """Return the closing braces that are missing after a qualifier is cut off inside ``\\text``, as in ``\\text{No,
-    because } 2<3``."""
+    """Return what replaces a qualifier, a clause such as ``because ...`` at the end of an answer: the closing braces
+    that are missing if it begins inside ``\\text``, as in ``\\text{No, because } 2<3``; otherwise the empty text."""
     before = qualifier.string[: qualifier.start()]
     return "}" * (before.count("{") - before.count("}"))
 
@@ -196,8 +196,8 @@ def _matrix(nested: re.Match[str]) -> str:
 
 
 def letters(text: str) -> str:
-    """Remove white space, and braces around single characters in sub- and superscripts, and write words of four or more
-    letters in lower case."""
+    """Reduce an answer to the form in which texts are compared: without white space, without braces around single
+    characters in sub- and superscripts, and with words of four or more letters in lower case."""
     text = re.sub(r"[A-Za-z]{4,}", lambda word: word.group().lower(), text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
@@ -230,8 +230,8 @@ def nesting(text: str) -> int:
 
 
 def commands(text: str) -> str:
-    """Replace LaTeX commands of one meaning by a single one of them, Unicode symbols by commands, and spacing commands
-    by blanks."""
+    """Replace LaTeX commands that mean the same by one of them, Unicode symbols by commands, and spacing commands by
+    blanks."""
     if not text.isascii():
         text = re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]"))
         text = ascii_digits(text.translate(_UNICODE))
@@ -261,7 +261,7 @@ def commands(text: str) -> str:
 
 
 def _rows(environment: re.Match[str]) -> str:
-    """Rewrite the lines of a system of equations (``cases`` or ``aligned``) as a list separated by commas."""
+    """Rewrite a system of equations (``cases`` or ``aligned``) as a list of its lines separated by commas."""
     return ", ".join(row.replace("&", " ").strip(" ,") for row in environment[2].split("\\\\") if row.strip())
 
 

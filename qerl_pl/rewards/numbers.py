@@ -81,7 +81,7 @@ class Number(NamedTuple):
         """Tell whether two numbers are equal, or one is the other one rounded or truncated (by the rule of
         ``is_decimal_of``).
 
-        A percentage such as ``50%`` equals 0.5; it equals the plain number 50 only with ``sign_may_miss``.
+        A percentage such as ``50%`` equals 0.5; it equals the plain number 50 only if ``sign_may_miss`` is True.
         """
         if self.percent != other.percent:
             return self._share() == other._share() or (sign_may_miss and self.value == other.value)
@@ -100,7 +100,7 @@ class Number(NamedTuple):
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
     """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit; False if ``value`` has
-    finite decimals, and must be given exactly.
+    finite decimals, because such a value must be given exactly.
 
     ``decimal`` must have at least ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
     """

@@ -25,7 +25,7 @@ class Quantity(NamedTuple):
     certain: bool  # False where the unit may be a product of variables, as in ``2m`` and ``2mg``
 
     def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
-        """Return the value in another unit: one of this unit is ``ratio * pi ** power_of_pi`` of the other."""
+        """Return the value in another unit, of which one of this unit contains ``ratio * pi ** power_of_pi``."""
         if ratio == 1 and not power_of_pi:
             return self.value
         name, equals, value = self.value.rpartition("=")
@@ -76,9 +76,10 @@ def quantity(text: str) -> Quantity | None:
 
 
 def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the values of two answers in the unit of the known answer, if their units are in the table; None if the
-    units measure different things. If only the completion's answer lacks a unit, it is taken to be in the known
-    answer's; if only the known answer lacks one, and is a number, the completion's unit is dropped."""
+    """Convert two answers to the unit of the known answer, and return their values without it; None if the units
+    measure different things. If only the completion's answer lacks a unit, it is taken to be in the known answer's
+    unit. If only the known answer lacks one, and is a number, the completion's unit is dropped. Answers with units that
+    are not in the table are returned as they are."""
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     if isinstance(known, str) and isinstance(given, Quantity):
         if given.unit == _DEGREE and "\\pi" in known:
@@ -100,8 +101,8 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
-    """Return a part of a whole, such as ``5 permille``, as the text of a number, another quantity as it is, and
-    ``text`` if it is no quantity."""
+    """Return a quantity without dimension, such as ``5 permille``, as the text of a number, and any other quantity as
+    it is; ``text`` itself if it is no quantity (``measured`` is None)."""
     if measured is None:
         return text
     return measured if measured.unit.dimension else measured.times(measured.unit.size)

@@ -24,15 +24,15 @@ class Unit(NamedTuple):
     radians: int  # exponent of the radian in the unit; each leaves a factor 1 / pi out of ``size``
 
     def per(self, other: Unit) -> tuple[Fraction, int] | None:
-        """Divide this unit by another one; returns (factor, exponent) of the ratio factor * pi^exponent. None if the
-        units measure different things."""
+        """Return how many of the ``other`` unit this unit is, as (factor, exponent) of factor * pi^exponent; None if
+        the units measure different things."""
         if self.dimension != other.dimension:
             return None
         return self.size / other.size, other.radians - self.radians
 
 
-# Per entry: names of a unit, its size, and the unit that the size is given in, or what a base unit measures. Names with
-# a star may have a prefix such as k or kilo.
+# Each entry has the names of a unit, its size, and the unit that the size is given in; the entry of a base unit has
+# what it measures instead of that unit. Names with a star may have a prefix such as k or kilo.
 _UNITS = """
 m* meter* metre* 1 length; in inch inches 0.0254 m; ft foot feet 12 in; yd yard 3 ft; mi mile 5280 ft
 g* gram* gramme* 1 mass; t tonne 1000 kg; lb pound 0.45359237 kg; oz ounce 1/16 lb; ton 2000 lb

@@ -13,7 +13,8 @@ _TAIL = 3000  # characters at the end of a completion that are searched for an u
 _ROLE = r"(?:user|human|system|developer|assistant|tool|observation|environment)"
 _END_OF_TURN = re.compile(
     r"(?=<[|\uff5c/\w]|\[[/IE])(?:"
-    # special token in bars that names the end of a text or turn, or the role of another turn
+    # Matches a special token written with bars, such as <|im_end|>, that names the end of a text or turn, or the role
+    # of another turn.
     "(?i:<[|\uff5c](?:im_end|endof(?:text|prompt)|end|return|call|(?:[a-z]{1,20}_)??eo[smt](?:_id)?"
     r"|end[_\u2581]of[_\u2581](?:text|turn|role|sentence|utterance|message)(?:_token)?"
     rf"|(?:[a-z]{{1,20}}_)??{_ROLE}(?:_end)?)[|\uff5c]>)"
@@ -93,9 +94,9 @@ def stated_answer(text: str) -> str | None:
 
 
 def last_math(text: str) -> str | None:
-    """Return the last text that is between math delimiters, or in bold and short; None if there is none. If only ``,``,
-    ``and`` or ``or`` separates the last such texts, they are one answer. If the text is a name and its value follows,
-    as in "$x$ is 9", the value is returned."""
+    """Return the last text that is between math delimiters, or that is in bold and short; None if there is none. If
+    only ``,``, ``and`` or ``or`` separates the last such texts, they are one answer. If the text is a name and its
+    value follows, as in "$x$ is 9", the value is returned."""
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):

@@ -21,4 +21,4 @@ class Verdict(NamedTuple):
 
 
 def no_progress(count: int) -> None:
-    """Do nothing, in the place of a function that takes reports of progress."""
+    """Do nothing; the default where a function that takes reports of progress may be passed."""

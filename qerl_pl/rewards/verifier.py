@@ -136,7 +136,7 @@ class Verifier:
 
 
 class _Worker:
-    """One worker process, and the row that it is judging."""
+    """One worker process, and the row (known answer and completion's answer) that it is judging."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -167,7 +167,8 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Return the verdict; None if there is none yet, or if the process hung or died, which sets ``failure``."""
+        """Return the verdict on the row; None if there is none yet, or if the process exceeded its time limit or died,
+        in which case ``failure`` says why."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
         if not wait([self.stdout.fileno()], 0):
             self.stop()
@@ -190,7 +191,8 @@ class _Worker:
         return Verdict(*json.loads(line))
 
     def stop(self, patience: float = 0.0) -> int:
-        """Kill the process if it still runs, and wait for its end; returns the exit status, -N if signal N ended it."""
+        """Kill the process if it still runs after ``patience`` seconds, and wait for its end; returns the process's
+        exit status, which is -N if signal N ended it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         self.process.kill()
@@ -202,7 +204,8 @@ class _Worker:
 
 
 def _due(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until some workers have a verdict, have died, or have exceeded their time; returns these workers."""
+    """Wait until at least one worker has a verdict, has died or has exceeded its time limit; returns all such
+    workers."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
     readable = wait([worker.stdout.fileno() for worker in workers], min(patience, START_LIMIT))
     now = time.monotonic()

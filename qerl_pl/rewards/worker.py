@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def peak_memory() -> int:
-    """Return this process's peak resident memory in bytes; ``getrusage`` would count the parent's before the exec."""
+    """Return this process's peak resident memory in bytes, from /proc, because ``getrusage`` also counts the memory
+    that the forked parent had before the exec."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
