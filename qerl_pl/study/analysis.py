@@ -45,7 +45,8 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def values(self, readout: str) -> list[float]:
-        """Return one readout of these runs, ordered by seed; NaN for a run that does not have this readout."""
+        """Return one readout (number that summarises a run) of each of these runs, ordered by seed; NaN for a run
+        without it."""
         return [values.get(readout, math.nan) for _, values in sorted(self.runs.items())]
 
     def mean_curves(self) -> Curves:
@@ -97,7 +98,8 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare, in one readout, the study's pairs of arms at each point of the grid at which both have finished runs."""
+    """Compare the study's pairs of arms by one ``readout`` (a number that summarises a run), at each point of the grid
+    at which both arms have finished runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -117,14 +119,15 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[float]:
-    """Compute a readout's differences, ``one`` minus ``other``, in the pairs of finished runs with equal seeds."""
+    """Compute the differences of a ``readout`` (a number that summarises a run) between two arms, ``one`` minus
+    ``other``: one for each seed with finished runs of both."""
     seeds = sorted(one.runs.keys() & other.runs.keys())
     return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
 
 
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
-    """Replace, in place, a readout that is NaN or infinite by the lowest finite value of all runs, so that a run whose
-    training collapsed counts against its arm."""
+    """Replace, in place, values of ``readout`` (a number that summarises a run) that are NaN or infinite by the lowest
+    finite value of all runs, so that a run whose training collapsed counts against its arm."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
     for values in (values for group in groups for values in group.runs.values()):
         if finite and not math.isfinite(values.get(readout, 0.0)):
@@ -132,18 +135,20 @@ def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """List the names of readouts that any run has, in order of first occurrence."""
+    """List the names of all readouts (numbers that summarise a run) that any run has, in order of first occurrence."""
     return list(dict.fromkeys(name for group in groups for run in group.runs.values() for name in run))
 
 
 def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
-    """Compare the study's pairs of arms in every readout; the readout that decides the study comes first."""
+    """Compare the study's pairs of arms by every readout (a number that summarises a run); the readout by which the
+    study is decided comes first."""
     names = sorted(names_of(groups), key=lambda name: name != study.analysis.metric)
     return [judged for name in names for judged in compared(study, groups, name)]
 
 
 def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
-    """List, as lines of Markdown, the runs with readouts that are NaN or infinite, and these readouts."""
+    """List, as lines of Markdown, the runs that have a readout (a number that summarises the run) which is NaN or
+    infinite, with the names of such readouts."""
     runs = [
         f"- {group.name}, seed {seed}: {', '.join(lost)}"
         for group in groups
@@ -184,7 +189,7 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Say how long the commands of the finished runs took in all, and how long those of the median run took."""
+    """Say how long the commands of the finished runs took: their sum over all runs, and the median over runs."""
     done = [state.seconds_done(run) for run in runs]
     names = dict.fromkeys(name for seconds in done for name in seconds)
     hours = {name: sum(seconds.get(name, 0.0) for seconds in done) / 3600 for name in names}
@@ -196,7 +201,8 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Name, for each arm with runs at several points, the point with the highest mean of the deciding readout."""
+    """Name, for each arm with runs at several points of the grid, the point with the highest mean of the readout by
+    which the study is decided."""
     metric, lines = study.analysis.metric, []
     for arm in study.arms:
         means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}

@@ -13,10 +13,11 @@ Curves = dict[str, Curve]
 
 
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
-    """Compute a run's readouts by name; a readout whose scalars were not logged is left out.
+    """Compute a run's readouts (numbers that summarise it) by name; a readout is left out if the run did not log its
+    scalars.
 
-    A readout named "area under ..." is the mean of a curve over the steps of training. ``analysis.gather`` adds
-    ``entropy at equal reward``, which depends on the other runs.
+    A readout named "area under ..." is the mean of a curve over the steps of training. The readout "entropy at equal
+    reward" depends on the other runs too, so ``analysis.gather`` adds it.
     """
     validation = study.analysis.validation
     ledger = [tag for tag in sorted(curves) if tag.startswith("ledger/") and tag.endswith("/mean_abs")]

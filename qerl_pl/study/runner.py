@@ -81,8 +81,9 @@ class Runner:
         self._signal = 0
 
     def work(self) -> int:
-        """Execute all runs until each has finished or failed. If a signal is received or the time is up before, stop
-        all processes at their next checkpoint. Returns an exit status, which is 0 unless processes were stopped."""
+        """Execute all runs until each has finished or failed. If a signal is received or the time limit is reached
+        before that, stop all processes at their next checkpoint. Returns an exit status, which is 0 unless processes
+        were stopped."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._say(f"{self.total - len(self.waiting)} of {self.total} runs are finished already")
@@ -118,7 +119,8 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Give a slot the first waiting run that no process works on and that need not wait for another run."""
+        """Give a slot the first waiting run that no other process works on and that need not wait for another run to
+        finish; the slot stays empty if there is none."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)
@@ -159,8 +161,8 @@ class Runner:
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
-        """Record the end of a slot's process. If a command of the run has now failed ``study.attempts`` times, the run
-        is given up, unless the runner itself stopped the process (``stopped``)."""
+        """Record the end of a slot's process. The run is given up if a command of it has now failed ``study.attempts``
+        times. It is not given up if the runner itself stopped the process (``stopped``)."""
         run = slot.run
         assert run is not None
         slot.process = None
@@ -227,5 +229,5 @@ class Runner:
 
 
 def _end_with_parent() -> None:
-    """Called in a new process: ask Linux to send it SIGTERM when its parent, the runner, dies."""
+    """Ask Linux to send this process SIGTERM when its parent, the runner, dies; called in each new process."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -14,12 +14,12 @@ LOCK = ".study.lock"
 
 
 def seconds_done(run: Run) -> dict[str, float]:
-    """Return the seconds that each successful command took over all of its starts, by name."""
+    """Return the seconds that each successful command took, by the command's name, added up over all of its starts."""
     return _read(run.folder).get("done", {})
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
-    """Return the seconds of failed and stopped starts, by name of the command."""
+    """Return the seconds of those starts of a command that failed or were stopped, by the command's name."""
     return _read(run.folder).get("spent", {})
 
 

@@ -77,12 +77,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def smallest_p(pairs: int) -> float:
-    """Return the smallest p-value that the sign-flip test can give with this number of pairs, for any differences."""
+    """Return the smallest p-value that the sign-flip test can give with this number of pairs, however large the
+    differences."""
     return min(1.0, 2.0 ** (1 - pairs))
 
 
 def pairs_to_accept(comparisons: int) -> int:
-    """Return the fewest pairs with which one of ``comparisons`` can be significant after Holm's adjustment."""
+    """Return the smallest number of pairs (of runs with equal seeds) with which one of ``comparisons`` comparisons can
+    be significant after Holm's adjustment."""
     pairs = 1
     while comparisons * smallest_p(pairs) > ALPHA:
         pairs += 1
@@ -105,8 +107,9 @@ def power(size: float, pairs: int, comparisons: int = 1) -> float:
 
 @cache
 def smallest_size(pairs: int, comparisons: int = 1) -> float:
-    """Compute the smallest true difference that is found significant with a probability of 80 %, in standard deviations
-    of the differences; NaN if no result of so few pairs can be significant."""
+    """Compute the smallest true difference between two arms that the test finds significant with a probability of 80 %,
+    adjusted for a number of ``comparisons``. The unit is the standard deviation of the differences over pairs. NaN if
+    no result of so few pairs can be significant."""
     if pairs < pairs_to_accept(comparisons):
         return math.nan
     root = optimize.bisect(lambda size: power(size, pairs, comparisons) - POWER, 0.0, 100.0, xtol=1e-3)
@@ -114,8 +117,10 @@ def smallest_size(pairs: int, comparisons: int = 1) -> float:
 
 
 def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
-    """Return the number of pairs with which a true difference is found significant with a probability of 80 %, if the
-    differences have the standard deviation ``spread``; None if the difference is 0 or takes over 10 000 pairs."""
+    """Return the number of seeds, with each of which both arms are run, that it takes for the test to find a true
+    ``difference`` between two arms significant with a probability of 80 %, adjusted for a number of ``comparisons``.
+    ``spread`` is the standard deviation of the difference over seeds. None if the difference is 0 or takes over 10 000
+    seeds."""
     if difference == 0:
         return None
     least = pairs_to_accept(comparisons)
@@ -154,8 +159,9 @@ def _standard_sums(pairs: int) -> np.ndarray:
 def _p_values(sums: np.ndarray) -> np.ndarray:
     """Compute, for each row of ``sums`` over subsets of the differences (the last one over all of them), the p-value of
     the hypothesis that the true mean is 0."""
-    # A subset has a flipped mean that is at least as extreme if its own sum has the other sign than the sum of all, or
-    # is as far on the other side as to turn the sum around; both are counted by taking the subset and its complement.
+    # Flipping the signs of a subset makes the mean at least as extreme in one of two cases: the subset's sum is 0 or
+    # has the other sign than the sum of all differences, or it is at least as far from 0 as that sum. The complements
+    # of the subsets of one case are those of the other, so one case is counted, and doubled.
     total = sums[..., -1:]
     turned = np.where(total >= 0, sums, -sums)
     slack = 1e-9 * np.abs(sums).max(axis=-1, keepdims=True)
@@ -164,7 +170,8 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
 
 
 def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
-    """Compute the interval of true means that the test does not reject, from the sorted means of subsets."""
+    """Compute the 95 % interval: the true means that the test does not reject, found from the sorted means of
+    subsets."""
     means = np.sort(sums / _subsets(pairs).sum(axis=1))
     rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
     if rejected < 1:  # five pairs or fewer reject no mean

@@ -125,8 +125,8 @@ class Study:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """Refuse settings in the study's file that would be overwritten in every run by the study's ``grid`` or
-        ``gpu_memory``, or by settings that the study makes itself."""
+        """Refuse settings in the study's file that would have no effect, because the study's ``grid`` or
+        ``gpu_memory``, or a setting that the study makes itself (such as the seed), overwrites them in every run."""
         sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
         sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
@@ -160,7 +160,8 @@ class Study:
         return self._run(self.after[run.arm], run.point, run.seed) if run.arm in self.after else None
 
     def name_of(self, point: Mapping[str, Any]) -> str:
-        """Return the folder's name of a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty for none."""
+        """Return the folder's name of a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty for a study without
+        a grid."""
         name = ",".join(f"{key.rsplit('.', 1)[-1]}={_shown(value, self.grid[key])}" for key, value in point.items())
         return name if len(name) <= 2 * MOST_LETTERS else f"{name[:MOST_LETTERS]}-{_digest(name)}"
 
@@ -227,7 +228,7 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
 
 
 def _named(sections: Mapping[Any, Any], where: str) -> dict[str, Settings]:
-    """Check settings by name, such as those of arms; null means none."""
+    """Check a mapping from names, such as those of arms, to settings; null in place of settings means no settings."""
     for name, settings in sections.items():
         text = f"{where}.{name} is {settings!r}; expected settings by their names, as in a -c file"
         _require(isinstance(settings, dict | None), text)
@@ -322,7 +323,7 @@ def _digest(text: str) -> str:
 
 
 def _has(settings: Any, name: str) -> bool:
-    """Tell whether nested settings have one by its name with dots."""
+    """Tell whether nested settings contain the setting ``name``, whose parts are separated by dots."""
     first, _, rest = str(name).partition(".")
     return isinstance(settings, dict) and first in settings and (not rest or _has(settings[first], rest))
 

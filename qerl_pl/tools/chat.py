@@ -96,8 +96,8 @@ def answer(
 ) -> str:
     """Sample an answer to a chat, whose last message is the user's, and print it token by token; returns its text, with
     special tokens such as marks of thoughts, but without end tokens. Without ``adapter`` the base model answers. A
-    temperature of 0 takes the most likely token. ``arguments`` are further variables of the chat template; ``date``, in
-    ISO form, is the date that a template which reads the clock writes into the prompt, None today's."""
+    temperature of 0 takes the most likely token. ``arguments`` are further variables of the chat template. ``date``, in
+    ISO form, is the date that the template writes into the prompt if it reads the clock; with None it is today's."""
     text = render(tokenizer, chat, date=date, add_generation_prompt=True, **arguments)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
     ends = end_tokens(policy.base, policy.config)

@@ -94,8 +94,8 @@ def print_checks(
     optional: Collection[str] = (),
     left_out: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> int:
-    """Print one line per check: [ok], [no] if a required check failed, or [--] if a check failed that ``optional``
-    names, or was left out, that is, raised ``left_out``. Returns the number of required checks that failed."""
+    """Print one line per check: [ok]; [no] if a required check failed; [--] if the check was left out, which it says by
+    raising ``left_out``, or failed and is named in ``optional``. Returns the number of required checks that failed."""
     failed = 0
     for name, check in checks:
         try:

@@ -41,7 +41,7 @@ CHECKPOINTS = 4
 
 
 class NotChecked(Exception):
-    """Raised by a check that is left out, because it needs the result of an earlier check, which failed."""
+    """Raised by a check that cannot be made, because it needs the result of an earlier check, which failed."""
 
 
 class _Started(Exception):
@@ -128,7 +128,8 @@ def _data(datamodule: Any) -> str:
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
     """Score completions that consist of the known answer, and completions without an answer; returns a sentence with
-    both means, which says so if the rewards are the same."""
+    both mean rewards. If both kinds get the same rewards, the sentence says so instead, because the rewards then cannot
+    tell right from wrong."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)
@@ -197,8 +198,9 @@ def _folder(config: dict[str, Any]) -> str:
 
 
 def _start_engine(arguments: list[str]) -> str:
-    """Start the engine of ``fit`` once, on one device and in a temporary folder, and close it; returns a sentence with
-    the seconds. The base is loaded and, if the configuration says so, downloaded and quantised first."""
+    """Start the engine of ``fit`` once, on one device and in a temporary folder, and close it; returns a sentence that
+    says how many seconds this took. The base is loaded and, if the configuration says so, downloaded and quantised
+    first."""
     seconds = 0.0
 
     def start(trainer: Any, module: Any) -> None:

@@ -85,7 +85,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         base = base_folder(model["base"], model.get("base_format"))  # for a GGUF file, a dequantised copy
         quantization, of_base = quantization_of(model.get("quantize")), _local_folder(base) / CONFIG
         if quantization or (of_base.is_file() and has_vision(read_json(of_base))):
-            # The adapter was trained on the quantised copy, or on a copy of the text model.
+            # The adapter was trained on the quantised copy of the base, or on a copy of the base's text model.
             base = prepared_base(model["base"], model.get("base_format"), quantization)
         base = str(Path(base).resolve()) if Path(base).exists() else base
         trained_on = _local_folder(base)

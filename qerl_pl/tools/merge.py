@@ -72,9 +72,9 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
     """Write the policy of a run to a new folder as a model that needs no adapter; after an error the folder is removed.
 
     The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. The form "nvfp4" quantises the sum
-    again, by rounding to nearest, so that small updates may be lost; the returned drift measures the loss, and is None
-    if the run kept no completions. ValueError: there is no such run or checkpoint, the checkpoint belongs to another
-    base, or ``output`` exists.
+    again, by rounding to nearest, so that small updates may be lost. The returned ``Drift`` says how far the model's
+    predictions are from the policy's; it is None if the run's folder has no completions to compare them on. ValueError:
+    there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
     """
     with new_folder(output) as temporary:
         policy, _ = load_run(run, checkpoint=checkpoint)

@@ -143,7 +143,8 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
 
 
 def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
-    """Return what the teacher of a parsed section ``model`` needs memory for; None if there is no teacher."""
+    """Return the sizes that decide the memory of the teacher in a parsed section ``model``; None if there is no
+    teacher."""
     teacher, objective = model["teacher"], model["objective"]
     if not teacher or not isinstance(objective, dict) or not objective["teacher"]:
         return None
@@ -211,8 +212,8 @@ def print_choices(plan: Plan, shape: ModelShape) -> None:
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
-    """Print a table of possible values of gradient_checkpointing, each with its micro-batch size, memory, and time per
-    token relative to the fastest value."""
+    """Print a table of possible values of gradient_checkpointing: for each value the micro-batch size, the memory, and
+    the time per token as a multiple of the fastest value's."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")
@@ -242,7 +243,8 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
 
 
 def as_json(plan: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
-    """Convert the plan to JSON-serialisable values, in bytes, except the smallest sufficient GPU, in GiB."""
+    """Convert the plan to JSON-serialisable values. Memory is in bytes, except that of the smallest sufficient GPU, in
+    GiB."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),

@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_seeds(study: Study, name: str) -> None:
-    """Check that a study has enough seeds for its comparisons to be significant. With too few, ValueError if the
-    study's file names the comparisons, and a warning on stderr if they are the default ones."""
+    """Check that a study has enough seeds for its comparisons to be able to be significant. If it has too few,
+    ValueError if the study's file names the comparisons, or a warning on stderr if they are the default ones."""
     from qerl_pl.study.statistics import ALPHA, pairs_to_accept  # imports scipy, which nothing else here needs
 
     count, needed = len(study.comparisons), pairs_to_accept(len(study.comparisons))
@@ -50,8 +50,9 @@ def _check_seeds(study: Study, name: str) -> None:
 
 
 def _fault_in_config(study: Study, name: str) -> str | None:
-    """Return words for the first fault for which the program would refuse the study's runs: in a file of its
-    ``config``, or an unknown section of its settings; None if there is none."""
+    """Look for a fault for which the program would refuse the study's runs: a fault in a file of the study's
+    ``config``, or an unknown section in its settings. Returns a message about the first fault; None if there is
+    none."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
             return f"{name}: {fault}"

@@ -186,8 +186,10 @@ def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Seq
 def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
-    """Tell, [B] bool, for which expressions greedy decoding would produce exactly the given solution."""
-    # One forward pass suffices: a text is produced if each token is the most likely one after those before it.
+    """Return [B] bool: True for those expressions for which greedy decoding would produce exactly the given
+    solution."""
+    # One forward pass suffices: greedy decoding produces a text exactly if each token of the text is the most likely
+    # one after the tokens before it.
     tokens, mask = encode(tokenizer, expressions, solutions)
     most_likely = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)  # [B, S - 1]
     return ((most_likely == tokens[:, 1:]) | ~mask[:, 1:]).all(1)

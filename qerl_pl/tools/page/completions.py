@@ -19,8 +19,8 @@ def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, P
     """Choose completion files, spread evenly over each run, that together have about ``limit`` completions.
 
     Returns:
-        A list of (index of the run, file), ordered by run, stage and rollout; and a sentence that says what was left
-        out, empty if nothing was.
+        A list of (index of the run, file), ordered by run, stage and rollout; and a sentence that says which files were
+        left out, or the empty text if all were chosen.
     """
     every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
     counts = [path.read_bytes().count(b"\n") for _, path in every]

@@ -58,9 +58,9 @@ def _as_json(value: object) -> str:
 
 
 def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return what the page shows of a run, except completions, as JSON-serialisable values: its name, whether it is
-    running, the curves of reward, times, memory and speculation (steps and values by tag), summary, verdicts of
-    checks, settings, and the settings that each resume changed."""
+    """Return what the page shows of a run, except completions, as JSON-serialisable values: the run's name, whether it
+    is running, curves (steps and values by tag) of reward, times, memory and speculation, a summary, the verdicts of
+    the run's checks, its settings, and the settings that each resume changed."""
     config = plain_yaml(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
