@@ -38,7 +38,7 @@ NO_WINDOW = (
 
 
 class Due(NamedTuple):
-    """Which comparisons of log-probabilities (2 and 3 of ``SyncCanary``) a check makes."""
+    """Comparisons of log-probabilities (2 and 3 of ``SyncCanary``) that a check makes."""
 
     samples: bool
     scores: bool

@@ -131,7 +131,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, which may hold only tensors and Python's built-in types. ValueError: the file is damaged,
-        and there is no undamaged ``previous.ckpt``; names every damaged file."""
+        and there is no undamaged ``previous.ckpt``; the message names every damaged file."""
         path = Path(path)
         try:
             return self._load(path, map_location)
@@ -173,8 +173,8 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
 def _host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Allocate host memory for copies of tensors, pinned for GPU tensors, so that the copies are asynchronous."""
     # Allocating pinned memory takes milliseconds, and the adapter of a 7B model and its optimizer have over a thousand
-    # tensors, so blocks for several tensors are allocated. A copy nevertheless has a storage object for its part of the
-    # block alone, because torch writes a tensor's whole storage to the file.
+    # tensors, so blocks for several tensors are allocated. Each copy nevertheless gets a storage object that covers
+    # only its part of the block, because torch writes a tensor's whole storage to the file.
     copies, blocks = [], {}
     for tensor in tensors:
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
@@ -291,8 +291,8 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the adapter's tensors that are stored in a checkpoint. ValueError: a tensor is not fp32, or a linear layer
-    lacks one of the LoRA matrices A [r, K] and B [N, r], where r is the rank in the run's settings, and for experts a
-    multiple of theirs."""
+    lacks one of the LoRA matrices A [r, K] and B [N, r], where r is the rank in the run's settings, or for experts a
+    multiple of that rank."""
     adapter, identity = checkpoint.get("state_dict"), identity_of(checkpoint)
     if not isinstance(adapter, dict) or not adapter:
         raise ValueError("the checkpoint holds no adapter: it was not written by a run of this program")

@@ -236,7 +236,8 @@ class QeRLModule(LightningModule):
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
-        """Do one RL iteration (sample, score, update); returns rollout, update report and seconds per phase."""
+        """Do one RL iteration (sample, score, update); returns the rollout, the update report, and the seconds of each
+        phase."""
         index, watch = self.rollout_index, Stopwatch()
         self._forget_scalars()
         self.start_engine()

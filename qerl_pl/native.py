@@ -54,8 +54,8 @@ def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the native kernels support the linear layer into which vLLM fuses the linear layers of these
-    shapes (N, K). If so, trainer and engine can share one copy of the weights."""
+    """Return whether the native kernels support the one linear layer into which vLLM fuses linear layers of these
+    shapes (N, K). If they do, trainer and engine can share one copy of the weights."""
     return is_installed() and import_module(f"{HOPPER}.tile_order").fits(shapes)
 
 

@@ -119,8 +119,8 @@ def improve(
 
 def _score(batch: Batch, objective: ResolvedObjective, *, everything: bool) -> Tensor:
     """Run the forward passes without gradient; returns [B] bool, True for rows that need a backward pass. With
-    ``everything``, for a loss that needs old log-probabilities before the first backward pass, all rows are scored,
-    else only the rows without a backward pass."""
+    ``everything`` all rows are scored, because the loss needs old log-probabilities before the first backward pass.
+    Otherwise only the rows without a backward pass are scored; the others are scored in theirs."""
     if objective.kl_coefficient > 0:
         batch.score_reference()
     if everything:
@@ -146,8 +146,8 @@ def _gradient(
     record: bool,
 ) -> dict[str, Tensor]:
     """Accumulate the gradient of one optimizer step over ``rows``, the rows of the mini-batch that need a backward
-    pass; returns sums of metrics by name. With ``record``, log-probabilities and entropies of this pass are stored in
-    the batch as those before the first update."""
+    pass; returns sums of metrics by name. With ``record``, the pass is the first over these rows, and its
+    log-probabilities and entropies are stored in the batch as those from before the first update."""
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):

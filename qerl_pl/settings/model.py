@@ -68,7 +68,7 @@ class ModuleSettings:
             results of element-wise operations (with lora.dropout, of linears too); a number n: all activations of n
             blocks, and selective in the others; blocks: all activations of all blocks; offload: as blocks, with the
             blocks' inputs kept in host memory; auto: the choice that trains fastest on this GPU, and none on a CPU.
-        offload_checkpoints: true means gradient_checkpointing offload.
+        offload_checkpoints: true is another spelling of ``gradient_checkpointing: offload``.
         router_replay: in a mixture of experts, train with the experts that the sampler chose for each token, instead of
             those that the trainer's routers would choose; auto: on if the base is a mixture and the engine returns its
             experts, as vLLM does.
@@ -150,7 +150,8 @@ class ModuleSettings:
         )
 
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
-        """Return ``replays_routes`` for the base and an engine, given its name and whether it returns experts."""
+        """Return whether training uses the experts that the engine chose (``model.router_replay``), given the engine's
+        name and whether it returns experts; ValueError if the setting is on and that is impossible."""
         has_experts = FAMILIES[check_base(self.folder)["model_type"]].experts is not None
         which = {"has_experts": has_experts, "returns_routes": returns_routes}
         return replays_routes(self.router_replay, **which, engine=engine)
@@ -174,12 +175,12 @@ class ModuleSettings:
 
     @cached_property
     def teacher_folder(self) -> str | None:
-        """Checkpoint folder of the teacher; None without one."""
+        """Checkpoint folder of the teacher; None without a teacher."""
         return self.teacher and self.teacher.folder(self.base, self.folder)
 
     @property
     def teacher_memory(self) -> TeacherMemory | None:
-        """Sizes of the teacher for the memory plan; None without one."""
+        """Sizes of the teacher for the memory plan; None without a teacher."""
         if self.teacher is None or self.objective.teacher is None or self.teacher_folder is None:
             return None
         shape = checkpoint_shape(self.teacher_folder, self.compute_dtype)
@@ -213,7 +214,7 @@ class ModuleSettings:
 
     @property
     def first_micro_batch(self) -> int:
-        """Limit on the tokens of one forward and backward pass that is used if no memory plan chooses one."""
+        """Limit on the tokens of one forward and backward pass, if no memory plan chooses the limit."""
         return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
 
     @property
@@ -235,7 +236,7 @@ class ModuleSettings:
 
 def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, engine: str) -> bool:
     """Return whether training uses the experts that the engine chose, given the value of ``router_replay``; ValueError
-    if it is on and cannot be."""
+    if the setting is on and base or engine make that impossible."""
     can = has_experts and returns_routes
     if setting == "on" and not can:
         lacks = f"{engine} returns no experts" if has_experts else "the base has no mixtures of experts"
@@ -244,7 +245,8 @@ def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, eng
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError if sampling is greedy or truncated by top_p or top_k, or if a group has one completion."""
+    """Raise ValueError if training would sample greedily or truncated by top_p or top_k, or one completion per
+    prompt."""
     if sampling.temperature == 0:
         raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
     if sampling.num_completions < 2:

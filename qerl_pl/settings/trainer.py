@@ -31,8 +31,8 @@ UNUSABLE = {
 
 
 def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
-    """Raise ValueError for settings of the YAML section ``trainer`` with which ``command`` (fit, validate, test or
-    predict) would end in a traceback of Lightning or do nothing."""
+    """Raise ValueError for settings of the YAML section ``trainer`` that would make ``command`` (fit, validate, test or
+    predict) end in a traceback of Lightning, or that would have no effect."""
     for name, (usable, instead) in UNUSABLE.items():
         value = trainer.get(name, usable)
         if value is not None and value != usable:

@@ -46,7 +46,7 @@ def solution(expression: str, *, careless: Callable[[], bool] = lambda: False) -
 
 
 def is_validation(expression: str) -> bool:
-    """Tell whether an expression belongs to validation and not to training, by a hash of its text."""
+    """Tell, by a hash of its text, whether an expression is used only for validation, and not for training."""
     return int(hashlib.sha256(expression.encode()).hexdigest(), 16) % VALIDATION_SHARE == 0
 
 

@@ -1,4 +1,5 @@
-"""Compute metrics of the updates on a batch over the rows of all ranks; a metric that was not measured is left out."""
+"""Compute metrics of the policy updates on a batch, over the rows of all ranks; a metric that was not measured is left
+out."""
 
 from collections.abc import Mapping
 
@@ -28,11 +29,12 @@ def update_metrics(
     totals: Mapping[str, Tensor], batch: Batch, *, num_tokens: Tensor, num_kept: Tensor
 ) -> dict[str, Tensor]:
     """Convert the sums of all updates on a batch, by name, to means. ``num_tokens`` is the number of tokens in the
-    loss, in rows with a gradient; ``num_kept`` is the number of those tokens that have a policy loss. Sums of the loss
-    are missing if this rank had no row in the loss."""
+    loss, in rows with a gradient; ``num_kept`` is the number of those tokens that have a policy loss. ``totals`` lacks
+    the sums of the loss if this rank had no row in the loss."""
     zero, num_updates = torch.zeros_like(num_tokens), batch.settings.num_updates
     num_steps = num_updates * batch.settings.num_mini_batches
-    # the divisors are means over ranks, so the mean of this over ranks is the loss of the whole batch
+    # the loss is divided by means over ranks (``BatchTerms``), so the mean of this value over ranks is the loss of the
+    # whole batch
     per_step = totals.get("loss", zero) / num_steps
     metrics = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
     has_states = batch.teacher is not None and batch.teacher.states is not None

@@ -17,9 +17,9 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
-    """Build the optimizer for the groups of ``parameter_groups``. ValueError: it refuses its settings, such as a
-    negative learning rate, or a trial step on a small matrix fails, is not finite or goes along the gradient instead of
-    against it."""
+    """Build the optimizer for the groups of ``parameter_groups``. ValueError: the optimizer refuses its settings, such
+    as a negative learning rate; or a trial step on a small matrix fails, is not finite, or goes along the gradient
+    instead of against it."""
     groups = parameter_groups(parameters)
     try:
         made = build(groups)
@@ -59,8 +59,8 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if the parameter groups in a checkpoint's optimizer state have other numbers of parameters than
-    ``groups``, those of this run; ``saved`` has one optimizer's state, or none."""
+    """Refuse (ValueError) to load an optimizer state whose parameter groups have other numbers of parameters than
+    ``groups``, the groups of this run. ``saved`` is the list of optimizer states in the checkpoint: one, or none."""
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in groups]
@@ -102,8 +102,9 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
-    """Set the optimizer back to the ``settings`` (e.g. betas) that ``group_settings`` returned before a checkpoint was
-    loaded, and log every value that differs from the checkpoint's. The scheduler must be at the checkpoint's step."""
+    """Give the optimizer this run's ``settings`` (e.g. betas) again, because loading a checkpoint replaced them by the
+    checkpoint's; log every value that differs. ``settings`` are those that ``group_settings`` returned before the
+    loading. The scheduler must be at the checkpoint's step."""
     changed = {}
     groups = optimizer.param_groups
     for group, configured, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):

@@ -65,7 +65,8 @@ class TeacherScores(NamedTuple):
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
-        """Return the hidden states at the sampled tokens [R, width] bool of a micro-batch, if they were kept."""
+        """Return the teacher's hidden states at the tokens of a micro-batch that ``sampled`` [R, width] bool marks;
+        None if hidden states were not kept."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
@@ -125,25 +126,26 @@ class Batch:
         )
 
     def record(self, part: Part, stats: TokenStats) -> None:
-        """Store the results of a pass over the policy before its first update."""
+        """Store the results of a forward pass of the policy before its first update."""
         part.write(self.old, stats.logprobs.detach())
         part.write(self.entropy, stats.entropy.detach())
         if self.others is not None and stats.others is not None:
             part.write(self.others, stats.others)
 
     def score(self, rows: Tensor) -> None:
-        """Fill in ``old``, ``entropy`` and ``others`` of the given rows, without gradient."""
+        """Compute, without gradient, and store the log-probabilities and entropies of the given rows (``old``,
+        ``entropy``) and, with router replay, ``others``."""
         self._evaluate(rows, self.record)
 
     def score_reference(self) -> None:
-        """Fill in ``reference``: the log-probabilities of all rows under the policy at its start."""
+        """Compute and store ``reference``: the log-probabilities of all rows under the policy before training."""
         self.reference = reference = torch.zeros_like(self.old)
         with self.policy.as_reference():
             self._evaluate(self.rows, lambda part, stats: part.write(reference, stats.logprobs))
 
     def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
-        """Fill in ``teacher``, for all rows; with hidden states if a divergence over the whole vocabulary needs them
-        (``mixture`` is not None)."""
+        """Compute and store the teacher's log-probabilities of all rows; with its hidden states if ``mixture`` is not
+        None, because a divergence over the whole vocabulary needs them."""
         sampled, temperature = self.experience.sampled, self.settings.temperature
         states = None
         if mixture is not None:

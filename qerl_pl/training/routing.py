@@ -17,9 +17,10 @@ it would be near 1 - k / E."""
 
 
 def checked_routing(batch: Batch) -> dict[str, Tensor]:
-    """Return metrics [] of the sampler's experts that a batch replays, over the tokens and layers of all ranks; empty
-    if it replays none. CheckFailed if in a layer more than a share ``MOST_OTHERS`` of them are not the experts that the
-    trainer's router chooses."""
+    """Compare the sampler's experts, with which a batch was trained, with those that the trainer's routers choose.
+    Returns metrics [] over the tokens and layers of all ranks; an empty dict if the batch does not use the sampler's
+    experts. CheckFailed: in a layer, more than a share ``MOST_OTHERS`` of the sampler's experts are not those of the
+    trainer's router."""
     routes, others_of = batch.experience.routes, batch.others
     if routes is None or others_of is None:
         return {}

@@ -20,8 +20,8 @@ class BatchTerms:
 
         experience.sampled   P P P x x x x x x   what the policy sampled
         experience.mask      P P P x x x x x x   all of it, or nothing in a row that is left out of the loss
-        counted              P P P x x . x x x   part of mask: without tokens of importance 0, if the divisor is "kept"
-        kept                 P P P . x x . x .   part of mask: high entropy
+        counted              P P P x x . x x x   part of mask; divisor "kept" leaves out importance weight 0
+        kept                 P P P . x x . x .   part of mask: tokens of high entropy, which alone have a policy loss
 
     The policy loss is the sum over ``kept``, averaged over ``counted``; KL and entropy terms are means over ``mask``.
     """
