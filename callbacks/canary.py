@@ -70,9 +70,9 @@ class SyncCanary(Callback):
     differs from the trainer by more than ``tolerance`` and by more than ``comparison.MARGIN`` times as much as these
     two computations differ. The strength of the probe adapter is found once, by the trainer alone: the adapter must
     change log-probabilities far more than rounding errors do, without making the model chaotic. If no strength does so,
-    a warning says it, and check 2 is left out. The text ends with those tokens of the rollout's completions of which
-    the policy was least certain: an adapter hardly changes log-probabilities near 0, so after text that is nearly
-    certain rounding errors would be as large as what the adapter changes.
+    a warning says it, and check 2 is left out. The text that is scored ends with those tokens of the rollout's
+    completions of which the policy was least certain: an adapter hardly changes log-probabilities near 0, so after text
+    that is nearly certain rounding errors would be as large as what the adapter changes.
 
     After the checks, the engine holds the run's adapter and noise again.
 

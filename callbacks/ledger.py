@@ -178,8 +178,9 @@ def sampled_margins(
     temperature: float,
     micro_batch_tokens: int,
 ) -> Tensor:
-    """Compute the margins (``qerl_pl.policy.margins``) of the N sampled tokens, [N] fp32 in nats. Arguments are as in
-    ``trainer_logprobs``, with the engine's seeds of the rows, [B] int64, and the sampling temperature."""
+    """Compute for each of the N sampled tokens by how much the trainer's logits would have to change for the engine's
+    random numbers to select this token (``qerl_pl.policy.margins``); returns [N] fp32 in nats. Arguments are as in
+    ``trainer_logprobs``, and ``seeds`` [B] int64 are those with which the engine sampled the rows."""
     margins = []
     for rows in _passes(sampled, micro_batch_tokens):
         how = {"temperature": temperature, "routes": None if routes is None else routes[rows]}

@@ -287,9 +287,9 @@ class RolloutEvidence(Callback):
         self._seen = seen[max(0, len(seen) - self.remembered) :]
 
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
-        """Add a rollout's log likelihood ratios to the sums of the test ``name``. The more these sums speak against
-        independent draws, the less likely a correct run is to reach them. Returns words for a bound on this
-        probability, per rollout; None if it is not below ``false_alarm``."""
+        """Add a rollout's log likelihood ratios (of a fault over independent draws) to the running sums of the test
+        ``name``, and bound the probability, per rollout, that a correct run reaches such sums. Returns the bound in
+        words; None if it is not below ``false_alarm``."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])

@@ -1,4 +1,5 @@
-"""Read rows of a data set, with their location for messages, and refuse or drop those that cannot be used."""
+"""Read rows of a data set, each with its location (file and line), which error messages name, and refuse or drop rows
+that cannot be used."""
 
 from __future__ import annotations
 

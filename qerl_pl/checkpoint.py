@@ -43,7 +43,8 @@ BLOCK, ALIGNMENT = 2**26, 64  # bytes of host memory for copies that are allocat
 
 
 class Damaged(Exception):
-    """A file differs from what was written, or does not hold a checkpoint of this program."""
+    """Raised for a file that differs from what was written to it, or that does not hold a checkpoint of this
+    program."""
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -210,7 +211,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
     """Load a checkpoint file, of which only tensors and objects of Python's built-in types are accepted; raises
-    ``Damaged`` if the checksum does not match or the file holds anything else than a dict of them."""
+    ``Damaged`` if the checksum does not match, or if the file's content is not a dict of such objects."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - TRAILER
         file.seek(max(size, 0))

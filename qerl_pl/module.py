@@ -331,8 +331,8 @@ class QeRLModule(LightningModule):
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        # these must not change when a run is resumed, because the rollout index is computed from the number of
-        # optimizer steps
+        # optimizer steps per rollout, which must not change when a run is resumed, because the rollout index is
+        # computed from the number of optimizer steps
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def improve(
     communicate only before the updates, in ``step``, and for the metrics.
 
     Passes of policy and reference use the experts that the sampler chose, if the experience has them; CheckFailed is
-    raised before the first optimizer step if the policy's routers choose too many others.
+    raised before the first optimizer step if too many of these are not the experts that the policy's routers choose.
 
     Args:
         policy: the policy, in training mode.

@@ -121,8 +121,8 @@ def _dequantize(path: Path, output: Path) -> None:
         AutoConfig.from_pretrained(**where).save_pretrained(temporary)
         check_family(temporary)
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        # Without this argument, transformers from 5.18 on keeps the weights packed where it has a kernel for them;
-        # older releases always unpack.
+        # Without ``dequantize=True``, transformers from 5.18 on keeps the weights packed where it has a kernel for
+        # them; older releases always unpack.
         config = getattr(transformers, "GgufConfig", None)
         unpack = {} if config is None else {"quantization_config": config(dequantize=True)}
         model = _unquantized(AutoModelForCausalLM.from_pretrained(**where, **unpack, dtype=torch.bfloat16))

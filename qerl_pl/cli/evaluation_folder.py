@@ -51,8 +51,8 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(folder: Path, now: Mapping[str, Any]) -> list[str]:
-    """List the settings that differ between this evaluation and those in a folder. A config.yaml may also be in a
-    subfolder of it that a logger made."""
+    """List the settings that differ between this evaluation (``now``) and the evaluations in a folder, by the
+    config.yaml of each; a logger may have put this file into a subfolder."""
     names = []
     for path in sorted(folder.rglob("config.yaml")):
         try:

@@ -59,8 +59,8 @@ class SaveAcceptedConfig(SaveConfigCallback):
     """Writes config.yaml atomically when training begins, so that a start that fails before that leaves the old file
     unchanged.
 
-    Checkpoints also hold its text. A resumed run compares its settings with that text and reports what changes, even if
-    config.yaml was edited or removed, or belongs to another run.
+    Checkpoints also hold the text of config.yaml. A resumed run compares its settings with the text in the checkpoint
+    and reports what changes, even if the file was edited or removed, or belongs to another run.
     """
 
     _trained_with: str | None = None  # settings of the start that wrote the checkpoint; None in a new run

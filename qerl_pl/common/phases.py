@@ -84,8 +84,8 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.
     Apart from that, a phase that ends within ``FIRST_S`` seconds prints nothing. Of nested phases, only the innermost
-    is shown. It is written to the stream that was stderr when the outermost phase began, so redirecting stderr inside
-    that phase does not hide it. Only the first rank of a run prints.
+    is shown. Lines are written to the stream that was stderr when the outermost phase began, so redirecting stderr
+    inside that phase does not hide them. Only the first rank of a run prints.
 
     The arguments are those of ``Phase``. With ``at_once`` the phase is named before the context begins. Imports need
     this, because they may keep the thread that prints from running.

@@ -33,8 +33,8 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Description of a family's decoder blocks for quantisation, adapters, noise and memory planning. Linears and norms
-    are given by their attribute names within a block, e.g. ``q_proj`` or ``self_attn.o_proj``."""
+    """Description of a family's decoder blocks for quantisation, adapters, noise and memory planning. Linear layers and
+    norms are given by their attribute names within a block, e.g. ``q_proj`` or ``self_attn.o_proj``."""
 
     projections: tuple[str, ...] = PROJECTIONS
     """Linears that LoRA may adapt."""

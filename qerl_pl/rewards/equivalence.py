@@ -122,8 +122,9 @@ def _marks(text: str) -> list[str]:
 
 
 def judge_known(gold: str) -> Verdict:
-    """Judge whether the known answer alone can be read, with no completion to compare. The verdict's score is 0 if it
-    can: what a completion scores whose comparison failed. It is None (unscored) if it cannot."""
+    """Judge whether the known answer alone can be read, with no completion to compare. If it can, the verdict's score
+    is 0, the score of a completion whose comparison with this answer crashed or took too long. If it cannot, the score
+    is None (unscored)."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [_value_of(item.split("\\approx")[-1]) for item in items]
     if items and all(exact_number(value) or _is_text(value) or is_readable(value) for value in values):

@@ -39,7 +39,8 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
     The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
     precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded for the
     call, so a reward's draws depend only on the rollout and not on the code that ran before. The settings and streams
-    of NumPy and torch are handled only if these are imported before the call; `score` runs without them.
+    of NumPy and torch are handled only if these packages are imported before the call, because the command `score` runs
+    without them.
 
     Args:
         name, num_rows: name of the reward and rows of the batch, for messages.

@@ -38,7 +38,7 @@ class Quantity(NamedTuple):
 
 
 def quantity(text: str) -> Quantity | None:
-    """Read an answer such as ``6\\text{ cm}`` or ``$5`` as a value and a unit from the table, and ``2 hours 30
+    """Read an answer such as ``6\\text{ cm}`` or ``$5`` as a value and a unit from the table of units, and ``2 hours 30
     minutes`` as a value in the first of its units; None for any other text, such as a list of quantities."""
     text = unwrap(text)
     money = re.sub(r"^([-\s]*)(?:\\?\$|\\text\{\s*\\?\$\s*\})\s*(?=[\d.])(.*?)(?:\s*dollars)?$", r"\1\2 dollars", text)
@@ -79,7 +79,7 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     """Convert two answers to the unit of the known answer, and return their values without it; None if the units
     measure different things. If only the completion's answer lacks a unit, it is taken to be in the known answer's
     unit. If only the known answer lacks one, and is a number, the completion's unit is dropped. Answers with units that
-    are not in the table are returned as they are."""
+    are not in the table of units are returned as they are."""
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     if isinstance(known, str) and isinstance(given, Quantity):
         if given.unit == _DEGREE and "\\pi" in known:

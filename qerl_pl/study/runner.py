@@ -42,7 +42,8 @@ class Slot:
 
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
-    """Create the slots of this machine, ordered so that consecutive slots are on different GPUs.
+    """Create this machine's slots, each of which executes one run at a time, ordered so that consecutive slots are on
+    different GPUs.
 
     Each GPU gets ``jobs`` slots; if this is None, ``study.jobs``; if both are None, as many as GPU memory and CPU cores
     allow.

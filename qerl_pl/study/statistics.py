@@ -27,7 +27,8 @@ MOST_SEEDS = 10_000
 
 
 class Estimate(NamedTuple):
-    """Estimate with its 95 % interval (NaN or infinite if there are too few values) and the number of values."""
+    """Estimate of a mean from ``num`` values, with its 95 % interval, which is NaN or infinite if there are too few
+    values."""
 
     value: float
     low: float
@@ -150,8 +151,8 @@ def _subsets(num: int) -> np.ndarray:
 
 @cache
 def _standard_sums(pairs: int) -> np.ndarray:
-    """Simulate studies with standard normal differences, and return the sum of each subset of the pairs, [studies,
-    subsets]; there are as many studies as fit into 32 MB, at most 4000."""
+    """Simulate studies whose differences are standard normal, to estimate the power of the test. Returns the sum of the
+    differences of each subset of the pairs, [studies, subsets], for as many studies as fit into 32 MB, at most 4000."""
     studies = min(4000, 2**22 // 2**pairs)
     return np.random.default_rng(0).standard_normal((studies, pairs)) @ _subsets(pairs).T
 

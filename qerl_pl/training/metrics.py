@@ -33,8 +33,8 @@ def update_metrics(
     the sums of the loss if this rank had no row in the loss."""
     zero, num_updates = torch.zeros_like(num_tokens), batch.settings.num_updates
     num_steps = num_updates * batch.settings.num_mini_batches
-    # the loss is divided by means over ranks (``BatchTerms``), so the mean of this value over ranks is the loss of the
-    # whole batch
+    # the loss is divided by a number of tokens or rows that is averaged over the ranks (``BatchTerms``), so the mean of
+    # this value over the ranks is the loss of the whole batch
     per_step = totals.get("loss", zero) / num_steps
     metrics = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
     has_states = batch.teacher is not None and batch.teacher.states is not None

@@ -5,8 +5,8 @@ from typing import Any
 
 from qerl_pl.results.curves import Curve
 
-# share of tokens with a probability in the trainer that is not within 10 % of the sampler's, above which the verdict on
-# the difference is bad; correct engines of pretrained models have up to 0.06, in bf16
+# Tokens whose probability in the trainer is not within 10 % of the sampler's are counted. If their share is above this
+# limit, the verdict is bad; correct engines of pretrained models have up to 0.06, in bf16.
 OUTSIDE = 0.15
 
 CAUSES = {
