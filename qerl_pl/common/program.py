@@ -43,9 +43,9 @@ def quoted_from_environment(error: Exception) -> str:
 
 def use_expandable_segments() -> None:
     """Let torch use expandable segments of GPU memory, unless the environment configures its allocator."""
-    # Otherwise, passes of different sizes fragment the allocator's cache: a run that was planned at 75 of 79 GiB ran
-    # out of memory while 9 GiB were free in pieces that were too small. torch reads the variable when it first
-    # allocates GPU memory.
+    # Without expandable segments, passes of different sizes fragment the allocator's cache: a run that was planned at
+    # 75 of 79 GiB ran out of memory while 9 GiB were free in pieces that were too small. torch reads the variable when
+    # it first allocates GPU memory.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 

@@ -68,14 +68,14 @@ class Family:
     """Keys of config.json for mixtures of experts, whose other MLPs get no adapters; None: the family has none."""
 
     def stays_dense(self, linear: str) -> bool:
-        """Return whether a linear, given by its full name, is one of ``dense``."""
+        """Return whether a linear layer, given by its full name, is one of ``dense``."""
         return linear.rpartition(".")[2] in self.dense
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
-        """Translate LoRA targets to the linear layers of this family. Naming all parts of a merged linear, such as
-        q_proj, k_proj and v_proj, means the merged linear, such as qkv_proj; naming only some raises ValueError. In a
-        mixture of experts, gate_proj, up_proj and down_proj mean the experts; they are left out of the result, which
-        lists linear layers only. ValueError if only some of these three are named, or if nothing else is."""
+        """Translate LoRA targets to the linear layers of this family. Naming all parts of a merged matrix, such as
+        q_proj, k_proj and v_proj, means this matrix, here qkv_proj; naming only some raises ValueError. In a mixture of
+        experts, gate_proj, up_proj and down_proj mean the experts; they are left out of the result, which lists linear
+        layers only. ValueError if only some of these three are named, or if nothing else is."""
         targets = list(names)
         if self.experts is not None and set(MLP) & set(names):
             targets = [name for name in names if name not in MLP]

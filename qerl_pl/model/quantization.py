@@ -21,7 +21,7 @@ class Quantization:
             data set of the hub.
         samples: number of calibration sequences.
         length: tokens per calibration sequence.
-        ignore: linears that stay in 16 bits, each a name or "re:" and a regular expression for names.
+        ignore: linear layers that stay in 16 bits, each a name or "re:" and a regular expression for names.
     """
 
     format: FormatName = "nvfp4"

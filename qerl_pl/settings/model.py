@@ -65,8 +65,8 @@ class ModuleSettings:
             micro-batch share is computed and counted once.
         dtype: compute dtype of trainer and engine; the adapter's master weights are always fp32.
         gradient_checkpointing: activations that backward recomputes instead of keeping them. none: keep all; selective:
-            results of element-wise operations (with lora.dropout, of linears too); a number n: all activations of n
-            blocks, and selective in the others; blocks: all activations of all blocks; offload: as blocks, with the
+            results of element-wise operations (with lora.dropout, of linear layers too); a number n: all activations of
+            n blocks, and selective in the others; blocks: all activations of all blocks; offload: as blocks, with the
             blocks' inputs kept in host memory; auto: the choice that trains fastest on this GPU, and none on a CPU.
         offload_checkpoints: true is another spelling of ``gradient_checkpointing: offload``.
         router_replay: in a mixture of experts, train with the experts that the sampler chose for each token, instead of

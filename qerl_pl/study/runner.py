@@ -194,7 +194,9 @@ class Runner:
         slot.run = slot.lock = slot.process = None
 
     def _stop(self) -> int:
-        """Ask the processes of all runs to stop at their next checkpoint, and wait for them; returns an exit status."""
+        """Ask the processes of all runs to stop at their next checkpoint, and wait for them; kill those that have not
+        ended after ``STOP_SECONDS``. Returns an exit status: 128 plus the number of the signal that was received, or
+        ``TIME_IS_UP``."""
         busy = [(slot, slot.process) for slot in self.slots if slot.process is not None]
         for _, process in busy:
             process.send_signal(signal.SIGTERM)

@@ -124,7 +124,7 @@ def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
     def largest(kind: str) -> str:
         return f"{max(line['jumps'][kind + rows][0] for line in lines for rows in ('', '_of_all')):.2f}"
 
-    parts = [f"{largest(kind)} times for `{kind}` (a stop: {most:g})" for kind, most in of_stops.items()]
+    parts = [f"{largest(kind)} times for `{kind}` (a run stops above {most:g})" for kind, most in of_stops.items()]
     return {
         "real_rollouts": sum(line["rollouts"] for line in lines),
         "real_runs": len(lines),
