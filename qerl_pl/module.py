@@ -274,7 +274,8 @@ class QeRLModule(LightningModule):
 
     def _forget_scalars(self) -> None:
         """Forget the scalars of the previous step. Otherwise, Lightning would log the old value of a scalar that this
-        step does not measure, but would not do so in the first step after a resume."""
+        step does not measure; in the first step after a resume there is no old value, so a resumed run would log other
+        curves."""
         for logged in self.trainer.fit_loop.epoch_loop._results.values():
             # this step has already called the hooks on_train_batch_start
             if not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start":

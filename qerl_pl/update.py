@@ -120,7 +120,7 @@ def improve(
 def _score(batch: Batch, objective: ResolvedObjective, *, everything: bool) -> Tensor:
     """Run the forward passes without gradient; returns [B] bool, True for rows that need a backward pass. With
     ``everything`` all rows are scored, because the loss needs old log-probabilities before the first backward pass.
-    Otherwise only the rows without a backward pass are scored; the others are scored in theirs."""
+    Otherwise only the rows without a backward pass are scored, because the backward pass scores its rows itself."""
     if objective.kl_coefficient > 0:
         batch.score_reference()
     if everything:

@@ -168,8 +168,9 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
-    """Read the newest completions of a run from its files; returns for each the tokens of prompt and completion, with
-    at most ``_TOKENS`` of the completion, and the number of prompt tokens. Empty if the run kept no completions."""
+    """Read the newest completions of a run from its files, for ``measure_drift``; returns for each the tokens of prompt
+    and completion, with at most ``_TOKENS`` of the completion, and the number of prompt tokens. Empty if the run's
+    folder has no completions."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
         for line in read_lines(file):
