@@ -103,8 +103,8 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Start a process in a slot that has none, for the remaining commands of the slot's run or, if it has no run,
-        for the next waiting run."""
+        """Start a process in a slot (the place of one run at a time) that has none: for the remaining commands of the
+        slot's run or, if the slot has no run, for the next waiting run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -120,8 +120,8 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Give a slot the first waiting run that no other process works on and that need not wait for another run to
-        finish; the slot stays empty if there is none."""
+        """Give a slot (the place of one run at a time) the first waiting run that no other process works on and that
+        need not wait for another run to finish; the slot stays empty if there is none."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)
