@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.kernels import lora_experts
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.base import Sampling
@@ -45,6 +44,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     policy = load_policy(str(folder / "nvfp4"), dtype=torch.bfloat16, lora=lora, seed=0, device="cuda")
     policy.load_adapter_state(random_adapter(policy, seed=1))
     engine = VLLMEngine(kv_cache_bytes=2**28, max_num_seqs=16)
+    from qerl_pl.kernels import lora_experts  # Triton reads whether to interpret kernels when they are imported
+
     add_lora = lora_experts.add_lora
 
     def recorded(y: Tensor, *operands: Any) -> None:
