@@ -36,8 +36,9 @@ JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
 FIRST = 2.0  # factor of the limits while most gaps in a median are estimates from the trainer's rounding errors
 KINDS = (*FLOORS, "far_share")
-# names of the logged gaps: those of the chosen rows, which go through the model with noise before the update, and those
-# of all rows, whose log-probabilities without noise the update computes
+# Names under which differences between the engine's and the trainer's log-probabilities are logged: of the few rows for
+# which the trainer computes them before the update, with the noise on norms that the engine had; and of all rows, with
+# the log-probabilities that the update computes anyway, without noise.
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
 MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4

@@ -145,13 +145,15 @@ def nvfp4_linear(
     """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated; an operator that is opaque to
     torch.compile.
 
-    The linear's kernel also adds the adapter if this is faster than separate kernels. If ``gated``, the decode GEMM
-    also computes silu(gate) * up, so that no kernel runs between it and the GEMM of ``down``. After the batch GEMM or
-    cuBLAS, vLLM's kernel computes silu(gate) * up, and rounds in the same places.
+    The number of tokens decides what multiplies: with few the decode GEMM (``nvfp4_decode``), with more the batch GEMM
+    (``nvfp4_batch``), with most cuBLAS and a dequantised weight. The GEMM also adds the adapter if this is faster than
+    separate kernels. If ``gated``, the decode GEMM also computes silu(gate) * up, so that no kernel runs between it and
+    the GEMM of ``down``; after the other two, vLLM's kernel does, and rounds where the decode GEMM rounds.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
-        next_weight, gated: as in ``Native``.
+        next_weight: weight of the linear that runs next, or None; see ``nvfp4_decode.decode_linear``.
+        gated: whether the linear is the fused gate and up of an MLP.
         a: one [R, K] for each part of a fused linear, such as q, k and v; empty without an adapter.
         b: one [n, R] for each part, which has n outputs.
         indices: [T] or longer, int64: -1 for a token without the adapter.

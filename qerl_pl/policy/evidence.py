@@ -162,9 +162,15 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
 
 
 def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]) -> Iterator[Draw]:
-    """Yield the arguments of ``copy_evidence``, one per row of this rollout. ``rows``: digest of prompt, digest of
-    completion, and log-probability of the completion in nats; ``seen``: digests of prompt and completion of each row of
-    earlier rollouts."""
+    """Yield, for each row of this rollout, what ``copy_evidence`` needs to judge whether completions are copies of
+    earlier ones: whether the completion equals completions of the same prompt, in earlier rollouts and at certain
+    places before it in its group, its log-probability, and the probability that is left for completions that its group
+    does not have yet.
+
+    Args:
+        seen: digests of prompt and completion of each row of earlier rollouts.
+        rows: digest of prompt, digest of completion, and log-probability of the completion in nats, of each row.
+    """
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     sizes, groups = Counter(prompt for prompt, _, _ in rows), defaultdict(list)
     drawn = defaultdict[int, dict[int, float]](dict)

@@ -152,8 +152,9 @@ def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
-    """Check that a checkpoint, in which the linears ``packed`` are packed, has a floating-point tensor of the right
-    shape for every parameter of the model that its config.json describes, without reading data."""
+    """Check, without reading data, that a checkpoint has a floating-point tensor of the right shape for every parameter
+    of ``model``, which was made from the checkpoint's config.json, except the weights of the linears ``packed``: those
+    are stored as codes and scales."""
     tied = tied_weights(model)
     stored_packed = {f"{name}.weight" for name in packed}
     stored = {*checkpoint.names(), *stored_packed}

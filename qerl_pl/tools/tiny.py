@@ -198,9 +198,10 @@ def reproduces(
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
     """Measure on held-out problems a policy's ``accuracy`` with greedy decoding, and its ``skill``.
 
-    The accuracy is the share of problems whose greedy solution has no mistakes, the skill the share of problems whose
-    greedy solution has no mistakes except those of the careless solver. A solution in another format than the solver's
-    counts as wrong, so both numbers are lower bounds.
+    The policy was pretrained on solutions by a program that makes a certain mistake at random: in some steps it is
+    careless. The accuracy is the share of problems whose greedy solution has no mistake, the skill the share of those
+    whose greedy solution has no mistake but this one. A solution in another format than the program's counts as wrong
+    in both, so both numbers are lower bounds.
     """
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # in the first, no step is careless

@@ -103,8 +103,9 @@ def summarize(curves: dict[str, Curve]) -> dict[str, Any]:
 
 
 def summarize_steps(curves: dict[str, Curve], steps: Sequence[int]) -> dict[str, Any]:
-    """Compute means and maxima of the gap, in nats, and of its parts by cause, over the rollouts whose numbers are in
-    ``steps``."""
+    """Compute, over the rollouts whose numbers are in ``steps``, mean and maximum of the gap between the engine's and
+    the trainer's log-probabilities of sampled tokens, in nats, and of the part of it that each cause, such as rounding
+    or noise, contributes."""
 
     def values(tag: str) -> list[float]:
         return [curves[tag].values[step] for step in steps]

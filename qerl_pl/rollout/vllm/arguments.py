@@ -129,7 +129,8 @@ def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) 
         # end (programmatic dependent launch). With this option, kernels that Inductor generates do so too, which saves
         # time because a decoding step has hundreds of short kernels. Recurrent layers fill a tensor between two of
         # their kernels. The fill that Inductor generates does not wait for the first of the two kernels. The second
-        # kernel waits for the fill only, so it could read what the first has not yet written.
+        # kernel waits for the fill only, so it could read what the first has not yet written. Models with recurrent
+        # layers therefore do without this option.
         settings["triton.enable_pdl"] = True
     return settings
 

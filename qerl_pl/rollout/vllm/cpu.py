@@ -89,8 +89,9 @@ class NVFP4Scheme(CompressedTensorsScheme):
 
 
 class OneAdapterKernels(PunicaWrapperCPU):
-    """Adapter kernels for one adapter slot: y += x A^T B^T as two matrix products over all tokens. vLLM 0.32's own
-    kernels gather a copy of A and B per token, which is slower, and add the adapter also for tokens that have none."""
+    """Adapter kernels for one adapter slot: two matrix products compute x A^T B^T for all tokens, and it is added to y
+    for those that have the adapter. vLLM 0.32's own kernels gather a copy of A and B per token, which is slower, and
+    add the adapter also to tokens that have none, which is wrong."""
 
     def add_lora_linear(
         self,
