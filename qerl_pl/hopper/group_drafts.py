@@ -2,8 +2,8 @@
 sequence itself or in other completions of its prompt, and propose the tokens that follow the match.
 
 One kernel finds the longest match in each block of positions, the other takes the best block of each sequence and
-copies what follows. Drafts depend neither on random numbers or times nor on the order of rows in the table, so equal
-calls give equal drafts.
+copies what follows. All sequences' tokens are in one table, with a row for each sequence. Drafts use no random numbers
+and no clock, and do not depend on the order of the table's rows, so equal calls give equal drafts.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false

@@ -98,8 +98,8 @@ ENGINE = "model.engine.init_args."
 def savings(run: RunMemory) -> dict[str, list[Any]]:
     """Return the settings that ``advice`` may change, the least harmful first, by their keys in the YAML file.
 
-    Each setting has a list of values that need less memory, starting with the one that costs the run least. A setting
-    that already has one of these values gets an empty list.
+    Each setting has a list of values that need less memory, starting with the one that costs the run least. The list is
+    empty if the run already has the value that needs least.
     """
     engine = run.engine or EngineMemory()
     values_of = {

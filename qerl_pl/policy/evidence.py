@@ -104,8 +104,8 @@ def in_shares(evidence: Tensor) -> Tensor:
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
-    """Add the evidence [K] of a rollout to the accumulated evidence that sampling changed from p to an alternative at
-    this or an earlier rollout.
+    """Add a rollout's evidence [K], the log-likelihood ratios of K alternatives to the distribution p that the engine
+    reports, to the accumulated evidence that sampling changed from p to the alternative at this or an earlier rollout.
 
     The result is the logarithm of the Shiryaev-Roberts sum over the rollouts at which the change may have begun, M_n =
     (1 + M_{n-1}) exp(evidence_n) (an e-detector, arXiv 2203.03532); ``before`` is log M_{n-1}, -inf at first. M_n - n

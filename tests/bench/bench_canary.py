@@ -58,8 +58,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def states(engine: VLLMEngine, policy: Policy, *, seed: int) -> dict[str, dict[str, float]]:
-    """Return the mean difference in nats by state of the engine (healthy, or with one fault) and by comparison of the
-    canary, for one random adapter."""
+    """Return, for one random adapter, the mean difference in nats between the engine's and the trainer's
+    log-probabilities in the comparisons that the canary makes (the check that the engine has the trainer's weights): by
+    state of the engine, healthy or with one fault, and by comparison, with and without the adapter."""
     adapter = probe_adapter(policy, strength=TRAINED, seed=seed)
     policy.load_adapter_state(adapter)
     old = {name: 0.9 * tensor if ".lora_B" in name else tensor for name, tensor in adapter.items()}

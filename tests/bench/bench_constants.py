@@ -82,8 +82,8 @@ def gemm_constants(gemm_s: GemmTime) -> Iterator[Constant]:
 
 
 def shrink_constants(shrink_s: Callable[[int, int], float]) -> Iterator[Constant]:
-    """Compute the constants of the kernel for x A^T, the adapter's first product. ``shrink_s`` gives the kernel's
-    seconds for a number of matrices A and of inputs K."""
+    """Fit the constants with which ``costs`` predicts the time of the kernel for x A^T, the adapter's first product.
+    ``shrink_s(n, K)`` gives the seconds of a launch with n matrices A, such as 3 for q, k and v, and K inputs."""
     for slices, (constant, per_input) in costs.SHRINK_TILE_S.items():
         slope, rest = linear_regression(DEPTHS, [shrink_s(slices, inputs) for inputs in DEPTHS])
         yield Constant(f"SHRINK_TILE_S[{slices}] constant", constant, rest)

@@ -4,12 +4,13 @@ tests.bench.bench_trl
 The setting is bench_grpo's, on a bf16 base with PEFT's LoRA; everything else has TRL's defaults. For instance, TRL
 merges the adapter and loads all weights into vLLM before each rollout (``sync``), and computes log-probabilities once
 more before the update (``logprob``). ``train`` is the rest of a step's time after its other phases. The end token does
-not end a completion. After each step a JSON line about all steps so far is printed; the last line of a run counts.
-``measured`` is the number of steps without the first one; a run that was stopped is measured again. Without TRL nothing
-is measured: ``pip install trl`` (1.16, which warns about vLLM 0.32 but runs).
+not end a completion. After each step a JSON line with medians over all steps so far is printed, so the last line is
+the result of a run. In a line, ``measured`` is the number of these steps, without the first one, which is a warm-up. A
+run that was stopped cannot be continued. Without TRL nothing is measured: ``pip install trl`` (1.16, which warns about
+vLLM 0.32 but runs).
 
-``--mean``, ``--group`` and ``--updates`` are those of bench_grpo: ``--mean`` gives each completion the same limit as
-there, and a step is a rollout with all of its updates.
+``--mean``, ``--group`` and ``--updates`` mean what they mean in bench_grpo: ``--mean`` gives each completion the number
+of tokens that it has there, and a step is a rollout with all of its updates.
 """
 
 import argparse

@@ -106,7 +106,8 @@ LEDGER = "callbacks.ledger.MismatchLedger"
 
 
 def every_row(folder: Path, *, every: int = 1) -> tuple[str, ...]:
-    """Return command-line arguments of a run with 8 rows per rollout, so few that the ledger measures all of them."""
+    """Return the command-line arguments of a run with the callback ``Ledger``, which compares the sampler's and the
+    trainer's log-probabilities at every ``every``-th rollout. A rollout has 8 rows, so few that all are compared."""
     return "--data.batch_size", "2", "-c", with_arguments(LEDGER, {"every": every}, folder)
 
 
