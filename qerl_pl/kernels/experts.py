@@ -3,7 +3,7 @@
 expert."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 # Triton's type hints do not have its launch options, scalars and static_range.
 import torch
 import triton
