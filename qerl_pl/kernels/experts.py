@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl_pl.kernels.launching import launch
+from qerl_pl.kernels.launching import dot_size, launch
 
 BLOCK, WARPS = 1024, 4  # columns and warps per program: each thread loads 16 bytes per row of a 16-bit dtype
 TILE = 64, 64  # rows and columns per program of ``add_grouped``, powers of 2, at least 16
@@ -61,7 +61,7 @@ def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> No
     (size, width), (experts, rank, _), strides = out.shape, matrices.shape, matrices.stride()
     assert max(rows.numel(), experts * strides[0]) < 2**31, "only the offsets in out have 64 bits"
     constants = {"EXPERTS": experts, "RANK": rank, "BLOCK_E": triton.next_power_of_2(experts)}
-    constants |= {"BLOCK_R": max(16, triton.next_power_of_2(rank)), "BLOCK_S": TILE[0], "BLOCK_N": TILE[1]}
+    constants |= {"BLOCK_R": dot_size(rank), "BLOCK_S": TILE[0], "BLOCK_N": TILE[1]}
     grid = (triton.cdiv(size, TILE[0]) * triton.cdiv(width, TILE[1]),)
     launch(_add_kernel, grid, (out, rows, matrices, ends, size, width, *strides), constants, num_warps=WARPS)
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
@@ -22,6 +23,21 @@ MULTIPLE, OTHER = 16, 17  # examples of the integers above 1 for which Triton co
 def cache_folder() -> str:
     """Return Triton's cache folder, in which compiled CUDA C++ kernels are stored as well."""
     return knobs.cache.dir
+
+
+def dot_size(size: int) -> int:
+    """Return the smallest power of 2 that is at least ``size`` and that tensor cores can multiply."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def has_pdl(tensor: Tensor) -> bool:
+    """Return whether the tensor's device has programmatic dependent launch (PDL)."""
+    return tensor.is_cuda and _has_dependent_launch(tensor.device)
+
+
+def pdl_options(tensor: Tensor) -> dict[str, bool]:
+    """Return the launch option for programmatic dependent launch, if the tensor's device has it."""
+    return {"launch_pdl": True} if has_pdl(tensor) else {}
 
 
 def launch(
@@ -47,6 +63,11 @@ def launch(
         compiled[tuple([*grid, 1, 1][:3])](*arguments, *constants.values())
     else:
         kernel[tuple(grid)](*arguments, **constants, **options)
+
+
+@cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

@@ -14,7 +14,7 @@ which a slice has n, R rank.
 # pyright: reportGeneralTypeIssues=false
 # Triton's type hints do not have its launch options, scalars and static_range.
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from qerl_pl.kernels.launching import launch
+from qerl_pl.kernels.launching import dot_size, has_pdl, launch, pdl_options
 
 MATMUL_RANK = 128  # cuBLAS is faster from this rank on, and from MANY_TOKENS tokens on already above HIGH_RANK
 MANY_TOKENS, HIGH_RANK = 1024, 64
@@ -58,9 +58,9 @@ class ExpandTiles(NamedTuple):
 @lru_cache(1024)
 def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkTiles:
     """Choose tile sizes of ``shrink`` with enough splits of K to occupy the GPU, but few for ``expand`` to add up."""
-    tokens, tile_rank, k_block = min(_power_of_2(num_tokens), 64), min(_power_of_2(rank), 64), 128
+    tokens, tile_rank, k_block = min(dot_size(num_tokens), 64), min(dot_size(rank), 64), 128
     tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(rank, tile_rank) * num_slices
-    splits = _power_of_2_below(min(PROGRAMS // tiles, 32, EXPAND_SUMS // (EXPAND_TOKENS * _power_of_2(rank))))
+    splits = _power_of_2_below(min(PROGRAMS // tiles, 32, EXPAND_SUMS // (EXPAND_TOKENS * dot_size(rank))))
     return ShrinkTiles(tokens, tile_rank, k_block, k_block * triton.cdiv(K, k_block * splits))
 
 
@@ -68,7 +68,7 @@ def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkT
 def expand_tiles(num_tokens: int, widths: tuple[int, ...]) -> ExpandTiles:
     """Choose tile sizes of ``expand`` such that each SM has four programs or more, if there are enough outputs."""
     per_program = triton.cdiv(sum(widths) * triton.cdiv(num_tokens, EXPAND_TOKENS), 4 * PROGRAMS)
-    outputs = min(_power_of_2(per_program), 128)
+    outputs = min(dot_size(per_program), 128)
     return ExpandTiles(EXPAND_TOKENS, outputs, min(_power_of_2_below(per_program // outputs), MOST_STEPS))
 
 
@@ -147,9 +147,9 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
     partials = torch.empty(len(a), splits, num_tokens, rank, dtype=torch.float32, device=x.device)
     grid = splits, len(a) * triton.cdiv(rank, tiles.rank), triton.cdiv(num_tokens, tiles.tokens)
     constants = {"RANK": rank, "CHUNK": tiles.chunk, "BLOCK_T": tiles.tokens, "BLOCK_R": tiles.rank}
-    constants |= {"BLOCK_K": tiles.k_block, "PDL": _has_pdl(x)}
+    constants |= {"BLOCK_K": tiles.k_block, "PDL": has_pdl(x)}
     arguments = x, *_three(a), partials, num_tokens, K, x.stride(0)
-    launch(_shrink_kernel, grid, arguments, constants, num_stages=STAGES, **_options(x))
+    launch(_shrink_kernel, grid, arguments, constants, num_stages=STAGES, num_warps=WARPS, **pdl_options(x))
     return partials
 
 
@@ -167,35 +167,17 @@ def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, ti
     outputs = tiles.outputs * tiles.steps
     grid = sum(triton.cdiv(width, outputs) for width in widths), triton.cdiv(num_tokens, tiles.tokens)
     constants = {"RANK": rank, "SPLITS": splits, "BLOCK_S": triton.next_power_of_2(splits), "STEPS": tiles.steps}
-    constants |= {"BLOCK_T": tiles.tokens, "BLOCK_R": _power_of_2(rank), "BLOCK_N": tiles.outputs, "PDL": _has_pdl(y)}
+    constants |= {"BLOCK_T": tiles.tokens, "BLOCK_R": dot_size(rank), "BLOCK_N": tiles.outputs, "PDL": has_pdl(y)}
     arguments = y, partials, *_three(b), indices, num_tokens, *(widths + [0, 0])[:3], y.stride(0)
-    launch(_expand_kernel, grid, arguments, constants, **_options(y))
+    launch(_expand_kernel, grid, arguments, constants, num_warps=WARPS, **pdl_options(y))
 
 
 def _three(matrices: Sequence[Tensor]) -> list[Tensor]:
     return [*matrices, matrices[0], matrices[0]][:3]  # the kernels take three pointers, whatever the number of slices
 
 
-def _power_of_2(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))  # the smallest size that tensor cores multiply
-
-
 def _power_of_2_below(size: int) -> int:
     return 1 << max(0, size.bit_length() - 1)
-
-
-def _options(tensor: Tensor) -> dict[str, int | bool]:
-    return {"num_warps": WARPS} | ({"launch_pdl": True} if _has_pdl(tensor) else {})
-
-
-def _has_pdl(tensor: Tensor) -> bool:
-    """Return whether the tensor's device has programmatic dependent launch (PDL)."""
-    return tensor.is_cuda and _has_dependent_launch(tensor.device)
-
-
-@cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

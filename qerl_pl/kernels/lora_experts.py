@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl_pl.kernels.launching import launch
-from qerl_pl.kernels.lora import _has_pdl, _options, _power_of_2
+from qerl_pl.kernels.launching import dot_size, has_pdl, launch, pdl_options
 
 SCANNED, FEW_SCANNED = 1024, 128  # largest numbers of ids that a thread block reads; the kernel is compiled for both
 MOST_ROWS, MOST_PER_EXPERT = 4 * SCANNED, 32
@@ -74,17 +73,17 @@ def add_lora(
     assert y.stride(1) == x.stride(1) == 1, (y.stride(), x.stride())
     if not num_rows:
         return
-    block_r, block_s = _power_of_2(rank), FEW_SCANNED if num_rows <= FEW_SCANNED else SCANNED
+    block_r, block_s = dot_size(rank), FEW_SCANNED if num_rows <= FEW_SCANNED else SCANNED
     parts = max(1, PROGRAMS // (len(a) * min(num_experts, num_rows)))
     steps = triton.cdiv(width, BLOCK_N * parts)
     grid = num_experts, len(a) * triton.cdiv(width, BLOCK_N * steps), triton.cdiv(num_rows, block_s)
     constants = {"RANK": rank, "CHOSEN": chosen, "PER_TOKEN": len(x) == num_tokens, "WEIGHTED": weights is not None}
     constants |= {"BLOCK_S": block_s, "BLOCK_T": BLOCK_T, "BLOCK_R": block_r, "BLOCK_N": BLOCK_N}
-    constants |= {"SPLITS": WARPS, "BLOCK_K": max(16, 512 // block_r), "PDL": _has_pdl(y)}
+    constants |= {"SPLITS": WARPS, "BLOCK_K": max(16, 512 // block_r), "PDL": has_pdl(y)}
     arguments = y, x, a[0], a[-1], b[0], b[-1], ids, indices, enabled, y if weights is None else weights
     sizes = num_rows, K, width, steps, y.stride(0), x.stride(0)
     # one stage fewer of tiles in fp32, which are twice as large, fits in the shared memory of any GPU
-    options = _options(y) | {"num_warps": WARPS, "num_stages": STAGES - (y.element_size() > 2)}
+    options = {"num_warps": WARPS, "num_stages": STAGES - (y.element_size() > 2), **pdl_options(y)}
     launch(_add_lora_kernel, grid, (*arguments, *sizes), constants, **options)
 
 
