@@ -47,9 +47,8 @@ class RolloutScheduler(AsyncScheduler):
         self._routes: dict[str, Tensor] = {}
         self.is_lean = False
         """Whether to use the faster code that the class describes; set if all layers have full attention."""
-        self._ends: dict[str, tuple[set[int | None], int] | None] = {}
-        """Tokens that end each running request, and the most tokens of its output; None: vLLM has to look at each of
-        its tokens, for a stop string, for example."""
+        self._ends: dict[str, tuple[set[int | None], int]] = {}
+        """Tokens that end each running request, and the most tokens of its output (``ends_of``)."""
         self._kept: defaultdict[str, list[int]] = defaultdict(list)
         """Tokens of running requests that have not been output yet."""
 
@@ -108,10 +107,11 @@ class RolloutScheduler(AsyncScheduler):
             if (unknown and computed - unknown >= last - 1) or computed + 1 >= self.max_model_len:
                 continue  # the last token is being computed
             decoding.append(request)
-        blocks: dict[str, Any] = {request.request_id: manager.empty_kv_cache_blocks for request in decoding}
-        for request in decoding:
-            if request.num_computed_tokens % self.block_size == 0:
-                blocks[request.request_id] = manager.allocate_slots(request, 1)
+        none, size = manager.empty_kv_cache_blocks, self.block_size
+        blocks: dict[str, Any] = {
+            request.request_id: none if request.num_computed_tokens % size else manager.allocate_slots(request, 1)
+            for request in decoding
+        }
         before = self.prev_step_scheduled_req_ids
         self.running, self.prev_step_scheduled_req_ids = [], set()
         step = super().schedule()  # everything that does not depend on requests
@@ -175,16 +175,16 @@ class RolloutScheduler(AsyncScheduler):
         others, size = {}, self.block_size
         for name, number in scheduled.items():
             request, tokens = self.requests.get(name), sampled[rows[name]]
-            ends = None if request is None else self._ends[name] if name in self._ends else self._end(request)
+            if request and name not in self._ends:
+                self._ends[name] = ends_of(request, self.max_model_len)
             if (
                 request is None
-                or ends is None
                 or request.status is not RequestStatus.RUNNING
                 or request.num_stale_output_tokens
                 or not request._output_token_ids  # vLLM counts the prompt's cached tokens when it outputs the first
                 or len(tokens) != 1
-                or tokens[0] in ends[0]
-                or len(request._output_token_ids) + 1 >= ends[1]
+                or tokens[0] in self._ends[name][0]
+                or len(request._output_token_ids) + 1 >= self._ends[name][1]
             ):
                 others[name] = number
                 continue
@@ -200,14 +200,15 @@ class RolloutScheduler(AsyncScheduler):
             self._logprobs[name].append(values[rows[name]])
         return others
 
-    def _end(self, request: Request) -> tuple[set[int | None], int] | None:
-        """Determine and remember what ends a request, as ``_ends`` describes it."""
-        params, ends = request.sampling_params, None
-        if params and not (params.stop or params.repetition_detection or request.use_structured_output):
-            most = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-            ends = {params.eos_token_id, *(params.stop_token_ids or ())}, most
-        self._ends[request.request_id] = ends
-        return ends
+
+def ends_of(request: Request, max_model_len: int) -> tuple[set[int | None], int]:
+    """Return the tokens that end a request, and the most tokens of its output; 0 tokens if something else may end it,
+    such as a stop string, so that vLLM has to look at each of its tokens."""
+    params = request.sampling_params
+    if params is None or params.stop or params.repetition_detection or request.use_structured_output:
+        return set(), 0
+    most = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
+    return {params.eos_token_id, *(params.stop_token_ids or ())}, most
 
 
 def _taken(values: dict[str, T]) -> dict[str, T]:
