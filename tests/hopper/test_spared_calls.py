@@ -100,8 +100,9 @@ def test_a_spared_scheduler_schedules_the_same_steps(core, most_drafts, seed):  
     number of computed tokens can also decrease. Requests also end by a token, are preempted, and wait for a place."""
     both = [Played(make_scheduler(core, num_blocks=[16, 64][seed % 2]), most_drafts, seed) for _ in range(2)]
     engine.spare(both[1].scheduler)
-    decoding_step, lean = both[1].scheduler._decoding_step, []
-    both[1].scheduler._decoding_step = lambda: (step := decoding_step(), lean.append(step is not None))[0]
+    scheduler, lean = both[1].scheduler, []
+    decoding_step = scheduler._decoding_step
+    scheduler._decoding_step = lambda: (step := decoding_step(), step and lean.append(len(scheduler.waiting)))[0]
     while both[0].requests < 60 or both[0].scheduler.has_unfinished_requests():
         for played in both:
             if played.requests < 60 and len(played.scheduler.requests) < [8, 10][seed // 2]:
@@ -119,8 +120,9 @@ def test_a_spared_scheduler_schedules_the_same_steps(core, most_drafts, seed):  
     assert both[0].scheduler.take_logprobs() == both[1].scheduler.take_logprobs()
     assert len(both[0].tokens) == 60
     assert not most_drafts or both[0].rejected > 30
-    assert most_drafts or sum(lean) > 30
-    assert seed != 1 or any(lean), "7 or 8 requests have no drafts; none waits, and the KV cache has room"
+    assert most_drafts or len(lean) > 30
+    assert seed != 1 or lean, "7 or 8 requests have no drafts, and the KV cache has room"
+    assert seed != 3 or any(lean), "requests also wait while all places are taken"
 
 
 def test_most_calls_of_a_request_that_runs_are_spared():

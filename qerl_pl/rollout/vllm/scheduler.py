@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -91,10 +92,13 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule one token of each running request, if all running requests decode without drafts, no request waits
-        and the KV cache has a free block for each. Otherwise return None: vLLM's own code has to schedule the step."""
+        """Schedule one token of each running request, if all running requests decode without drafts, no waiting request
+        has a place and the KV cache has a free block for each. Otherwise return None: vLLM's own code has to schedule
+        the step."""
         running, manager = self.running, self.kv_cache_manager
-        if not self.is_lean or self.waiting or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
+        if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
+            return None
+        if self.waiting and len(running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs:
             return None
         if not running or manager.block_pool.get_num_free_blocks() < len(running):
             return None
@@ -112,10 +116,10 @@ class RolloutScheduler(AsyncScheduler):
             request.request_id: none if request.num_computed_tokens % size else manager.allocate_slots(request, 1)
             for request in decoding
         }
-        before = self.prev_step_scheduled_req_ids
-        self.running, self.prev_step_scheduled_req_ids = [], set()
+        before, waiting = self.prev_step_scheduled_req_ids, self.waiting
+        self.running, self.waiting, self.prev_step_scheduled_req_ids = [], create_request_queue(self.policy), set()
         step = super().schedule()  # everything that does not depend on requests
-        self.running, self.prev_step_scheduled_req_ids = running, before
+        self.running, self.waiting, self.prev_step_scheduled_req_ids = running, waiting, before
         step.num_scheduled_tokens = dict.fromkeys(blocks, 1)
         step.total_num_scheduled_tokens = len(decoding)
         step.scheduled_cached_reqs = self._make_cached_request_data(decoding, [], step.num_scheduled_tokens, {}, blocks)
