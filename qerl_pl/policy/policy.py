@@ -162,11 +162,18 @@ class Policy(nn.Module):
             with self.model.disable_adapter():
                 yield
             return
+        with self.with_adapter(self.start):
+            yield
+
+    @contextmanager
+    def with_adapter(self, adapter: Mapping[str, Tensor]) -> Iterator[None]:
+        """Make the model compute, inside the context, with the values of another adapter; the names and shapes are
+        those of ``adapter_state``."""
         parameters = {name: module.get_parameter(leaf) for name, (module, leaf) in self._trained.items()}
         current = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
-                parameter.data = self.start[name].to(parameter.device)
+                parameter.data = adapter[name].to(parameter.device)
             yield
         finally:
             for name, parameter in parameters.items():

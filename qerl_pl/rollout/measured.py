@@ -31,6 +31,8 @@ class Measured(NamedTuple):
     """[N] int64, for each token the index of its completion among the chosen ones."""
     evidence: Tensor
     """[len(SHARES) * K] fp64 in nats, evidence from all ranks for K other ways of sampling (``policy.evidence``)."""
+    chosen: list[int]
+    """Indices of the chosen completions in this rank's batch."""
 
 
 def measure_some(
@@ -54,7 +56,7 @@ def measure_some(
     (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)
-    limit, chosen, which, total = max_tokens / ranks.num_ranks(), [], [], 0
+    limit, places, which, total = max_tokens / ranks.num_ranks(), [], [], 0
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # equal rows are computed once
     experts: list[Tensor] = []  # of distinct rows, if training replays them
     for row in torch.randperm(len(batch.completions), generator=generator).tolist():
@@ -62,7 +64,7 @@ def measure_some(
         total += 0 if both in distinct else len(both[0]) + len(both[1])
         if both not in distinct and (routes := batch.completions[row].routes) is not None:
             experts.append(routes)
-        chosen.append(batch.completions[row])
+        places.append(row)
         which.append(distinct.setdefault(both, len(distinct)))
         if total >= limit:
             break
@@ -89,6 +91,7 @@ def measure_some(
                         routes=given,
                     )
                 values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
+    chosen = [batch.completions[row] for row in places]
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
     rows = torch.arange(len(chosen)).repeat_interleave(lengths[which])
     reported = sampler.new_zeros(len(chosen)).index_add(0, rows, sampler)
@@ -97,4 +100,4 @@ def measure_some(
     trainer, shaken_ones = (
         torch.cat([values[place, sampled[place], 0] for place in which]) for values in (logprobs_of, shaken_of)
     )
-    return Measured(trainer, sampler, shaken_ones if other_rounding else sampler[:0], rows, evidence)
+    return Measured(trainer, sampler, shaken_ones if other_rounding else sampler[:0], rows, evidence, places)

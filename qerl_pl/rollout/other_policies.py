@@ -1,0 +1,185 @@
+"""Compute how much policies that a faulty engine might use change the log-probabilities of sampled completions, and the
+evidence that the engine used one of them for a part of the completions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qerl_pl.common import ranks
+from qerl_pl.common.batching import micro_batches
+from qerl_pl.noise.fp32_norms import weights_replaced
+from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
+from qerl_pl.policy.evidence import in_shares
+from qerl_pl.policy.jumps import logit_gap
+from qerl_pl.policy.other_policy import (
+    STRONGEST,
+    effect,
+    is_first,
+    moved,
+    next_strength,
+    rounding_scale,
+    token_evidence,
+)
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.common import PEFT_PREFIX, different, padded, padded_routes, trained_norms
+from qerl_pl.rollout.measured import Measured
+from qerl_pl.rollout.scored import ScoredBatch
+
+WITHOUT_ADAPTER = "without the adapter"
+OF_BEFORE = "with the adapter of the rollout before"
+WITHOUT_NOISE = "without the noise on the norms"
+OTHER_POLICIES = (WITHOUT_ADAPTER, OF_BEFORE, WITHOUT_NOISE)
+
+
+class Others(NamedTuple):
+    """Evidence that the engine used another policy."""
+
+    evidence: Tensor
+    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, from all ranks (``policy.evidence``); 0 for policies that do
+    not differ from the current one."""
+    strengths: dict[str, float]
+    """How far to move the policy towards each other policy the next time (``other_policy.next_strength``)."""
+
+
+def measure_others(
+    policy: Policy,
+    batch: ScoredBatch,
+    measured: Measured,
+    noise: NormNoise,
+    before: Mapping[str, Tensor] | None,
+    *,
+    strengths: Mapping[str, float],
+    temperature: float,
+    micro_batch_tokens: int,
+    max_tokens: int,
+) -> Others:
+    """Compute the evidence that a part of the completions was sampled with one of ``OTHER_POLICIES``. Every rank must
+    call this.
+
+    Two forward passes are made for each policy that differs from the current one, with the first of the rows of
+    ``measured``, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal rows count once,
+    and so do tokens after the same tokens.
+
+    Args:
+        policy: the current policy.
+        batch: this rank's rollout.
+        measured: what ``measure_some`` measured of this rollout.
+        noise: the rollout's noise.
+        before: the adapter of the rollout before; None if it is not known.
+        strengths: those of the previous call's result; ``STRONGEST`` for policies without one.
+        temperature: the sampling temperature.
+        micro_batch_tokens: tokens in one forward pass.
+        max_tokens: limit on tokens per pass of all ranks.
+    """
+    places = _distinct(batch, measured, max_tokens / ranks.num_ranks())
+    chosen = [measured.chosen[place] for place in places]
+    texts = [(batch.prompts[row].tokens, batch.completions[row].tokens) for row in chosen]
+    rows = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(completion) for _, completion in texts]))
+    of_rows = torch.cat([(measured.rows == place).nonzero()[:, 0] for place in places])
+    trainer, sampler = measured.trainer[of_rows], measured.sampler[of_rows]
+    counted = torch.tensor(list(chain.from_iterable(is_first(texts))))
+    error, scale = sampler - trainer, rounding_scale(trainer, sampler)
+    evidence = error.new_zeros(len(OTHER_POLICIES), len(texts))
+    sizes: dict[str, tuple[float, float]] = {}  # differences between the moved policies, and between engine and trainer
+    for name, other in _others(policy, noise, before).items():
+        strength = strengths.get(name, STRONGEST)
+        ends = []
+        for by in (strength, -strength):
+            with _moved(policy, other, noise, by=by):
+                ends.append(_logprobs(policy, batch, chosen, temperature, micro_batch_tokens))
+        found = token_evidence(error, effect(*ends, strength=strength), scale) * counted
+        evidence[OTHER_POLICIES.index(name)].index_add_(0, rows, found)
+        sizes[name] = (logit_gap(*ends).mean().item(), logit_gap(trainer, sampler).mean().item())
+    tested = torch.tensor([name in sizes for name in OTHER_POLICIES], dtype=torch.float64)
+    shares = in_shares(evidence).reshape(-1, len(OTHER_POLICIES)) * tested  # exactly 0 for the others
+    parts = ranks.gather_values((shares.flatten().tolist(), sizes))
+    total = torch.tensor([part for part, _ in parts], dtype=torch.float64).sum(dim=0)
+    following = dict(strengths)
+    for name in sizes:
+        change, gap = torch.tensor([part[name] for _, part in parts if name in part], dtype=torch.float64).mean(dim=0)
+        following[name] = next_strength(strengths.get(name, STRONGEST), change.item(), gap.item())
+    return Others(total, following)
+
+
+def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]:
+    """Return the places in ``measured.chosen`` of the first rows, equal ones once, up to a number of tokens."""
+    seen, places, total = set[tuple[tuple[int, ...], tuple[int, ...]]](), [], 0
+    for place, row in enumerate(measured.chosen):
+        both = (batch.prompts[row].tokens, batch.completions[row].tokens)
+        if both in seen:
+            continue
+        seen.add(both)
+        places.append(place)
+        total += len(both[0]) + len(both[1])
+        if total >= limit:
+            break
+    return places
+
+
+def _others(
+    policy: Policy, noise: NormNoise, before: Mapping[str, Tensor] | None
+) -> dict[str, Mapping[str, Tensor] | None]:
+    """Return the adapters of those of ``OTHER_POLICIES`` that differ from the current policy; None: the current adapter
+    without noise."""
+    current = policy.adapter_state()
+    base = {name: _base_value(policy, name, tensor) for name, tensor in current.items()}
+    found: dict[str, Mapping[str, Tensor] | None] = {}
+    for name, other in ((WITHOUT_ADAPTER, base), (OF_BEFORE, before or current)):
+        if different(current, {key: tensor.to(current[key].device) for key, tensor in other.items()}):
+            found[name] = other
+    return found | ({WITHOUT_NOISE: None} if noise.sigma > 0 else {})
+
+
+def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
+    """Return the value of a trained tensor with which the model computes what the base does."""
+    if ".lora_" in name:
+        return torch.zeros_like(tensor) if ".lora_B" in name else tensor
+    norm: Any = policy.causal_lm.get_submodule(name.removeprefix(PEFT_PREFIX).removesuffix(".weight"))
+    return norm.original_module.get_parameter("weight").detach()
+
+
+@contextmanager
+def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise, *, by: float) -> Iterator[None]:
+    """Make the model compute, inside the context and in evaluation mode, with weights that are moved by ``by`` times
+    the distance to those of another policy: one with the adapter ``other`` and the same noise or, if ``other`` is None,
+    one without noise."""
+    current = policy.adapter_state()
+    adapter = current if other is None else moved(current, other, by=by)
+    norms: dict[str, Tensor] = {}
+    if noise.sigma > 0:
+        clean = policy.norm_weights() | trained_norms(adapter)
+        norms = noisy_norms(clean, noise, dtype=noise.kept_in(policy.dtype))
+        norms = moved(norms, clean, by=by) if other is None else norms
+    modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
+    modes = [(module, module.training) for module in policy.modules()]
+    try:
+        policy.eval()
+        with policy.with_adapter(adapter), weights_replaced(modules, norms):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, batch: ScoredBatch, chosen: Sequence[int], temperature: float, limit: int) -> Tensor:
+    """Compute the log-probabilities of the tokens of the chosen completions, [N] fp64 in nats, in micro-batches of up
+    to ``limit`` tokens."""
+    prompts, completions = ([rows[row] for row in chosen] for rows in (batch.prompts, batch.completions))
+    starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    texts = [prompt.tokens + row.tokens for prompt, row in zip(prompts, completions, strict=True)]
+    tokens, real = padded(texts, left=False, device=torch.device("cpu"))
+    sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
+    logprobs, device = torch.zeros(tokens.shape, dtype=torch.float64), policy.causal_lm.device
+    for rows in micro_batches(real.sum(dim=1), limit):
+        width = int(real[rows].sum(dim=1).max())
+        routes = [completions[row].routes for row in rows.tolist()]
+        given = padded_routes([route.to(device) for route in routes if route is not None])
+        inputs = tokens[rows, :width].to(device), sampled[rows, :width].to(device)
+        stats = policy.token_stats(*inputs, temperature=temperature, routes=given)
+        logprobs[rows, :width] = stats.logprobs.double().cpu()
+    return logprobs[sampled]
