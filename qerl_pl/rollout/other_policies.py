@@ -42,7 +42,7 @@ class Others(NamedTuple):
     """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, from all ranks (``policy.evidence``); 0 for policies that do
     not differ from the current one."""
     strengths: dict[str, float]
-    """How far to move the policy towards each other policy the next time (``other_policy.next_strength``)."""
+    """Multiple by which to move the policy towards each other policy the next time (``other_policy.next_strength``)."""
 
 
 def measure_others(
