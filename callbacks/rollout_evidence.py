@@ -24,6 +24,7 @@ from qerl_pl.policy.branches import branch_evidence
 from qerl_pl.policy.jumps import FAR, change, far_share, high_gap, jump, logit_gap
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import Measured, measure_some
+from qerl_pl.rollout.other_policies import OTHER_POLICIES, measure_others
 from qerl_pl.rollout.scored import ScoredBatch
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has the gaps of correct engines
@@ -41,6 +42,7 @@ KINDS = (*FLOORS, "far_share")
 # the log-probabilities that the update computes anyway, without noise.
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
+AMBIGUOUS = 5.0  # nats; other policies with evidence less than this below the largest are named, too
 MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4
 ADVICE = (
     "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, raise "
@@ -86,7 +88,13 @@ class RolloutEvidence(Callback):
       factor of 8, exceeds 1/256;
     - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
       one whose log-probabilities the engine reports (``evidence/other_sampling``: another temperature, top_p or top_k,
-      end tokens more or less often, random tokens).
+      end tokens more or less often, random tokens);
+    - if all rows, a quarter or a sixteenth of them were sampled without the adapter, with the adapter of the rollout
+      before or, in rollouts with noise, without the noise (``evidence/other_policy``). These policies are found even
+      where they change a token's log-probability less than rounding errors do, because the engine's errors then go the
+      same way as the change (``qerl_pl.policy.other_policy``). For each of these policies two more passes are made with
+      rows of up to ``policy_tokens`` tokens. The adapter of the rollout before is kept in host memory and, so that a
+      resumed run makes the same tests, in checkpoints.
 
     In every rollout, all completions are tested as well. The run stops
 
@@ -105,18 +113,19 @@ class RolloutEvidence(Callback):
     differs from the rollout before by more than chance explains; the run goes on, because a policy may change so fast.
     Another warning tells what to do if for several rollouts no group had completions with different rewards.
 
-    The tests of sampling, copies, branches and order compute log likelihood ratios in nats, which accumulate over
-    rollouts (``qerl_pl.policy.evidence``), so a fault that one rollout does not show is found after several. If a
+    The tests of sampling, policies, copies, branches and order compute log likelihood ratios in nats, which accumulate
+    over rollouts (``qerl_pl.policy.evidence``), so a fault that one rollout does not show is found after several. If a
     policy is nearly certain of every token, its completions are nearly equal however they are sampled, and the tests
     find little.
 
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
             ranks; each rank may exceed its share by at most one row. Of equal rows, one goes through the model.
-        false_alarm: bound on the probability per rollout that a correct run is stopped by one of the four tests with
-            likelihood ratios (for any model and any numerical difference between trainer and engine), or warned of by
-            one of the numbers that are compared with the rollout before (if there are enough groups for means to be
-            normally distributed).
+        false_alarm: bound on the probability per rollout that a correct run is stopped by one of the five tests with
+            likelihood ratios (for any model and any numerical difference between trainer and engine; the test of other
+            policies supposes that rounding errors favour another policy as often as not), or warned of by one of the
+            numbers that are compared with the rollout before (if there are enough groups for means to be normally
+            distributed).
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
         max_jump: multiple of the median gap of recent rollouts above which the run stops; the first two rollouts may
             have twice this multiple. null: no multiple stops it.
@@ -126,6 +135,8 @@ class RolloutEvidence(Callback):
             after which there is a warning.
         remembered: number of most recent completions with which new completions are compared to find copies.
         every: rollouts from one pass through the trainer's model to the next; the first four of a run all have one.
+        policy_tokens: limit on the tokens of each pass with another policy, as ``max_tokens``, of which they are a
+            part; 0: other policies are not tested.
 
     Raises:
         ValueError: a value is out of range.
@@ -148,10 +159,11 @@ class RolloutEvidence(Callback):
         silent_rollouts: int = 5,
         remembered: int = 4096,
         every: int = 1,
+        policy_tokens: int = 4096,
     ) -> None:
         require_at_least(1, max_tokens=max_tokens, silent_rollouts=silent_rollouts, every=every)
         require_at_least(2, window=window)
-        require_at_least(0, remembered=remembered)
+        require_at_least(0, remembered=remembered, policy_tokens=policy_tokens)
         if not 0 < false_alarm < 1:
             raise ValueError(f"false_alarm is {false_alarm}; expected a probability above 0 and below 1, e.g. 1e-6")
         if max_gap is not None and not 0 < max_gap < math.inf:
@@ -159,7 +171,7 @@ class RolloutEvidence(Callback):
         for name, value in (("max_jump", max_jump), ("warn_jump", warn_jump)):
             if value is not None and not 1 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a factor above 1")
-        self.max_tokens, self.remembered, self.every = max_tokens, remembered, every
+        self.max_tokens, self.policy_tokens, self.remembered, self.every = max_tokens, policy_tokens, remembered, every
         self.false_alarm, self.max_gap, self.max_jump, self.warn_jump = false_alarm, max_gap, max_jump, warn_jump
         self.window, self.silent_rollouts = window, silent_rollouts
         # results of earlier rollouts, with which later ones are compared; equal on all ranks
@@ -169,12 +181,15 @@ class RolloutEvidence(Callback):
         self._numbers: dict[str, list[float]] = {}
         self._silent = 0
         self._seen: list[tuple[int, int]] = []  # digests of prompt and completion
+        self._strengths: dict[str, float] = {}
+        self._adapter_before: dict[str, Tensor] | None = None  # fp32, on the CPU
 
     @override
     def state_dict(self) -> dict[str, Any]:
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
         numbers = {"numbers": self._numbers, "silent": self._silent}
-        return {"evidence": evidence, "gaps": self._gaps, "excess": self._excess, **numbers, "seen": seen}
+        others = {"strengths": self._strengths, "adapter_before": self._adapter_before}
+        return {"evidence": evidence, "gaps": self._gaps, "excess": self._excess, **numbers, "seen": seen, **others}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,6 +198,8 @@ class RolloutEvidence(Callback):
         self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
         self._excess, self._numbers = dict(state_dict["excess"]), dict(state_dict["numbers"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
+        self._strengths = dict(state_dict.get("strengths", {}))  # older checkpoints have neither
+        self._adapter_before = state_dict.get("adapter_before")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -215,6 +232,11 @@ class RolloutEvidence(Callback):
             gaps = gaps_of(measured.trainer, measured.sampler, measured.rows)
             self._check_gaps(gaps, OF_THE_CHOSEN, pl_module, batch, index=index)
             self._check_sampling(measured.evidence, pl_module)
+            if self.policy_tokens:
+                self._check_policies(measured, batch, pl_module)
+        if self.policy_tokens and is_due(index + 1, self.every):
+            adapter = pl_module.policy.adapter_state().items()
+            self._adapter_before = {name: tensor.to("cpu", copy=True) for name, tensor in adapter}
         self._warn_of_changes(batch, index)
         self._count_silence(rollout)
 
@@ -268,6 +290,29 @@ class RolloutEvidence(Callback):
                 f"log-probabilities the engine reports ({chance}); {best} explains them best. Look for another "
                 "temperature, greedy decoding, top_p, top_k or limits of length in the engine, a choice among "
                 "completions, or altered tokens"
+            )
+
+    def _check_policies(self, measured: Measured, batch: ScoredBatch, pl_module: QeRLModule) -> None:
+        others = measure_others(
+            pl_module.policy,
+            batch,
+            measured,
+            pl_module.norm_noise,
+            self._adapter_before,
+            strengths=self._strengths,
+            temperature=pl_module.sampling.temperature,
+            micro_batch_tokens=check_limit(pl_module.settings.longest_row),
+            max_tokens=self.policy_tokens,
+        )
+        self._strengths = others.strengths
+        if chance := self._small_chance("other_policy", others.evidence, pl_module):
+            best = self._evidence["other_policy"].reshape(-1, len(OTHER_POLICIES)).amax(dim=0)
+            near = [name for name, log_m in zip(OTHER_POLICIES, best, strict=True) if log_m > best.max() - AMBIGUOUS]
+            raise CheckFailed(
+                f"some or all completions up to rollout {pl_module.rollout_index} look as if they were sampled "
+                f"{', or '.join(near)} ({chance}): the log-probabilities that the engine reports differ from the "
+                "trainer's as those of such a policy do. Look for requests that the engine answers without the adapter "
+                "or the noise, with an old adapter, or with cached prefixes of an older policy"
             )
 
     def _check_copies(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:

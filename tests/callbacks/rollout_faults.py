@@ -463,6 +463,23 @@ def noisy(engine: Any, policy: Policy, *arguments: Any, **options: Any) -> Group
     return groups
 
 
+def without_noise(engine: Any, policy: Policy) -> Any:
+    """Sample a quarter of the rows without the noise that is on the norms."""
+    held = [NormNoise()]
+
+    def hold(noise: NormNoise) -> int:
+        held.append(noise)
+        return engine.set_norm_noise(noise)
+
+    def clean(_engine: Any, _policy: Policy, *arguments: Any, **options: Any) -> Groups:
+        engine.set_norm_noise(NormNoise())
+        groups = engine.generate(*arguments, **options)
+        engine.set_norm_noise(held[-1])
+        return groups
+
+    return of_rows(0.25, sampled(clean))(Instead(engine, set_norm_noise=hold), policy)
+
+
 def without_adapter(engine: Any, policy: Policy) -> Any:
     return Instead(engine, generate=lambda *arguments, **_: engine.generate(*arguments, adapter=False))
 
@@ -672,6 +689,7 @@ PARTIAL: dict[str, Fault] = {
         other_adapter(lambda adapter: scaled_b(adapter, 0, "layers.0."))
     ),
     "a quarter with noise on the norms": of_rows(0.25, sampled(noisy)),
+    "a quarter without the noise": without_noise,
     "a quarter of the prompts without the first token": of_prompts(0.25, other_prompts(lambda prompt: prompt[1:])),
     "a quarter of the prompts without the last token": of_prompts(0.25, other_prompts(lambda prompt: prompt[:-1])),
     "half of the rows with the first token twice": of_rows(0.5, other_prompts(lambda prompt: [prompt[0], *prompt])),

@@ -10,13 +10,19 @@ import train
 from callbacks import rollout_evidence
 from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
-from qerl_pl.common.checks import EXIT_STATUS
+from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.results.curves import read_curves
+from qerl_pl.rollout.other_policies import OTHER_POLICIES
 from tests.callbacks.conftest import with_arguments
-from tests.integration.conftest import arguments, load_last
+from tests.integration.conftest import arguments, differences, load_last
 
 AT = 1
+COARSE = (  # bf16, and updates so small that other policies change log-probabilities about as much as rounding errors
+    *("--model.dtype=bfloat16", "--model.optimizer.init_args.lr=3e-5", "--data.batch_size=8"),
+    *("--model.sampling.num_completions=16", "--model.sampling.max_tokens=12", "--model.micro_batch_tokens=2000"),
+    *("--trainer.callbacks.sigma_start=0.02", "--trainer.limit_val_batches=0"),
+)
 
 
 def sabotage(fault: str, at: int = AT) -> tuple[str, ...]:
@@ -42,6 +48,17 @@ def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, message):
     with pytest.raises(RuntimeError, match=message):
         run("fit", tmp_path, "--trainer.max_steps", "4", *sabotage(fault))
     assert load_last(tmp_path)["global_step"] == AT, "nothing was learned from it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["a third without the adapter", "a quarter without the noise"])
+def test_another_policy_for_a_part_of_the_rows_stops_the_run_although_its_effect_is_like_rounding_errors(
+    run, tmp_path, fault
+):
+    named = fault.partition(" without ")[2]
+    with pytest.raises(CheckFailed, match=f"look as if they were sampled .*without {named}"):
+        run("fit", tmp_path, *COARSE, *sabotage(fault, at=3))
+    assert max(read_curves(tmp_path)["evidence/gap"].values) < 2e-3, "the gap does not show it"
 
 
 @pytest.mark.slow
@@ -100,8 +117,10 @@ def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
     assert len(state["numbers"]["mean reward"]) == 4, "one a group"
     assert len(state["seen"]) == 4 * 16
     assert len(state["evidence"]["other_sampling"]) == len(SHARES) * len(ALTERNATIVES)
+    assert len(state["evidence"]["other_policy"]) == len(SHARES) * len(OTHER_POLICIES)
+    assert state["strengths"].keys() == set(OTHER_POLICIES)
     curves = read_curves(tmp_path)
     assert max(curves["evidence/gap"].values) < 1e-5, "with noise on both sides"
     other = RolloutEvidence()
     other.load_state_dict(state)
-    assert other.state_dict() == state
+    assert differences(other.state_dict(), state) == []

@@ -50,9 +50,13 @@ from tests.integration.conftest import ROOT
 
 AT, LAST = 2, 7  # rollouts at which faults of the quickstart begin; those of a pretrained model all begin at AT
 LATER = re.compile(
-    "old adapter|lost update|noise missing|other noise|of the rollout before"
+    "old adapter|lost update|noise missing|other noise|without the noise|of the rollout before"
 )  # right in their first rollout, wrong after it
-NOISY = ("noise missing", "other noise")  # faults that need noise, which stage 0 does not have
+NOISY = (
+    "noise missing",
+    "other noise",
+    "a quarter without the noise",
+)  # faults that need noise, which stage 0 does not have
 ROLLOUTS = 12  # of a run with a fault, from its beginning
 COUNTED = ("stopped", "warned", "silent")  # not "failed": a run without enough memory says nothing about a check
 COMPLETIONS = 8  # per prompt in runs of a pretrained model

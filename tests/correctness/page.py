@@ -26,6 +26,7 @@ CHECKS = {  # what an error says -> which check it comes from
     "begin like others": "choice",
     "finished; ": "ends",
     "no draws from the distribution": "other sampling",
+    "look as if they were sampled": "other policy",
     "repeat others of the same prompt": "copies",
     "does not hold the current policy": "canary, checksums",
     "does not compute with the current policy": "canary, samples",
