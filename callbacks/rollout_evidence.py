@@ -89,12 +89,12 @@ class RolloutEvidence(Callback):
     - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
       one whose log-probabilities the engine reports (``evidence/other_sampling``: another temperature, top_p or top_k,
       end tokens more or less often, random tokens);
-    - if all rows, a quarter or a sixteenth of them were sampled without the adapter, with the adapter of the rollout
-      before or, in rollouts with noise, without the noise (``evidence/other_policy``). These policies are found even
-      where they change a token's log-probability less than rounding errors do, because the engine's errors then go the
-      same way as the change (``qerl_pl.policy.other_policy``). For each of these policies two more passes are made with
-      rows of up to ``policy_tokens`` tokens. The adapter of the rollout before is kept in host memory and, so that a
-      resumed run makes the same tests, in checkpoints.
+    - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled without the adapter, with the
+      adapter of the rollout before or, in rollouts with noise, without the noise (``evidence/other_policy``). These
+      policies are found even where they change a token's log-probability less than rounding errors do, because the
+      engine's errors then go the same way as the change (``qerl_pl.policy.other_policy``). For each of these policies
+      two more passes are made with rows of up to ``policy_tokens`` tokens. The adapter of the rollout before is kept in
+      host memory and, so that a resumed run makes the same tests, in checkpoints.
 
     In every rollout, all completions are tested as well. The run stops
 
@@ -136,7 +136,8 @@ class RolloutEvidence(Callback):
         remembered: number of most recent completions with which new completions are compared to find copies.
         every: rollouts from one pass through the trainer's model to the next; the first four of a run all have one.
         policy_tokens: limit on the tokens of each pass with another policy, as ``max_tokens``, of which they are a
-            part; 0: other policies are not tested.
+            part; 0: other policies are not tested. That is the default, because it has not been measured yet whether
+            the rounding errors of vLLM's kernels with pretrained models are as symmetric as this test supposes.
 
     Raises:
         ValueError: a value is out of range.
@@ -159,7 +160,7 @@ class RolloutEvidence(Callback):
         silent_rollouts: int = 5,
         remembered: int = 4096,
         every: int = 1,
-        policy_tokens: int = 4096,
+        policy_tokens: int = 0,
     ) -> None:
         require_at_least(1, max_tokens=max_tokens, silent_rollouts=silent_rollouts, every=every)
         require_at_least(2, window=window)

@@ -31,9 +31,9 @@ from callbacks.gradient_guard import GradientGuard
 from callbacks.rollout_evidence import FLOORS
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.results.curves import Curve, read_curves
-from tests.bench.harness import DTYPE, ROOT, base_callbacks, emit, parser_with
+from tests.bench.harness import DTYPE, ROOT, emit, parser_with
 from tests.bench.noted import jumps
-from tests.correctness.faults import ENGINES, GPU_MEMORY, aqn, heard_in, sources
+from tests.correctness.faults import ENGINES, GPU_MEMORY, aqn, every_check, heard_in, sources
 
 EVERY = {  # arguments that set how many rollouts lie between checks
     "callbacks.canary.SyncCanary": ("sample_every", "score_every"),
@@ -43,12 +43,12 @@ GAPS = tuple(kind + rows for kind in FLOORS for rows in ("", "_of_all"))
 CANARY = ("probe_share", "probe_excess", "probe_gap", "probe_change", "probe_rounding")
 CANARY += ("score_excess", "score_gap", "score_rounding")
 CAUSES = ("kernel", "noise", "decode", "staleness")
-EVIDENCE = (*GAPS, "far_share", "far_share_of_all", "copies", "order", "branches", "other_sampling")
+EVIDENCE = (*GAPS, "far_share", "far_share_of_all", "copies", "order", "branches", "other_sampling", "other_policy")
 
 
 def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder: Path) -> dict[str, Any]:
     """Make the settings that differ from the task's."""
-    callbacks = base_callbacks()
+    callbacks = every_check()
     for callback in callbacks:
         schedule = dict.fromkeys(EVERY.get(callback["class_path"], ()), args.every)
         callback.setdefault("init_args", {}).update(schedule)

@@ -18,6 +18,7 @@ from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import arguments, differences, load_last
 
 AT = 1
+EVIDENCE = "callbacks.rollout_evidence.RolloutEvidence"
 COARSE = (  # bf16, and updates so small that other policies change log-probabilities about as much as rounding errors
     *("--model.dtype=bfloat16", "--model.optimizer.init_args.lr=3e-5", "--data.batch_size=8"),
     *("--model.sampling.num_completions=16", "--model.sampling.max_tokens=12", "--model.micro_batch_tokens=2000"),
@@ -56,8 +57,9 @@ def test_another_policy_for_a_part_of_the_rows_stops_the_run_although_its_effect
     run, tmp_path, fault
 ):
     named = fault.partition(" without ")[2]
+    tested = with_arguments(EVIDENCE, {"policy_tokens": 4096}, tmp_path)
     with pytest.raises(CheckFailed, match=f"look as if they were sampled .*without {named}"):
-        run("fit", tmp_path, *COARSE, *sabotage(fault, at=3))
+        run("fit", tmp_path, "-c", tested, *COARSE, *sabotage(fault, at=3))
     assert max(read_curves(tmp_path)["evidence/gap"].values) < 2e-3, "the gap does not show it"
 
 
@@ -80,7 +82,7 @@ def test_a_check_that_ends_a_run_says_so_without_a_traceback_and_leaves_a_run_th
 @pytest.mark.slow
 def test_a_gap_that_jumps_stops_and_below_the_bound_of_the_yaml_warns(run, tmp_path):
     fault = "log-probabilities that are off by 4 times as much in each rollout"
-    bound = with_arguments("callbacks.rollout_evidence.RolloutEvidence", {"max_jump": 12.0}, tmp_path)
+    bound = with_arguments(EVIDENCE, {"max_jump": 12.0}, tmp_path)
     with (
         pytest.warns(UserWarning, match=r"of rollout 2 differ .* by 4e-05 nats per token, 4\.0 times the usual"),
         pytest.raises(RuntimeError, match=r"of rollout 3 differ .* 16\.0 times the usual"),
@@ -111,7 +113,8 @@ def test_a_gap_that_rounding_errors_explain_is_no_jump(run, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
-    run("fit", tmp_path, "--trainer.max_steps", "4")
+    tested = with_arguments(EVIDENCE, {"policy_tokens": 4096}, tmp_path)
+    run("fit", tmp_path, "-c", tested, "--trainer.max_steps", "4")
     state = load_last(tmp_path)["callbacks"]["RolloutEvidence"]
     assert len(state["gaps"]["evidence/gap"]) == 2 + 4, "the trainer's own rounding errors are the first two"
     assert len(state["numbers"]["mean reward"]) == 4, "one a group"

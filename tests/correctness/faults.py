@@ -117,11 +117,20 @@ class Watch(Callback):
         return timed
 
 
+def every_check() -> list[dict[str, Any]]:
+    """Read the callbacks of configs/base.yaml, and switch on the test of other policies."""
+    callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+    for callback in callbacks:
+        if callback["class_path"] == "callbacks.rollout_evidence.RolloutEvidence":
+            callback["init_args"]["policy_tokens"] = callback["init_args"]["max_tokens"]
+    return callbacks
+
+
 def settings(
     base: Path, folder: Path, *, engine: str, noise: bool, seed: int, rollouts: int, fault: str | None
 ) -> dict[str, Any]:
     """Make the settings that differ from the quickstart's."""
-    callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+    callbacks = every_check()
     if noise:
         callbacks += yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())["trainer"]["callbacks+"]
     # A block of vLLM's cache on a CPU holds more tokens than any sequence here, so prefixes would never be cached.
@@ -247,7 +256,7 @@ class OfRealModel:
 
     def _command(self, run: str, noise: bool) -> list[str]:
         options = self.options
-        callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+        callbacks = every_check()
         if noise:
             callbacks += [aqn(self.rollouts + 1)]  # a stage per rollout; the first has no noise
         # Every run starts an engine of its own, which takes a minute with compilation and graphs.
