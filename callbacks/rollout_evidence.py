@@ -106,8 +106,8 @@ class RolloutEvidence(Callback):
     - if the length or mean log-probability of a completion depends on its position in the group (``evidence/order``),
       as when the engine sorts or chooses completions, or samples some with another policy;
     - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
-      the sampler's by the limits above. The trainer's are without noise, so in rollouts with noise only the limit of
-      ``far_share`` applies; with ``lora.dropout`` the gaps are only logged. The checkpoint of the step before is kept.
+      the sampler's by the limits above. The checkpoint of the step before is kept. In rollouts with noise, which these
+      log-probabilities of the trainer do not have, and with ``lora.dropout``, the gaps of all rows are only logged.
 
     A warning tells if length or its spread, share of finished completions, reward or share of distinct completions
     differs from the rollout before by more than chance explains; the run goes on, because a policy may change so fast.
@@ -356,15 +356,13 @@ class RolloutEvidence(Callback):
         """Log the gaps under the names that ``names`` has for each of ``KINDS``; raises CheckFailed if a gap exceeds
         its limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
-        if names is OF_ALL and pl_module.settings.lora.dropout > 0:
-            return  # the update computes log-probabilities with dropout, the engine without
+        if names is OF_ALL and (pl_module.settings.lora.dropout > 0 or pl_module.norm_noise.sigma > 0):
+            return  # the update computes log-probabilities with dropout and without noise, the engine the other way
         if gaps["far_share"] > MAX_FAR_SHARE:
             raise CheckFailed(
                 f"{gaps['far_share']:.2%} of the tokens of rollout {index} have a probability in the trainer that "
                 f"differs from the sampler's by more than a factor of {FAR:g} (allowed: {MAX_FAR_SHARE:.2%}): {ADVICE}"
             )
-        if names is OF_ALL and pl_module.norm_noise.sigma > 0:
-            return
         dtype = pl_module.policy.dtype
         limit = self.max_gap or MAX_GAP[dtype]
         rounding: dict[str, float] = {}

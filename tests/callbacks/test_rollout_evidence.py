@@ -11,6 +11,7 @@ from callbacks import rollout_evidence
 from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
+from qerl_pl.policy import jumps
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
@@ -109,6 +110,15 @@ def test_a_gap_that_rounding_errors_explain_is_no_jump(run, tmp_path, monkeypatc
     write_checkpoint(checkpoint, file)
     with pytest.raises(RuntimeError, match="times the usual"):
         run("fit", tmp_path, "--trainer.max_steps", "6", "--ckpt_path", "last")
+
+
+@pytest.mark.slow
+def test_noise_that_the_engine_rightly_has_stops_no_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(jumps, "FAR", 1.001)  # noise changes this model's probabilities by less than the usual factor
+    run("fit", tmp_path, "--trainer.max_steps", "4", "--trainer.limit_val_batches=0")
+    curves = read_curves(tmp_path)
+    assert max(curves["evidence/far_share_of_all"].values) > rollout_evidence.MAX_FAR_SHARE, "trainer without noise"
+    assert max(curves["evidence/far_share"].values) == 0, "trainer with the engine's noise"
 
 
 @pytest.mark.slow
