@@ -5,17 +5,17 @@ from typing import Any
 
 import yaml
 
-from tests.integration.conftest import ROOT, TOY, bases, run
+from tests.integration.conftest import ROOT, TOY, bases, run, short
 
-__all__ = ["bases", "run", "with_arguments", "without_callback"]
+__all__ = ["bases", "run", "short", "with_arguments", "without_callbacks"]
 
 
-def without_callback(class_path: str, folder: Path) -> str:
-    """Write a config file that, given after the config files of a toy run (tests/integration/toy.py), removes the
-    callback ``class_path``. Returns the file's path."""
-    kept = [callback for callback in callbacks() if callback["class_path"] != class_path]
-    assert len(kept) == len(callbacks()) - 1
-    return given_callbacks(kept, folder / f"without-{class_path}.yaml")
+def without_callbacks(folder: Path, *class_paths: str) -> str:
+    """Write a config file that, given after the config files of a toy run (tests/integration/toy.py), removes these
+    callbacks. Returns the file's path."""
+    kept = [callback for callback in callbacks() if callback["class_path"] not in class_paths]
+    assert len(kept) == len(callbacks()) - len(class_paths)
+    return given_callbacks(kept, folder / "without.yaml")
 
 
 def with_arguments(class_path: str, arguments: dict[str, object], folder: Path) -> str:

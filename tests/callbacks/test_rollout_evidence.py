@@ -2,6 +2,7 @@
 lets a run with true samples go on."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
 from tests.callbacks.conftest import with_arguments
-from tests.integration.conftest import arguments, differences, load_last
+from tests.integration.conftest import SHORT, arguments, differences, load_last
 
 AT = 1
+LONGER = (*SHORT, "--trainer.max_steps", "8")
 EVIDENCE = "callbacks.rollout_evidence.RolloutEvidence"
 COARSE = (  # bf16, and updates so small that other policies change log-probabilities about as much as rounding errors
     *("--model.dtype=bfloat16", "--model.optimizer.init_args.lr=3e-5", "--data.batch_size=8"),
@@ -38,17 +40,25 @@ def sabotage(fault: str, at: int = AT) -> tuple[str, ...]:
     ("fault", "message"),
     [
         ("2 % of the tokens altered", "differ from the trainer's"),
-        ("log-probabilities NaN", "log-probability that is nan"),
+        pytest.param("log-probabilities NaN", "log-probability that is nan", marks=pytest.mark.long),
         ("one completion copied over its group", "repeat others of the same prompt"),
         ("top_p 0.8, scored over all", "top_p 0.8 explains them best"),
-        ("the second half of each group copied from the first", "repeat others of the same prompt"),
-        ("one completion of every second group from another", "differ from the trainer's|have a probability in"),
-        ("old adapter for later completions", "does not compute with the current policy"),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("the second half of each group copied from the first", "repeat others of the same prompt"),
+                (
+                    "one completion of every second group from another",
+                    "differ from the trainer's|have a probability in",
+                ),
+                ("old adapter for later completions", "does not compute with the current policy"),
+            )
+        ),
     ],
 )
 def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, message):
     with pytest.raises(RuntimeError, match=message):
-        run("fit", tmp_path, "--trainer.max_steps", "4", *sabotage(fault))
+        run("fit", tmp_path, *SHORT, *sabotage(fault))
     assert load_last(tmp_path)["global_step"] == AT, "nothing was learned from it"
 
 
@@ -69,14 +79,14 @@ def test_a_check_that_ends_a_run_says_so_without_a_traceback_and_leaves_a_run_th
     run, bases, tmp_path, capsys
 ):
     wrong = sabotage("a limit of a quarter of the tokens, reported as finished")
-    status = train.exit_status(arguments("fit", bases["nvfp4"], tmp_path, "--trainer.max_steps", "4", *wrong))
+    status = train.exit_status(arguments("fit", bases["nvfp4"], tmp_path, *SHORT, *wrong))
     message = capsys.readouterr().err
     assert status == EXIT_STATUS
     assert re.search(r"^stopped: .* as finished; its last token \d+ is no end token", message, re.MULTILINE)
     assert "Traceback" not in message
     assert load_last(tmp_path)["global_step"] == AT
     assert read_curves(tmp_path)["train/reward"].steps == list(range(AT))
-    run("fit", tmp_path, "--trainer.max_steps", "4", "--ckpt_path", "last")
+    run("fit", tmp_path, *SHORT, "--ckpt_path", "last")
     assert load_last(tmp_path)["global_step"] == 4
 
 
@@ -88,34 +98,34 @@ def test_a_gap_that_jumps_stops_and_below_the_bound_of_the_yaml_warns(run, tmp_p
         pytest.warns(UserWarning, match=r"of rollout 2 differ .* by 4e-05 nats per token, 4\.0 times the usual"),
         pytest.raises(RuntimeError, match=r"of rollout 3 differ .* 16\.0 times the usual"),
     ):
-        run("fit", tmp_path / "run", "-c", bound, *sabotage(fault, at=2))
+        run("fit", tmp_path / "run", *LONGER, "-c", bound, *sabotage(fault, at=2))
     assert load_last(tmp_path / "run")["global_step"] == 3
     with pytest.raises(RuntimeError, match=r"of rollout 3 differ .* by 4e-05 nats per token, 4\.0 times the usual"):
-        run("fit", tmp_path / "run", *sabotage(fault, at=3), "--ckpt_path", "last")
+        run("fit", tmp_path / "run", *LONGER, *sabotage(fault, at=3), "--ckpt_path", "last")
 
 
 @pytest.mark.slow
-def test_a_gap_that_rounding_errors_explain_is_no_jump(run, tmp_path, monkeypatch, recwarn):
+def test_a_gap_that_rounding_errors_explain_is_no_jump(run, short, tmp_path, monkeypatch, recwarn):
     monkeypatch.setitem(rollout_evidence.GAP_FLOOR, torch.float32, 1e-9)
-    run("fit", tmp_path, "--trainer.max_steps", "4")
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "checkpoints" / "last.ckpt"
     checkpoint = read_checkpoint(file, "cpu")
     state = checkpoint["callbacks"]["RolloutEvidence"]
     state["gaps"] = {name: [value / 20 for value in values] for name, values in state["gaps"].items()}
     write_checkpoint(checkpoint, file)
-    run("fit", tmp_path, "--trainer.max_steps", "5", "--ckpt_path", "last")
+    run("fit", tmp_path, *SHORT, "--trainer.max_steps", "5", "--ckpt_path", "last")
     assert load_last(tmp_path)["global_step"] == 5, "the usual was 20 times smaller, and the rounding errors too"
     assert not [warned for warned in recwarn if "times the usual" in str(warned.message)]
     state["excess"] = {name: value / 20 for name, value in state["excess"].items()}
     write_checkpoint(checkpoint, file)
     with pytest.raises(RuntimeError, match="times the usual"):
-        run("fit", tmp_path, "--trainer.max_steps", "6", "--ckpt_path", "last")
+        run("fit", tmp_path, *SHORT, "--trainer.max_steps", "6", "--ckpt_path", "last")
 
 
 @pytest.mark.slow
 def test_noise_that_the_engine_rightly_has_stops_no_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(jumps, "FAR", 1.001)  # noise changes this model's probabilities by less than the usual factor
-    run("fit", tmp_path, "--trainer.max_steps", "4", "--trainer.limit_val_batches=0")
+    run("fit", tmp_path, *SHORT)
     curves = read_curves(tmp_path)
     assert max(curves["evidence/far_share_of_all"].values) > rollout_evidence.MAX_FAR_SHARE, "trainer without noise"
     assert max(curves["evidence/far_share"].values) == 0, "trainer with the engine's noise"
@@ -124,7 +134,7 @@ def test_noise_that_the_engine_rightly_has_stops_no_run(run, tmp_path, monkeypat
 @pytest.mark.slow
 def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
     tested = with_arguments(EVIDENCE, {"policy_tokens": 4096}, tmp_path)
-    run("fit", tmp_path, "-c", tested, "--trainer.max_steps", "4")
+    run("fit", tmp_path, "-c", tested, *SHORT)
     state = load_last(tmp_path)["callbacks"]["RolloutEvidence"]
     assert len(state["gaps"]["evidence/gap"]) == 2 + 4, "the trainer's own rounding errors are the first two"
     assert len(state["numbers"]["mean reward"]) == 4, "one a group"

@@ -16,6 +16,7 @@ from tests.program import Program
 ROOT = Path(__file__).parent.parent.parent
 TOY = ROOT / "tests" / "integration" / "toy.yaml"
 NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; and Lightning's own epoch scalar
+SHORT = ("--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")  # 4 steps, the fewest with the toy's noise
 VLLM = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine")
 IN_BACKGROUND = ("--trainer.callbacks+=tests.integration.toy.InBackground",)
 
@@ -117,6 +118,18 @@ def different_parts(straight: Path, resumed: Path) -> list[str]:
 def assert_same_run(straight: Path, resumed: Path) -> None:
     """Check that two runs end with the same checkpoint, curves and completions, bit for bit."""
     assert different_parts(straight, resumed) == []
+
+
+@pytest.fixture(scope="session")
+def short(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a finished run of four steps without validation (``SHORT``). All tests share it, so a test that changes
+    anything in it has to copy it first."""
+    run_dir = tmp_path_factory.mktemp("short") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr("sys.argv", ["train.py"])
+        train.main(arguments("fit", bases["nvfp4"], run_dir, *SHORT))
+    return run_dir
 
 
 @pytest.fixture(scope="session")

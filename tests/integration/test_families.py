@@ -6,7 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from qerl_pl.rollout.vllm.arguments import query_scaling
 from qerl_pl.tools.merge import write_merged
 from qerl_pl.training.routing import MOST_OTHERS
 from tests import support
-from tests.callbacks.conftest import without_callback
+from tests.callbacks.conftest import without_callbacks
 from tests.families import MIXTURES, NAMES, OWN, WHOLE, tiny_config, with_vision
 from tests.integration.conftest import VLLM, assert_same_run, load_last
 from tests.rollout.conftest import random_adapter, save_dense
-from tests.rollout.expert_faults import FAULTS
+from tests.rollout.expert_faults import KERNELS, SLOTS
 
 SHORT = ("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--model.warmup_steps", "0")
 STAGES = ("--trainer.callbacks.num_stages", "3")
@@ -79,6 +79,12 @@ def make_base(bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
         return tmp_path / "base"
 
     return make
+
+
+def first(names: Iterable[str]) -> list[Any]:
+    """Return names as test parameters, all but the first marked ``long``, because each needs whole runs or the start of
+    a process with vLLM."""
+    return [pytest.param(name, marks=[pytest.mark.long] if at else []) for at, name in enumerate(names)]
 
 
 def arguments(base: Path) -> tuple[str, ...]:
@@ -193,14 +199,14 @@ def assert_experts_are_replayed(folder: Path, family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", first(MIXTURES))
 def test_experts_of_the_token_before_stop_a_run_in_their_rollout(run, make_base, tmp_path, family):
     base = make_base(family, initializer_range=0.05)
     fault = "--trainer.callbacks+=tests.integration.toy.ShiftedRoutes", "--trainer.callbacks.at=1"
     with pytest.raises(CheckFailed, match="the sampler's log-probabilities of rollout 1 differ from the trainer's"):
         run("fit", tmp_path / "run", *arguments(base), *fault)
     assert load_last(tmp_path / "run")["global_step"] == 1
-    alone = "-c", without_callback("callbacks.rollout_evidence.RolloutEvidence", tmp_path)
+    alone = "-c", without_callbacks(tmp_path, "callbacks.rollout_evidence.RolloutEvidence")
     with pytest.raises(CheckFailed, match=r"of the experts that the engine returned .*model.router_replay to off"):
         run("fit", tmp_path / "alone", *alone, *arguments(base), *fault)
     assert load_last(tmp_path / "alone")["global_step"] == 1
@@ -209,7 +215,7 @@ def test_experts_of_the_token_before_stop_a_run_in_their_rollout(run, make_base,
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*first(SLOTS), *first(KERNELS)])
 def test_a_fault_in_vllms_adapters_of_experts_stops_a_run_in_its_rollout(run, make_base, tmp_path, fault):
     base = make_base("qwen3_moe", initializer_range=0.05)
     callback = "--trainer.callbacks+=tests.integration.toy.FaultyExperts", "--trainer.callbacks.at=1"
@@ -220,7 +226,7 @@ def test_a_fault_in_vllms_adapters_of_experts_stops_a_run_in_its_rollout(run, ma
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", first(MIXTURES))
 def test_stock_libraries_sample_alike_from_an_adapter_that_changes_experts_a_lot(tmp_path, family):
     save_dense(tmp_path / "base", tiny_config(family))
     (tmp_path / "base" / "generation_config.json").unlink()
