@@ -146,7 +146,7 @@ def drafters(plain: Found) -> dict[str, Drafter]:
 NAMES = list(drafters([]))
 
 
-@pytest.mark.parametrize("most", [1, 4, 7])
+@pytest.mark.parametrize("most", [1, pytest.param(4, marks=pytest.mark.long), 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_log_probabilities_are_those_without_drafts(kernels, plain, name, most):
     assert with_drafts(kernels.accept, Sampler(), WAYS, drafters(plain)[name], most) == plain
