@@ -54,28 +54,35 @@ def test_a_configuration_that_will_run_is_well_in_every_part(bases, tmp_path, ca
     assert "number " in said["rewards"]
 
 
+LENGTH = ("length of the run", "8 rollouts for 10 noise stages")
+BATCH = ("data and template", "only 40 training prompts")
+PROMPTS = ("data and template", "set data.max_prompt_tokens to")
+ANSWERS = ("rewards", "can read none of the first")
+COLUMN = ("rewards", "KeyError: 'level'")
+TARGET = ("memory of the run", "['query']; expected some")
+MODULE = ("configuration", "there is no module rows")
+UNKNOWN = {"lora": {"targets": ["query"]}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "where", "why"),
+    ("changes", "faults"),
     [
-        (AQN, "length of the run", "8 rollouts for 10 noise stages"),
-        ({"data": {"batch_size": 4000}}, "data and template", "only 40 training prompts"),
-        ({"data": {"max_prompt_tokens": 5}}, "data and template", "set data.max_prompt_tokens to"),
-        ({"data": {"source": WORDS}, **NUMBERS}, "rewards", "can read none of the first"),
-        ({"model": {"rewards": [{"name": "mine", "reward": "level_of_rows.level"}]}}, "rewards", "KeyError: 'level'"),
-        ({"model": {"lora": {"targets": ["query"]}}}, "memory of the run", "['query']; expected some"),
+        (AQN | {"data": {"max_prompt_tokens": 5}, "model": UNKNOWN}, [LENGTH, PROMPTS, TARGET]),
         (
-            {"model": {"rewards": [{"name": "mine", "reward": "rows.level"}]}},
-            "configuration",
-            "there is no module rows",
+            {"data": {"batch_size": 4000}, "model": {"rewards": [{"name": "mine", "reward": "level_of_rows.level"}]}},
+            [BATCH, COLUMN],
         ),
+        ({"data": {"source": WORDS}, **NUMBERS}, [ANSWERS]),
+        ({"model": {"rewards": [{"name": "mine", "reward": "rows.level"}]}}, [MODULE]),
     ],
-    ids=["noise", "batch", "length", "answers", "column", "target", "module"],
+    ids=["noise, length and target", "batch and column", "answers", "module"],
 )
-def test_what_would_stop_it_is_said_where_it_is(bases, tmp_path, capsys, changes, where, why):
+def test_everything_that_would_stop_it_is_said_where_it_is(bases, tmp_path, capsys, changes, faults):
     status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, changes)
     assert status == 1
-    assert said[where].startswith("[no]"), said
-    assert why in said[where]
+    for where, why in faults:
+        assert said[where].startswith("[no]"), said
+        assert why in said[where]
 
 
 def test_a_folder_that_holds_a_run_is_said_together_with_other_faults(bases, tmp_path, capsys):
