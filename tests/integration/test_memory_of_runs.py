@@ -10,10 +10,8 @@ from lightning.pytorch import Callback
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm import memory as vllm_memory
 from qerl_pl.tools.plan import planned_run, read_settings, shape_of
-from tests.integration.conftest import VLLM, arguments, load_last
+from tests.integration.conftest import SHORT, VLLM, arguments, load_last
 from tests.rollout.leaks import held_in_vllms_pool
-
-SHORT = ("--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
 
 
 class SmallDevice(Callback):
@@ -31,14 +29,13 @@ class SmallDevice(Callback):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, tmp_path):
+def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, short, tmp_path):
     small = ("--trainer.callbacks+=tests.integration.test_memory_of_runs.SmallDevice", "--trainer.callbacks.tokens=120")
-    run("fit", tmp_path / "large", *SHORT)
     with pytest.warns(RuntimeWarning, match="going on with 100"):
         run("fit", tmp_path / "small", *SHORT, *small)
-    assert read_curves(tmp_path / "large")["train/micro_batch_tokens"].values == [200] * 4
+    assert read_curves(short)["train/micro_batch_tokens"].values == [200] * 4
     assert read_curves(tmp_path / "small")["train/micro_batch_tokens"].values == [100] * 4, "it is remembered"
-    large, small = (load_last(tmp_path / name)["state_dict"] for name in ("large", "small"))
+    large, small = (load_last(run_dir)["state_dict"] for run_dir in (short, tmp_path / "small"))
     assert small.keys() == large.keys()
     for name, tensor in large.items():  # not element by element: Adam makes whole steps of gradients that are rounding
         assert (small[name] - tensor).norm() <= 0.01 * tensor.norm(), name
