@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def test_on_a_gpu_a_deterministic_run_that_was_killed_equals_the_straight_run_to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "how"), [(0, ()), (5, IN_BACKGROUND)])
+@pytest.mark.parametrize(("at", "how"), [pytest.param(0, (), marks=pytest.mark.long), (5, IN_BACKGROUND)])
 def test_ctrl_c_ends_the_step_and_saves_and_going_on_changes_nothing(finished, run, tmp_path, at, how):
     ctrl_c = (*how, "--trainer.callbacks+=tests.integration.toy.CtrlC", f"--trainer.callbacks.at={at}")
     run("fit", tmp_path / "stopped", *ctrl_c)
@@ -110,6 +111,7 @@ def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_whole_step(run, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(finished, run, tmp_path):
     stopped = "--trainer.callbacks+=tests.integration.toy.StoppedByValidation"
     run("fit", tmp_path / "stopped", stopped, "--trainer.callbacks.at=3")
@@ -186,8 +188,8 @@ def test_a_scalar_belongs_to_the_step_that_measured_it_and_not_to_later_ones(run
 
 
 @pytest.mark.slow
-def test_a_start_says_what_it_changes_though_the_runs_own_file_was_edited_or_is_gone(run, tmp_path):
-    run("fit", tmp_path, "--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
+def test_a_start_says_what_it_changes_though_the_runs_own_file_was_edited_or_is_gone(run, short, tmp_path):
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
     config, lower = tmp_path / "config.yaml", ("--model.optimizer.init_args.lr", "1e-4")
     config.write_text(config.read_text().replace("lr: 0.005", "lr: 0.0001"))
     more = ("--ckpt_path", "last", "--trainer.limit_val_batches", "0")
@@ -202,6 +204,7 @@ def test_a_start_says_what_it_changes_though_the_runs_own_file_was_edited_or_is_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_dynamic_sampling_drops_groups_without_signal_and_resumes_exactly(run, tmp_path):
     # Groups have two completions of one token, so the rewards of many groups are equal.
     often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")

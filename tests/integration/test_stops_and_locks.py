@@ -2,6 +2,7 @@
 settings that differ when a run is started again."""
 
 import fcntl
+import shutil
 import signal
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ from tests.integration.conftest import ROOT, arguments, differences, launch, loa
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_and_is_the_exit_status(run, bases, finished, tmp_path, number):
     callback = "--trainer.callbacks+=tests.integration.toy.CtrlC"
     options = ("--trainer.callbacks.at=2", f"--trainer.callbacks.number={int(number)}")
@@ -43,7 +44,11 @@ def test_ctrl_c_before_the_first_rollout_ends_the_program_in_one_line(bases, tmp
 
 @pytest.mark.parametrize(
     ("hook", "is_validated"),
-    [("on_train_start", False), ("on_validation_start", False), ("on_validation_batch_start", True)],
+    [
+        pytest.param("on_train_start", False, marks=pytest.mark.long),
+        ("on_validation_start", False),
+        ("on_validation_batch_start", True),
+    ],
 )
 def test_sigterm_before_the_first_step_ends_the_program_without_one(bases, tmp_path, hook, is_validated):
     early = ("--trainer.callbacks+=tests.integration.toy.SigtermEarly", f"--trainer.callbacks.hook={hook}")
@@ -67,19 +72,20 @@ def test_a_folder_in_which_another_process_trains_is_refused(run, tmp_path):
     assert not (tmp_path / "config.yaml").exists()
 
 
-def test_changed_settings_are_said_and_the_old_ones_kept(run, tmp_path, monkeypatch):
-    run("fit", tmp_path, "--trainer.max_steps", "4")
+def test_changed_settings_are_said_and_the_old_ones_kept(run, short, tmp_path, monkeypatch):
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
+    more = ("--trainer.limit_val_batches", "0", "--model.sampling.temperature", "0.9", "--ckpt_path", "last")
     old = (tmp_path / "config.yaml").read_text()
     with pytest.warns(
         UserWarning, match=r"model\.sampling\.temperature: 1\.0 -> 0\.9(.|\n)*trainer\.max_steps: 4 -> 5"
     ):
-        run("fit", tmp_path, "--trainer.max_steps", "5", "--model.sampling.temperature", "0.9", "--ckpt_path", "last")
+        run("fit", tmp_path, *more, "--trainer.max_steps", "5")
     assert (tmp_path / "config.1.yaml").read_text() == old
     now = (tmp_path / "config.yaml").read_text()
     assert "temperature: 0.9" in now
     monkeypatch.setattr("qerl_pl.common.files.os.replace", Mock(side_effect=OSError("disk is full")))
     with pytest.raises(OSError, match="disk is full"):
-        run("fit", tmp_path, "--trainer.max_steps", "6", "--model.sampling.temperature", "0.9", "--ckpt_path", "last")
+        run("fit", tmp_path, *more, "--trainer.max_steps", "6")
     assert (tmp_path / "config.yaml").read_text() == now
 
 
