@@ -9,7 +9,7 @@ from tests.integration.conftest import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 9, 18])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in (9, 18))])
 def test_bad_input_is_refused_in_a_few_lines(bases, tmp_path, monkeypatch, first):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["train.py"])

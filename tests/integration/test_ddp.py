@@ -74,7 +74,7 @@ def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("slurm", marks=pytest.mark.long)])
 def test_two_nodes_score_every_problem_once_and_print_one_table(bases, run, tmp_path, launcher):
     problems = ("--data.source.init_args.num_validation", "7", "--data.val_batch_size", "2")  # 4 and 3, 2 batches each
     port, base = free_port(), bases["nvfp4"]

@@ -53,7 +53,9 @@ def test_a_long_run_with_everything_on_is_tried_in_seconds(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", ["{metric: zero, when_short: error}", "null"])
+@pytest.mark.parametrize(
+    "sampling", ["{metric: zero, when_short: error}", pytest.param("null", marks=pytest.mark.long)]
+)
 def test_short_completions_that_earn_nothing_do_not_fail_the_trial(run, tmp_path, capsys, sampling):
     reward = "[{name: zero, reward: qerl_pl.rewards.format.think_answer_format}]"
     run("fit", tmp_path / "run", "--smoke", f"--model.rewards={reward}", f"--model.dynamic_sampling={sampling}")
