@@ -130,7 +130,7 @@ CALIBRATION = Calibration(torch.randint(0, 38, (16, 64), generator=torch.Generat
     [
         (3, {}),
         pytest.param(3, {"format": "nvfp4", "method": "gptq", "calibration": CALIBRATION}, marks=pytest.mark.slow),
-        pytest.param(3, {"format": "nf4", "method": "gptq", "calibration": CALIBRATION}, marks=pytest.mark.slow),
+        pytest.param(3, {"format": "nf4", "method": "gptq", "calibration": CALIBRATION}, marks=pytest.mark.long),
         (2, {"calibration": CALIBRATION, "residual": 3}),
         (3, {"calibration": CALIBRATION, "residual": 3}),
     ],
@@ -295,7 +295,9 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "llama"))]
+)
 def test_gptq_is_better_than_rounding_to_nearest(make_checkpoint, tmp_path, architecture):
     path = make_checkpoint(architecture, dtype=torch.float32)
     dense = logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))

@@ -3,7 +3,8 @@ exceptions."""
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
@@ -21,6 +22,19 @@ def scorers() -> Iterator[Scorers]:
     for scorer in made.values():
         if not isinstance(scorer, NumericAnswer):
             scorer.close()
+
+
+@pytest.fixture(scope="module")
+def misread(scorers: Scorers) -> Callable[..., list[dict]]:
+    """Return a function of the name of a set and of a reward that lists the rows (or every n-th) whose score is not the
+    label. Rows are scored once for all tests."""
+
+    @cache
+    def found(name: str, reward: str, every: int) -> list[dict]:
+        rows = read_cases(name)[::every]
+        return confusion(scorers[reward], [row for row in rows if row["reward"] == reward])[1]
+
+    return found
 
 
 def unlike(scorers: Scorers, cases: list[dict]) -> list[dict]:
@@ -44,34 +58,33 @@ def test_whole_completions_of_models_are_scored_as_labelled(scorers):
     assert len(unlike(scorers, rows[::5])) <= 2
 
 
-def test_no_kind_of_answer_is_often_paid_wrongly_or_lost(scorers):
+def test_no_kind_of_answer_is_often_paid_wrongly_or_lost(scorers, misread):
     rows = read_cases("classes")
     kinds = Counter((row["kind"], row["label"]) for row in rows)
     texts = {(row["completion"], row["answer"]): row["kind"] for row in rows}
-    misread = unlike(scorers, rows)
-    found = Counter((texts[row["completion"], row["answer"]], row["label"]) for row in misread)
+    wrong = [row for reward in scorers for row in misread("classes", reward, 1)]
+    found = Counter((texts[row["completion"], row["answer"]], row["label"]) for row in wrong)
     assert len(rows) > 1000
     for (kind, label), count in kinds.items():
-        assert found[kind, label] <= (0.03 if label else 0.01) * count, (kind, misread)
+        assert found[kind, label] <= (0.03 if label else 0.01) * count, (kind, wrong)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "every"),
-    [pytest.param("cases", 1, marks=pytest.mark.long), *[(name, 3 if name == "cases" else 1) for name in SETS]],
+    [pytest.param("cases", 1, marks=pytest.mark.long), *[(name, 6 if name == "cases" else 1) for name in SETS]],
 )
-def test_no_set_is_scored_worse_than_the_documents_say(scorers, name, every):
+def test_no_set_is_scored_worse_than_the_documents_say(scorers, misread, name, every):
     recorded = [json.loads(line) for line in (RESULTS / "scorers.jsonl").read_text().splitlines()]
     best = {line["reward"]: len(line["unlike"]) for line in recorded if line["name"] == name}
     assert best
-    rows = read_cases(name)[::every]
-    for reward, scorer in scorers.items():
-        misread = confusion(scorer, [row for row in rows if row["reward"] == reward])[1]
-        assert len(misread) <= best.get(reward, 0), misread
+    for reward in scorers:
+        wrong = misread(name, reward, every)
+        assert len(wrong) <= best.get(reward, 0), wrong
 
 
 @pytest.mark.parametrize(
-    ("reward", "paid", "lost"), [("gsm8k", 0, 3), pytest.param("math", 7, 3, marks=pytest.mark.slow)]
+    ("reward", "paid", "lost"), [("gsm8k", 0, 3), pytest.param("math", 7, 3, marks=pytest.mark.long)]
 )
 def test_no_more_probes_of_a_hostile_reader_are_misread_than_before(scorers, reward, paid, lost):
     # The probes are completions that were written, without knowledge of the scorers, to be misread. ``paid`` and
