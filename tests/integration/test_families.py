@@ -225,8 +225,9 @@ def test_a_fault_in_vllms_adapters_of_experts_stops_a_run_in_its_rollout(run, ma
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", first(MIXTURES))
+@pytest.mark.parametrize("family", MIXTURES)
 def test_stock_libraries_sample_alike_from_an_adapter_that_changes_experts_a_lot(tmp_path, family):
     save_dense(tmp_path / "base", tiny_config(family))
     (tmp_path / "base" / "generation_config.json").unlink()

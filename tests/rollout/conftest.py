@@ -229,11 +229,11 @@ FORMS = {"dense": ("dense", False), "nvfp4": ("nvfp4", False), "trained norms": 
     scope="module",
     params=[
         pytest.param(("transformers", "dense"), id="transformers-dense"),
-        *(
-            pytest.param(("transformers", form), id=f"transformers-{form}", marks=pytest.mark.slow)
-            for form in list(FORMS)[1:]
-        ),
-        *(pytest.param(("vllm", form), id=f"vllm-{form}", marks=pytest.mark.vllm) for form in FORMS),
+        pytest.param(("transformers", "nvfp4"), id="transformers-nvfp4", marks=pytest.mark.long),
+        pytest.param(("transformers", "trained norms"), id="transformers-trained norms", marks=pytest.mark.slow),
+        pytest.param(("vllm", "dense"), id="vllm-dense", marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param(("vllm", "nvfp4"), id="vllm-nvfp4", marks=pytest.mark.vllm),
+        pytest.param(("vllm", "trained norms"), id="vllm-trained norms", marks=pytest.mark.vllm),
     ],
 )
 def running(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iterator[Setup]:

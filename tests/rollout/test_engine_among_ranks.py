@@ -43,7 +43,7 @@ def on_rank(rank: int, base: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.vllm
 def test_a_batch_is_sampled_the_same_however_many_ranks_share_it(checkpoints, tmp_path):
     shares = on_two_ranks(partial(on_rank, base=checkpoints["nvfp4"]), tmp_path)

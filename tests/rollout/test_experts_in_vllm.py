@@ -52,7 +52,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@pytest.fixture(scope="module", params=["nvfp4", "dense"])
+@pytest.fixture(scope="module", params=["nvfp4", pytest.param("dense", marks=pytest.mark.long)])
 def setup(request: pytest.FixtureRequest, base: Path) -> Iterator[Setup]:
     policy = load_policy(str(base / request.param), dtype=torch.float32, lora=LORA, seed=0)
     adapter = random_adapter(policy, seed=1)
@@ -83,7 +83,11 @@ def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3_moe", True), ("qwen3_moe", False), ("qwen3_5_moe_text", False)],
+    params=[
+        ("qwen3_moe", True),
+        pytest.param(("qwen3_moe", False), marks=pytest.mark.long),
+        ("qwen3_5_moe_text", False),
+    ],
     ids=["prefixes cached", "not cached", "recurrent"],
 )
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
@@ -157,7 +161,7 @@ def test_in_bf16_the_samplers_experts_leave_less_than_a_third_of_the_gap(tmp_pat
     engine = VLLMEngine(max_num_seqs=64, kv_cache_bytes=2**24)
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     prompts, gaps, others = some_prompts(12, 20, 30, 9), [], []
-    for prompt, group in zip(prompts, engine.generate(prompts, Sampling(12, 64), 0), strict=True):
+    for prompt, group in zip(prompts, engine.generate(prompts, Sampling(6, 64), 0), strict=True):
         for row in group:
             mine, changed = replayed(policy, prompt, row)
             tokens = torch.tensor([[*prompt, *row.tokens]])
@@ -284,7 +288,9 @@ CHANGES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [name if name == "a code" else pytest.param(name, marks=pytest.mark.long) for name in CHANGES]
+)
 def test_an_expert_that_changes_between_trainer_and_engine_stops_the_start(base, tmp_path, change):
     shutil.copytree(base / "nvfp4", tmp_path / "base")
     policy = load_policy(str(tmp_path / "base"), dtype=torch.float32, lora=LORA, seed=0)
