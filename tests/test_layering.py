@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,26 @@ TORCH_ONLY = ("common/types", "policy/evidence", "policy/logprobs", *(f"objectiv
 STDLIB_ONLY = ("common/seeding", "noise/schedule", "tasks/arithmetic")
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """Find every module that a file imports, also inside functions."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+    return frozenset(found)
+
+
+@cache
+def strings_of(path: Path) -> frozenset[str]:
+    """Find every string literal of a file that names something of the package qerl_pl."""
+    return frozenset(
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("qerl_pl.")
+    )
 
 
 def packages_of(path: Path) -> set[str]:
@@ -111,12 +123,7 @@ def test_triton_stays_in_the_kernels():
 
 
 def test_one_module_is_the_door_to_the_folder_that_may_be_left_out():
-    strings = (
-        (path, node.value)
-        for path in PRODUCT
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
+    strings = ((path, value) for path in PRODUCT for value in strings_of(path))
     users = {path for path, value in strings if re.fullmatch(r"qerl_pl\.hopper[\w.:]*", value)}
     users |= {path for path in PRODUCT if any(name.startswith("qerl_pl.hopper") for name in imports_of(path))}
     outside = {path.relative_to(ROOT) for path in users if path.parent.name != "hopper"}
@@ -147,11 +154,7 @@ def test_functions_fit_in_a_head():
 def own_imports(path: Path) -> set[Path]:
     """Return the product's files that a file imports, at its top or inside functions, or that it names in a string such
     as "qerl_pl.module", by which they can be imported later."""
-    strings = {
-        node.value
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("qerl_pl.")
-    }
+    strings = strings_of(path)
     names = imports_of(path) | strings | {name.rpartition(".")[0] for name in strings}
     files = {ROOT / (name.replace(".", "/") + ".py") for name in names if name}
     return {file for file in files if file in PRODUCT and file != path}
