@@ -140,6 +140,8 @@ def test_several_updates_of_mini_batches_and_an_optimizer_of_8_bits_resume_exact
     updates = (adam, "bitsandbytes.optim.AdamW8bit", f"{adam}.lr", "1e-2", f"{adam}.min_8bit_size", "1")
     updates += ("--model.updates_per_rollout", "2", "--model.mini_batches", "2", "--trainer.max_steps", "16")
     updates += (
+        "--trainer.limit_val_batches",
+        "0",
         "--model.lora.train_norms",
         "true",
         "--model.lora.dropout",
