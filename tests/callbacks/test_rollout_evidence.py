@@ -40,7 +40,7 @@ def sabotage(fault: str, at: int = AT) -> tuple[str, ...]:
     ("fault", "message"),
     [
         ("2 % of the tokens altered", "differ from the trainer's"),
-        pytest.param("log-probabilities NaN", "log-probability that is nan", marks=pytest.mark.long),
+        ("log-probabilities NaN", "log-probability that is nan"),
         ("one completion copied over its group", "repeat others of the same prompt"),
         ("top_p 0.8, scored over all", "top_p 0.8 explains them best"),
         *(
