@@ -178,8 +178,8 @@ def score_rewards(
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
     """Score a batch with every reward. The completions [B] must have their text. While a reward runs, the global random
-    streams are seeded from ``seed`` and the reward's name. RewardError: a reward failed, took too long, or did not
-    return one score per row, or a weighted sum is not finite."""
+    streams are seeded from ``seed`` and the reward's name, and rewards may read the run's ``progress``. RewardError: a
+    reward failed, took too long, or did not return one score per row, or a weighted sum is not finite."""
     _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(
@@ -191,10 +191,13 @@ def score_rewards(
     total = torch.zeros(len(prompts), dtype=torch.float32)
     scored = torch.ones(len(prompts), dtype=torch.bool)
     components, verdicts = {}, {}
-    metrics: dict[str, list[float]] = {}
+    metrics: dict[str, tuple[float, ...]] = {}
     for term in rewards:
-        verdicts[term.name] = _verdicts(term, prompts, completions, seed, progress, metrics)
-        raw = [math.nan if verdict.score is None else verdict.score for verdict in verdicts[term.name]]
+        judged, logged = judge_rows(term, prompts, completions, seed=seed, progress=progress)
+        verdicts[term.name] = tuple(judged)
+        for name, values in logged.items():
+            metrics[name] = (*metrics.get(name, ()), *values)
+        raw = [math.nan if verdict.score is None else verdict.score for verdict in judged]
         scores = torch.tensor(raw, dtype=torch.float32)
         present = ~scores.isnan()
         components[term.name] = scores
@@ -208,8 +211,7 @@ def score_rewards(
                     f"up to {total[row]:g}; expected a finite fp32 number: give smaller scores or weights"
                 )
     only_logged = frozenset(term.name for term in rewards if term.weight == 0)
-    logged = {name: tuple(values) for name, values in metrics.items()}
-    return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts, only_logged, logged)
+    return RewardTable(torch.where(scored, total, 0.0), scored, components, verdicts, only_logged, metrics)
 
 
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
@@ -227,7 +229,7 @@ def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) 
             check_columns(term.name, term.reward, prompts)
         if term.weight == 0 or not isinstance(term.reward, Judge) or not prompts:
             continue
-        verdicts = _verdicts(term, prompts, completions, seed=0)
+        verdicts, _ = judge_rows(term, prompts, completions)
         if all(verdict.cause == "known_answer" for verdict in verdicts):
             raise ValueError(
                 f"reward {term.name!r} can read none of the first {len(prompts)} answers of the training data, for "
@@ -237,51 +239,42 @@ def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) 
 
 
 def judge_rows(
-    reward: Callable[..., Any],
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    progress: Callable[[int], object] = no_progress,
-    *,
-    name: str = "reward",
-    messages: bool | None = None,
-    run: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
-    metrics: dict[str, list[float]] | None = None,
-) -> list[Verdict]:
-    """Call a reward of any kind; returns one verdict per row, with the reward's reasons if it has a ``judge`` method.
-    ``progress`` is called with the number of rows finished since its last call, ``run`` holds the run's optimizer
-    steps, and numbers that the reward logs by ``log_metric`` are added to ``metrics``; the other arguments are as in
-    ``calling.call``."""
-    if isinstance(reward, Judge):
-        texts = list(map(assistant_turn, prompts, completions))
-        verdicts = reward.judge(texts, [prompt.answer for prompt in prompts], progress)
-        if not isinstance(verdicts, list | tuple) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
-            raise RewardError(f"reward {name!r}: judge() returned no list of Verdict (qerl_pl.rewards.verdict)")
-        scores = checked_scores(name, [verdict.score for verdict in verdicts], len(prompts))
-        return [verdict._replace(score=score) for verdict, score in zip(verdicts, scores, strict=True)]
-    copies = [prompt.with_own_row() for prompt in prompts]
-    called = call(name, reward, copies, completions, messages=messages, progress=run)
-    scores = checked_scores(name, called.scores, len(prompts))
-    progress(len(prompts))
-    for metric, values in called.metrics.items():
-        (metrics if metrics is not None else {}).setdefault(metric, []).extend(values)
-    return [
-        Verdict(None, note or "the reward does not say why", "unsaid") if score is None else Verdict(score, note)
-        for score, note in zip(scores, called.notes, strict=True)
-    ]
-
-
-def _verdicts(
     term: WeightedReward,
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
-    seed: int,
-    run: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
-    metrics: dict[str, list[float]] | None = None,
-) -> tuple[Verdict, ...]:
-    term_seed = derive_seed(seed, f"reward {term.name}")
-    with guarded(term.name, num_rows=len(prompts), time_limit=term.time_limit, seed=term_seed) as progress:
-        settings = {"name": term.name, "messages": term.messages, "run": run, "metrics": metrics}
-        return tuple(judge_rows(term.reward, prompts, completions, progress, **settings))
+    *,
+    seed: int = 0,
+    progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
+    finished: Callable[[int], object] = no_progress,
+) -> tuple[list[Verdict], dict[str, list[float]]]:
+    """Call a reward of any kind under its time limit, with global state protected (``guarded``). Returns one verdict
+    per row, with the reward's reasons if it has a ``judge`` method, and by name the numbers that the reward logs by
+    ``log_metric``. ``finished`` is called with the number of rows finished since its last call; the other arguments and
+    errors are as in ``score_rewards``."""
+    name, reward, num_rows = term.name, term.reward, len(prompts)
+    own_seed = derive_seed(seed, f"reward {name}")
+    with guarded(name, num_rows=num_rows, time_limit=term.time_limit, seed=own_seed) as restart:
+
+        def report(count: int) -> None:
+            restart(count)
+            finished(count)
+
+        if isinstance(reward, Judge):
+            texts = list(map(assistant_turn, prompts, completions))
+            verdicts = reward.judge(texts, [prompt.answer for prompt in prompts], report)
+            if not isinstance(verdicts, list | tuple) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
+                raise RewardError(f"reward {name!r}: judge() returned no list of Verdict (qerl_pl.rewards.verdict)")
+            scores = checked_scores(name, [verdict.score for verdict in verdicts], num_rows)
+            return [verdict._replace(score=score) for verdict, score in zip(verdicts, scores, strict=True)], {}
+        copies = [prompt.with_own_row() for prompt in prompts]
+        called = call(name, reward, copies, completions, messages=term.messages, progress=progress)
+        scores = checked_scores(name, called.scores, num_rows)
+    finished(num_rows)
+    verdicts = [
+        Verdict(None, note or "the reward does not say why", "unsaid") if score is None else Verdict(score, note)
+        for score, note in zip(scores, called.notes, strict=True)
+    ]
+    return verdicts, called.metrics
 
 
 def _check_names(rewards: Sequence[WeightedReward]) -> None:

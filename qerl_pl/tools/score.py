@@ -19,7 +19,6 @@ from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows
-from qerl_pl.rewards.guard import guarded
 from qerl_pl.tools.options import output_file
 
 CHUNK = 1024  # rows of the file that are in memory at a time, because a completion may have 100 kB
@@ -68,8 +67,8 @@ def main(argv: list[str]) -> int:
         parsed = parser.parse_args(_named(argv))
         check_class_paths(parsed)
         arguments = parser.instantiate(parsed)
-        reward = WeightedReward("reward", arguments.reward).reward
-        counts, reasons = score_file(reward, arguments.input, arguments.output)
+        term = WeightedReward("reward", arguments.reward, time_limit=None)
+        counts, reasons = score_file(term, arguments.input, arguments.output)
     except ArgumentError as error:
         keys = [action.dest for action in parser._actions]
         parser.exit(2, f"error: {in_short(str(error), keys=keys, arguments=argv)}\n")
@@ -84,7 +83,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
+def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
     """Score every completion of the JSON-lines file ``source``, and write its rows with score and reason to ``target``;
     after an error nothing is written. Returns the number of rows by score, and the number of unscored rows by reason.
     ValueError if a row is malformed; the message names it."""
@@ -101,8 +100,7 @@ def score_file(reward: Callable[..., Any], source: Path, target: Path) -> tuple[
         while chunk := list(islice(rows, CHUNK)):
             prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
             completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
-            with guarded("reward", num_rows=len(chunk), time_limit=None, seed=0):
-                verdicts = judge_rows(reward, prompts, completions, progress.update)
+            verdicts, _ = judge_rows(term, prompts, completions, finished=progress.update)
             for row, verdict in zip(chunk, verdicts, strict=True):
                 file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
                 counts[verdict.score] += 1

@@ -218,7 +218,7 @@ def test_a_reward_cannot_change_the_rows_of_later_calls():
         return seen
 
     for _ in range(2):
-        verdicts = judge_rows(spoil, prompts, [Completion((), (), True)] * 2)
+        verdicts, _ = judge_rows(WeightedReward("spoil", spoil), prompts, [Completion((), (), True)] * 2)
         assert [verdict.score for verdict in verdicts] == [2, 2]
     assert row == {"tests": [1], "level": 1}
     assert messages[0]["content"] == "q"
