@@ -60,7 +60,7 @@ def quantize_checkpoint(
     Args:
         model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; it must not exist or be empty.
-        method: rounding method, see ``pack_weight``.
+        method: rounding method, see ``pack_group``.
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by gptq. If it is given, output errors are reported for all methods.
         residual: rank of an adapter that approximates the quantisation errors (``residual_factors``). It is written to

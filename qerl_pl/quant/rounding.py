@@ -16,13 +16,18 @@ _COLUMNS = 128  # columns that GPTQ rounds before it applies their corrections t
 def pack_group(
     weights: Mapping[str, Tensor], fmt: Format, method: Method, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
-    """Pack the weights [N, K] of linears with a common input under a common tensor scale. Weights and results are keyed
-    by the linear's name; the other arguments are those of ``pack_weight``."""
-    shared = group_scale(list(weights.values()), fmt)
-    return {
-        name: pack_weight(weight, fmt, shared, method, second_moment, name=f"{name}.weight")
-        for name, weight in weights.items()
-    }
+    """Pack the weights [N, K] of linears with a common input under a common tensor scale; weights and results by the
+    linear's name. The method rtn rounds to the nearest values under min-max block scales. gptq needs the second moment,
+    the mean [K, K] of x x^T over the inputs x; it uses block scales with the smallest squared error, weighted per
+    column by the input's mean square (``search_scales``), and ``gptq_codes``."""
+    shared, packed = group_scale(list(weights.values()), fmt), {}
+    for name, weight in weights.items():
+        packed[name] = quantize(weight, fmt, shared, name=f"{name}.weight")
+        if method == "gptq":
+            assert second_moment is not None
+            scale = search_scales(weight, fmt, packed[name].block_scale, shared, second_moment.diagonal().float())
+            packed[name] = PackedWeight(gptq_codes(weight, fmt, scale, shared, second_moment), scale, shared)
+    return packed
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
@@ -43,27 +48,6 @@ def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str
 def group_scale(weights: Sequence[Tensor], fmt: Format) -> Tensor:
     """Compute the common tensor scale, [], of several weights from their largest magnitude."""
     return fmt.tensor_scale(torch.stack([weight.abs().amax().float() for weight in weights]).amax())
-
-
-def pack_weight(
-    weight: Tensor,
-    fmt: Format,
-    global_scale: Tensor,
-    method: Method,
-    second_moment: Tensor | None,
-    *,
-    name: str = "weight",
-) -> PackedWeight:
-    """Pack a weight [N, K] under a given tensor scale []; ``name`` is for error messages. The method rtn rounds to the
-    nearest values under min-max block scales. gptq needs the second moment, the mean [K, K] of x x^T over the layer's
-    inputs x; it uses block scales with the smallest squared error, weighted per column by the input's mean square
-    (``search_scales``), and ``gptq_codes``."""
-    nearest = quantize(weight, fmt, global_scale, name=name)
-    if method == "rtn":
-        return nearest
-    assert second_moment is not None
-    scale = search_scales(weight, fmt, nearest.block_scale, global_scale, second_moment.diagonal().float())
-    return PackedWeight(gptq_codes(weight, fmt, scale, global_scale, second_moment), scale, global_scale)
 
 
 def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> float:

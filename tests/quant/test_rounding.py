@@ -15,11 +15,9 @@ from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.rounding import (
     gptq_codes,
-    group_scale,
     output_error,
     pack_group,
     pack_groups,
-    pack_weight,
     report_layer,
     search_scales,
 )
@@ -103,11 +101,8 @@ def test_gptq_of_inputs_that_were_all_zero_rounds_to_nearest():
 @every_format
 def test_gptq_halves_the_output_error_of_rounding_to_nearest(fmt):
     weight, moment = layer_with_outliers(128, 256)
-    shared = group_scale([weight], fmt)
-    rtn, gptq = (
-        output_error(weight, fmt.dequantize(pack_weight(weight, fmt, shared, method, moment), torch.float32), moment)
-        for method in get_args(Method)
-    )
+    both = (pack_group({"w": weight}, fmt, method, moment)["w"] for method in get_args(Method))
+    rtn, gptq = (output_error(weight, fmt.dequantize(packed, torch.float32), moment) for packed in both)
     assert gptq < 0.5 * rtn
 
 
