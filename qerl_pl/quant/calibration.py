@@ -1,7 +1,6 @@
 """Read calibration data for the quantiser: sequences of tokens, best of text like the prompts and completions of later
 training."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from qerl_pl.common.json_lines import read_json_lines
 from qerl_pl.common.packages import not_installed
 
 
@@ -74,12 +74,7 @@ def _texts(source: str) -> Iterator[str]:
     elif path.suffix == ".txt":
         yield path.read_text(encoding="utf-8")
     else:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield row_text(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        yield from (row_text(row) for _, row in read_json_lines(path, say=print))
 
 
 def _hub_texts(name: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ def test_strings_are_found_however_deep_and_in_order():
     ("content", "samples", "message"),
     [
         ('{"text": "abc"}\n', 1, r"holds 4 tokens; 1 samples of 8 need 8"),
-        ('{"text": "abcdefghijk"}\n{oops\n', 3, r"rows\.jsonl, line 2 is not JSON"),
+        ('{"text": "abcdefghijk"}\n{oops\n', 3, r"rows\.jsonl:2: not JSON"),
         ("", 0, "samples is 0"),
         (None, 1, r"rows\.jsonl does not exist"),
     ],
