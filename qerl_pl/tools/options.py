@@ -61,14 +61,13 @@ def picture_file(text: str) -> Path:
     return path
 
 
-def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
-    """Make an argument type: a whole number from ``smallest`` to ``largest``."""
+def at_least(smallest: int) -> Callable[[str], int]:
+    """Make an argument type: a whole number from ``smallest``."""
 
     def number(text: str) -> int:
         value = int(text)
-        if not smallest <= value <= largest:
-            upper = f" to {largest}" if largest < math.inf else " or more"
-            raise ArgumentTypeError(f"it is {text}; expected {smallest}{upper}")
+        if value < smallest:
+            raise ArgumentTypeError(f"it is {text}; expected {smallest} or more")
         return value
 
     number.__name__ = "whole number"  # argparse writes this name into its message if a text is no number
