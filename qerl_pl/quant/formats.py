@@ -106,11 +106,6 @@ def pack(codes: Tensor) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """Unpack bytes, [N, K/2], into codes, [N, K]."""
-    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(1)
-
-
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     """Compute ``values[code] * scale`` in fp32 from packed codes [N, K/2] and the blocks' scales [N, number of blocks],
     rounded to [N, K] of ``dtype``; On a CPU, both values of a byte are looked up at once, which is faster."""
@@ -125,13 +120,6 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
         blocks = blocks.view(*scale[rows].shape, -1)  # [n, K/block, block]
         torch.mul(blocks, scale[rows].unsqueeze(-1), out=out[rows].view(blocks.shape))
     return out
-
-
-def dequantize_reference(weight: PackedWeight, fmt: Format) -> Tensor:
-    """Dequantise a weight to [N, K] fp32 by table look-up, slowly: the definition that tests compare faster functions
-    with."""
-    value = torch.tensor(fmt.values, device=weight.codes.device)[unpack(weight.codes).long()]
-    return value * fmt.effective_scale(weight.block_scale, weight.global_scale).repeat_interleave(fmt.block, dim=1)
 
 
 def of_rows(global_scale: Tensor, rows: slice) -> Tensor:

@@ -13,14 +13,13 @@ and a 24-bit significand is never within 2^-49 of an fp32 rounding boundary, and
 """
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from qerl_pl import native
 from qerl_pl.quant.formats import Format, PackedWeight, decode
-from qerl_pl.quant.formats import dequantize_reference as dequantize_by_table
 
 BLOCK = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -29,8 +28,6 @@ E2M1_CODES = E2M1 + tuple(-value for value in E2M1)  # a code is sign << 3 | ind
 E4M3_MAX = 448.0
 _ZERO_SCALE = 0x20  # bits of 0.125 in E4M3, which is stored instead of a block scale that would round to zero
 _E4M3_MAX_BITS = 0x7E
-
-NVFP4Weight = PackedWeight  # codes [N, K/2] uint8; block_scale [N, K/16] uint8, bits of float8_e4m3fn; global_scale []
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
@@ -77,8 +74,7 @@ def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to [N, K] of ``dtype``; equals the result of ``dequantize_reference``, rounded once to
-    ``dtype``, bit for bit."""
+    """Dequantise a weight to [N, K] of ``dtype``: the values in fp32, rounded once to ``dtype``."""
     if weight.codes.dtype != torch.uint8:
         return native.dequantize(weight, dtype)
     if weight.codes.is_cuda:
@@ -100,7 +96,6 @@ NVFP4 = Format(
     tensor_scale=tensor_scale,
     fast=dequantize,
 )
-dequantize_reference = partial(dequantize_by_table, fmt=NVFP4)
 
 
 @cache

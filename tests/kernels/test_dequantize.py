@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qerl_pl.quant import formats, mxfp4, nf4, nvfp4
 from qerl_pl.quant.formats import PackedWeight
+from tests.reference.dequantize import dequantize_reference
 
 KERNELS = "qerl_pl.kernels.dequantize"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +55,7 @@ def test_nvfp4_equals_its_definition_bit_for_bit(kernels, shape, global_scale, d
     rows, cols = shape
     weight = draw(rows, cols, global_scale)
     found = kernels.dequantize_nvfp4(weight.codes, weight.block_scale, weight.global_scale, dtype)
-    assert same_bits(found, once_rounded(nvfp4.dequantize_reference(weight), dtype))
+    assert same_bits(found, once_rounded(dequantize_reference(weight), dtype))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -67,7 +68,7 @@ def test_every_code_under_every_scale_byte(kernels, dtype):
         torch.tensor(0.7, dtype=torch.float64, device=DEVICE),
     )
     found = kernels.dequantize_nvfp4(weight.codes, weight.block_scale, weight.global_scale, dtype)
-    assert same_bits(found, once_rounded(nvfp4.dequantize_reference(weight), dtype))
+    assert same_bits(found, once_rounded(dequantize_reference(weight), dtype))
     assert found.isnan().any(dim=1).sum() == 2
 
 
@@ -80,7 +81,7 @@ def test_the_table_kernel_equals_the_definition_of_every_format(kernels, shape, 
     codes, scale, global_scale = (t.to(DEVICE) for t in (weight.codes, weight.block_scale, weight.global_scale))
     values = torch.tensor(fmt.values, device=DEVICE)
     found = kernels.dequantize_table(codes, fmt.effective_scale(scale, global_scale), values, dtype)
-    expected = formats.dequantize_reference(PackedWeight(codes, scale, global_scale), fmt)
+    expected = dequantize_reference(PackedWeight(codes, scale, global_scale), fmt)
     assert same_bits(found, once_rounded(expected, dtype))
 
 
@@ -89,7 +90,7 @@ def test_rows_of_a_larger_matrix_are_taken_where_they_are(kernels, rows, cols, p
     weight = draw(rows, cols)
     codes, block_scale = weight.codes[part], weight.block_scale[part]  # not aligned to 16 bytes
     found = kernels.dequantize_nvfp4(codes, block_scale, weight.global_scale, torch.float32)
-    assert same_bits(found, nvfp4.dequantize_reference(weight)[part])
+    assert same_bits(found, dequantize_reference(weight)[part])
 
 
 @pytest.mark.parametrize(("number", "rows", "cols"), [(3, 5, 48), (4, 2, 4096), (1, 3, 16)], ids=str)
@@ -97,7 +98,7 @@ def test_stacked_weights_have_a_tensor_scale_each(kernels, number, rows, cols):
     whole = draw(number * rows, cols)
     scales = torch.tensor([1e-3 * 3**index for index in range(number)], dtype=torch.float64, device=DEVICE)
     parts = zip(whole.codes.split(rows), whole.block_scale.split(rows), scales, strict=True)
-    expected = torch.cat([nvfp4.dequantize_reference(PackedWeight(*part)) for part in parts])
+    expected = torch.cat([dequantize_reference(PackedWeight(*part)) for part in parts])
     assert same_bits(kernels.dequantize_nvfp4(whole.codes, whole.block_scale, scales, torch.float32), expected)
     stacked = PackedWeight(whole.codes, whole.block_scale, scales)
     assert same_bits(nvfp4.dequantize(stacked, torch.float32), expected)
@@ -107,7 +108,7 @@ def test_stacked_weights_have_a_tensor_scale_each(kernels, number, rows, cols):
 @pytest.mark.parametrize("fmt", [nvfp4.NVFP4, mxfp4.MXFP4, nf4.NF4], ids=lambda fmt: fmt.name)
 def test_formats_on_the_gpu_equal_their_definition(fmt):
     weight = formats.quantize(torch.randn(96, 1024, device="cuda"), fmt)
-    expected = formats.dequantize_reference(weight, fmt)
+    expected = dequantize_reference(weight, fmt)
     for dtype in DTYPES:
         assert same_bits(fmt.dequantize(weight, dtype), expected.to(dtype))
 
@@ -120,4 +121,4 @@ def test_a_matrix_of_more_than_two_to_the_31_weights():
     weight = PackedWeight(codes, scale, torch.tensor(1e-3, dtype=torch.float64, device="cuda"))
     found = nvfp4.dequantize(weight, torch.bfloat16)
     last = PackedWeight(codes[-2:], scale[-2:], weight.global_scale)
-    assert same_bits(found[-2:], nvfp4.dequantize_reference(last).bfloat16())
+    assert same_bits(found[-2:], dequantize_reference(last).bfloat16())

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.quant.formats import PackedWeight, round_codes
-from qerl_pl.quant.nvfp4 import NVFP4, dequantize_reference
+from qerl_pl.quant.nvfp4 import NVFP4
+from tests.reference.dequantize import dequantize_reference
 
 FORMATS = {"NVFP4": "nvfp4-pack-quantized", "FP8": "float-quantized", "FP8_DYNAMIC": "float-quantized"}
 FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qerl_pl.quant import formats, nvfp4
-from qerl_pl.quant.formats import PackedWeight, dequantize_reference, pack, quantize, round_codes, unpack
+from qerl_pl.quant.formats import PackedWeight, pack, quantize, round_codes
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import BLOCK, E2M1_CODES, NVFP4
+from tests.reference.dequantize import dequantize_reference, unpack
 
 pytestmark = pytest.mark.usefixtures("_compressed_tensors_without_its_compiler")
 every_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.quant.formats import Format, dequantize_reference, quantize
+from qerl_pl.quant.formats import Format, quantize
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.packed import frozen_linear
+from tests.reference.dequantize import dequantize_reference
 
 
 def make_layer(rows: int = 24, cols: int = 48, *, bias: bool = True, fmt: Format = NVFP4) -> FrozenLinear:

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base
-from qerl_pl.quant.nvfp4 import dequantize_reference
 from qerl_pl.quant.quantize import quantize_checkpoint
 from tests.quant.published import edit_config, read_all, rewrite
+from tests.reference.dequantize import dequantize_reference
 
 TOKENS = torch.randint(0, 96, (2, 80), generator=torch.Generator().manual_seed(1))
 

@@ -19,14 +19,16 @@ from qerl_pl.model.layers import block_of
 from qerl_pl.model.quantization import Method
 from qerl_pl.quant import quantize
 from qerl_pl.quant.calibration import Calibration
+from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import empty_model, load_base
-from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize_reference, tensor_scale
+from qerl_pl.quant.nvfp4 import tensor_scale
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
 from qerl_pl.quant.selection import OutputFile, block_weights, fused_groups
 from tests.families import NAMES, SIZES, tiny_config
 from tests.packed import quantize_nvfp4
 from tests.quant.published import read_all, rewrite
+from tests.reference.dequantize import dequantize_reference
 
 
 def interrupted_at(name: str) -> Callable[..., Any]:
@@ -45,7 +47,7 @@ def interrupted_at(name: str) -> Callable[..., Any]:
 def dense_of(tensors: dict[str, Tensor], name: str) -> Tensor:
     parts = (tensors[f"{name}.{leaf}"] for leaf in ("weight_packed", "weight_scale", "weight_global_scale"))
     codes, scale, divisor = parts
-    return dequantize_reference(NVFP4Weight(codes, scale.view(torch.uint8), 1 / divisor[0].double()))
+    return dequantize_reference(PackedWeight(codes, scale.view(torch.uint8), 1 / divisor[0].double()))
 
 
 @pytest.mark.parametrize(("architecture", "shard"), [("qwen2", "60KB"), ("qwen3", "5GB"), ("llama", "5GB")])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qerl_pl.model.quantization import Method
 from qerl_pl.quant import formats
-from qerl_pl.quant.formats import Format, PackedWeight, dequantize_reference, pack, quantize, round_codes
+from qerl_pl.quant.formats import Format, PackedWeight, pack, quantize, round_codes
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
@@ -22,6 +22,7 @@ from qerl_pl.quant.rounding import (
     search_scales,
 )
 from tests.quant.conftest import layer_with_outliers
+from tests.reference.dequantize import dequantize_reference
 
 every_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4, NF4], ids=lambda fmt: fmt.name)
 

@@ -13,7 +13,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-from qerl_pl.quant.nvfp4 import BLOCK, NVFP4Weight, dequantize
+from qerl_pl.quant.formats import PackedWeight
+from qerl_pl.quant.nvfp4 import BLOCK, dequantize
 from qerl_pl.rollout.vllm.cpu_experts import NVFP4Experts
 
 
@@ -79,7 +80,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
         parts = zip(codes, scales, multipliers, strict=True)
-        dense = torch.cat([dequantize(NVFP4Weight(*part), self.dtype) for part in parts])
+        dense = torch.cat([dequantize(PackedWeight(*part), self.dtype) for part in parts])
         del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
         layer.weight = nn.Parameter(dense, requires_grad=False)
 

@@ -15,8 +15,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w4a4_nvfp4 as with_nvfp4,
 )
 
+from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.grouped import grouped, sort_rows, summed
-from qerl_pl.quant.nvfp4 import NVFP4Weight, dequantize
+from qerl_pl.quant.nvfp4 import dequantize
 
 PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 """Endings of the names of packed experts' parameters."""
@@ -82,7 +83,7 @@ class NVFP4Experts(UnquantizedFusedMoEMethod):
                 delattr(layer, f"{name}_{kind}")
             rows, blocks = codes.flatten(0, 1), scales.flatten(0, 1).view(torch.uint8)
             # one tensor scale per expert, or in w13 one for gate and one for up, whose rows follow each other
-            dense = dequantize(NVFP4Weight(rows, blocks, 1 / divisors.double().flatten()), self.dtype)
+            dense = dequantize(PackedWeight(rows, blocks, 1 / divisors.double().flatten()), self.dtype)
             layer.register_parameter(
                 f"{name}_weight", nn.Parameter(dense.view(*codes.shape[:2], -1), requires_grad=False)
             )
