@@ -229,12 +229,6 @@ def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tenso
     return weight, parts, stride, of_part * parts if size else 0, size
 
 
-def decode_linear_reference(x: Tensor, weight: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
-    """Compute x W^T, [T, N] fp32, from x [T, K], e2m1 values [N, K], scales [N, K / 16] and tensor scale [1]: the
-    definition that tests compare the GEMM kernels with."""
-    return x.float() @ (weight.float() * scales.float().repeat_interleave(K_BLOCK, 1)).T * global_scale
-
-
 def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Reorder codes [N, K] uint8 and scales [N, K / 16] e4m3 such that, for each tile of 64 outputs x 16 inputs, the 16
     bytes of codes that one lane of a warp needs for ``wgmma`` are contiguous.

@@ -39,13 +39,6 @@ def token_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return logprobs, ranks
 
 
-def token_scores_reference(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``token_scores`` in plain PyTorch, log-probabilities in fp64: the definition that tests compare with."""
-    picked = tokens[:, None]
-    logprobs = logits.double().log_softmax(-1).gather(1, picked)[:, 0]
-    return logprobs, (logits >= logits.gather(1, picked)).sum(1)
-
-
 @triton.jit
 def _max(values):
     return tl.reduce(values, 0, tl.standard._elementwise_max)  # not every version of Triton's interpreter has tl.max

@@ -125,15 +125,6 @@ def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
         part.addmm_(F.linear(x, first) * with_adapter, second.t())
 
 
-def add_lora_reference(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> Tensor:
-    """Return y + (x A^T) B^T, [T, N] fp64, computed row by row: the definition that tests compare ``add_lora`` with."""
-    out = y.double()
-    for row in (indices[: len(x)] >= 0).nonzero().flatten().tolist():
-        update = [second.double() @ (first.double() @ x[row].double()) for first, second in zip(a, b, strict=True)]
-        out[row] += torch.cat(update)
-    return out
-
-
 def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
     """Compute x A^T, x [T, K] and one contiguous A [R, K] for each slice, as partial sums [slices, splits, T, R] fp32.
 

@@ -23,14 +23,6 @@ from qerl_pl.policy.kept import Kept
 Dense = Callable[[torch.dtype], Tensor]
 
 
-def lora_product_reference(
-    x: Tensor, dense: Dense, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
-) -> Tensor:
-    """Compute ``lora_product`` by plain operations, as its definition."""
-    y = x @ dense(x.dtype).t() + (x @ a.to(x.dtype).t()) @ (scaling * b).to(x.dtype).t()
-    return y if bias is None else y + bias
-
-
 def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """Return s B of the fp32 master weights B, rounded once to ``dtype``, as trainer and engines use it."""
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.hopper.nvfp4_decode import decode_linear_reference, fragments, humming_bias
+from qerl_pl.hopper.nvfp4_decode import fragments, humming_bias
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import E2M1_CODES
+from tests.reference.decode_linear import decode_linear_reference
 
 SHAPES = [
     (4608, 3584),

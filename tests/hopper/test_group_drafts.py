@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
+from tests.reference.group_drafts import draft_reference
 
 KERNELS = "qerl_pl.hopper.group_drafts"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +48,10 @@ def test_drafts_are_the_definitions(kernels, seed, alphabet):
     arguments, rows = table(seed, alphabet=alphabet), [5, 0, 3]
     for num_drafts in (1, 5):
         found = run(kernels, arguments, rows, num_drafts)
-        assert torch.equal(found, kernels.draft_reference(*arguments, torch.tensor(rows), num_drafts))
+        assert torch.equal(
+            found,
+            draft_reference(*arguments, rows=torch.tensor(rows), num_drafts=num_drafts, longest=kernels.LONGEST_MATCH),
+        )
 
 
 @pytest.mark.parametrize("shape", [{"num_rows": 1, "length": 1, "columns": 1}, {"length": 16}, {"length": 17}], ids=str)
@@ -55,7 +59,9 @@ def test_odd_shapes(kernels, shape):
     arguments = table(0, **shape)
     rows = list(range(len(arguments[0])))
     found = run(kernels, arguments, rows, 3)
-    assert torch.equal(found, kernels.draft_reference(*arguments, torch.tensor(rows), 3))
+    assert torch.equal(
+        found, draft_reference(*arguments, rows=torch.tensor(rows), num_drafts=3, longest=kernels.LONGEST_MATCH)
+    )
     assert run(kernels, arguments, [], 3).shape == (0, 3)
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from qerl_pl.hopper import driver, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.hopper.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Adapter, Schedule, Update, shrink
-from qerl_pl.hopper.nvfp4_decode import decode_linear_reference, fragments
+from qerl_pl.hopper.nvfp4_decode import fragments
 from tests.hopper.nvfp4_linears import E2M1, SHARED_OF_BLOCK, on_gpu, random_linear
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
+from tests.reference.decode_linear import decode_linear_reference
+from tests.reference.lora import add_lora_reference
 
 MODULES = {"decode": nvfp4_decode, "batch": nvfp4_batch}
 
@@ -132,7 +134,6 @@ def assert_base_and_adapter(
 ) -> None:
     """Check the sum of base and adapter by the kernel ``name`` with all schedules for the adapter, called directly and
     in a CUDA graph. Numbers of tokens for which the kernel has no schedule are left out."""
-    from qerl_pl.kernels.lora import add_lora_reference
 
     module = MODULES[name]
     codes, scales = random_linear(sum(widths), inputs, "cuda")
@@ -190,7 +191,6 @@ def test_base_and_adapter_are_the_formula(name, widths, inputs, rank):
 @pytest.mark.parametrize("variant", nvfp4_decode.VARIANTS, ids=str)
 @pytest.mark.parametrize(("splits", "rank"), [(1, 32), (2, 64), (5, 16), (8, 32)])
 def test_every_variant_and_split_adds_the_adapter_in_one_launch(variant, splits, rank):
-    from qerl_pl.kernels.lora import add_lora_reference
 
     widths, inputs, one = (512, 256), 2176, torch.ones(1, device="cuda")  # 136 k-blocks: not whole stages of 16
     codes, scales = random_linear(sum(widths), inputs, "cuda")

@@ -27,6 +27,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm.arguments import inductor_settings, policy_arguments
 from tests.hopper.nvfp4_linears import E2M1, random_linear
+from tests.reference.lora import add_lora_reference
 from tests.rollout.conftest import make_policy
 
 pytestmark = pytest.mark.vllm
@@ -89,7 +90,6 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
     """Replace this project's CUDA kernels by products with the dense weight, so that these tests run without a GPU.
     Returns a list to which each call adds the kernel's name and the number of tokens."""
     from qerl_pl.hopper import native_linear
-    from qerl_pl.kernels import lora
 
     found: list[tuple[str, int]] = []
 
@@ -117,7 +117,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
                 part += hidden @ matrix.T
         if adapter is not None:
             found.append(("with adapter", len(x)))
-            y = lora.add_lora_reference(y, x, *adapter)
+            y = add_lora_reference(y, x, *adapter)
         if gated:
             found.append(("gated", len(x)))
             y = silu_and_mul(y)
@@ -130,7 +130,7 @@ def calls(monkeypatch) -> list[tuple[str, int]]:
 
     def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor) -> None:
         found.append(("adapter", len(x)))
-        y.copy_(lora.add_lora_reference(y, x, a, b, indices))
+        y.copy_(add_lora_reference(y, x, a, b, indices))
 
     monkeypatch.setattr(native_linear, "_apply_with_adapter", lambda *_: found.append(("vllm", 0)))
     monkeypatch.setattr(native_linear, "add_lora", add_lora)
@@ -259,7 +259,6 @@ def with_adapter(layer: Linear, rank: int, slices: tuple[int, ...] = (384, 128),
 
 def sums(wrapped: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the output of base and adapter in fp64."""
-    from qerl_pl.kernels.lora import add_lora_reference
 
     a, b = ([matrix[0, 0] for matrix in stacked] for stacked in (wrapped.lora_a_stacked, wrapped.lora_b_stacked))
     return add_lora_reference(product(x.float(), bias), x, a, b, wrapped.punica_wrapper._token_lora_indices)

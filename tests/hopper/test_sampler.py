@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.hopper import patches
+from tests.reference.token_scores import token_scores_reference
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +35,6 @@ def sampler(monkeypatch) -> ModuleType:
 
 
 def test_a_sampled_token_has_its_log_probability(sampler):
-    from qerl_pl.hopper.token_scores import token_scores_reference
 
     logits, tokens = draw()
     found = sampler.sampled_scores(logits, 0, tokens, [0, 1, 2, 3], expanded_idx_mapping=None)

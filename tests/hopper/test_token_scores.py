@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
+from tests.reference.token_scores import token_scores_reference
 
 KERNELS = "qerl_pl.hopper.token_scores"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +31,7 @@ def draw(rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 def check(kernels: ModuleType, logits: Tensor, tokens: Tensor) -> None:
     logprobs, ranks = kernels.token_scores(logits, tokens)
-    exact, exact_ranks = kernels.token_scores_reference(logits, tokens)
+    exact, exact_ranks = token_scores_reference(logits, tokens)
     torch.testing.assert_close(logprobs.double(), exact, rtol=2e-6, atol=2e-5)
     assert torch.equal(ranks, exact_ranks)
 

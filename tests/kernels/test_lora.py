@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference.lora import add_lora_reference
+
 KERNELS = "qerl_pl.kernels.lora"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # bf16 is left out on a CPU because Triton's interpreter multiplies its bits as if they were integers, and fp32 on a GPU
@@ -39,11 +41,11 @@ class Problem:
         """Check a kernel's result ``y``: the error of every element is within a bound that follows from its roundings,
         and rows of tokens without the adapter are unchanged."""
         assert torch.equal(y[~self.with_adapter], self.y[~self.with_adapter])
-        exact = kernels.add_lora_reference(self.y, self.x, self.a, self.b, self.indices)
+        exact = add_lora_reference(self.y, self.x, self.a, self.b, self.indices)
         # The errors of sums in fp32 are proportional to the sums of the terms' absolute values, so the same product is
         # computed with the absolute values of all operands.
         sizes = [[matrix.abs() for matrix in matrices] for matrices in (self.a, self.b)]
-        size = kernels.add_lora_reference(self.y.abs(), self.x.abs(), *sizes, self.indices)
+        size = add_lora_reference(self.y.abs(), self.x.abs(), sizes[0], sizes[1], self.indices)
         hidden = [(self.x.double() @ first.double().t()).abs() for first in self.a]
         rounded = torch.cat(
             [part @ second.double().abs().t() for part, second in zip(hidden, self.b, strict=True)], dim=1

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.policy.lora_product import Adapted, lora_product, lora_product_reference, lora_products
+from qerl_pl.policy.lora_product import Adapted, lora_product, lora_products
+from tests.reference.lora_product import lora_product_reference
 
 N, K, R = 24, 40, 3
 

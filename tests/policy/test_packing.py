@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from qerl_pl.policy.attention import describe_attention, packed_attention, packed_attention_reference
+from qerl_pl.policy.attention import describe_attention, packed_attention
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.packing import pack
 from qerl_pl.policy.policy import Policy, make_policy
+from tests.reference.attention import packed_attention_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
 

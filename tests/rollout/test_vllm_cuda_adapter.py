@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import lora as reference
 from tests.reference.lora_experts import add_lora_reference
 
 pytestmark = pytest.mark.vllm
@@ -55,7 +56,7 @@ def operands(num_tokens: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple
 
 def expected(cuda, y: Tensor, x: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...], ids: tuple[int, ...]) -> Tensor:
     indices = torch.tensor(ids, device=DEVICE) - 1
-    return cuda.lora.add_lora_reference(y, x, [m[0, 0] for m in a], [m[0, 0] for m in b], indices.clamp(max=0))
+    return reference.add_lora_reference(y, x, [m[0, 0] for m in a], [m[0, 0] for m in b], indices.clamp(max=0))
 
 
 BATCHES = [(7, 7, 7), (0, 0, 0), (7, 0, 0, 7, 0), (0,), (7,)]
