@@ -1,6 +1,7 @@
 """The parser of the training commands: it accepts an objective's name in place of its settings (``objective: dapo``),
 prints short errors and a readable ``--help``, and writes configurations in which no value is left out."""
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +16,7 @@ from qerl_pl.cli.help_text import TITLES, HelpFormatter
 from qerl_pl.objective.objective import completed
 
 OBJECTIVE = "--model.objective"
+NEGATIVE = re.compile(r"-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf(?:inity)?)$", re.IGNORECASE)
 
 
 class Parser(LightningArgumentParser):
@@ -22,6 +24,7 @@ class Parser(LightningArgumentParser):
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **named})
+        self._negative_number_matcher = NEGATIVE  # argparse's takes -1e-3 and -inf for options
 
     def format_help(self, *args: Any, **named: Any) -> str:
         """Format ``--help`` with descriptive titles of its sections, and the trainer's section last."""
@@ -54,28 +57,17 @@ class Parser(LightningArgumentParser):
 
 
 def spelt_out(arguments: Sequence[str]) -> list[str]:
-    """Rewrite ``--model.objective WORD`` to ``--model.objective.preset WORD``, and ``--x -1e-3`` to ``--x=-1e-3``,
-    because argparse would take the negative number for an option."""
+    """Rewrite ``--model.objective WORD`` to ``--model.objective.preset WORD``."""
     spelt: list[str] = []
     for argument in arguments:
         option, equals, word = argument.partition("=")
-        last = spelt[-1] if spelt else ""
-        if last == OBJECTIVE and argument.isidentifier():
+        if spelt[-1:] == [OBJECTIVE] and argument.isidentifier():
             spelt[-1:] = [f"{OBJECTIVE}.preset", argument]
         elif option == OBJECTIVE and equals and word.isidentifier():
             spelt.append(f"{OBJECTIVE}.preset={word}")
-        elif last.startswith("--") and "=" not in last and _is_below_zero(argument):
-            spelt[-1] = f"{last}={argument}"
         else:
             spelt.append(argument)
     return spelt
-
-
-def _is_below_zero(text: str) -> bool:
-    try:
-        return text.startswith("-") and float(text) <= 0
-    except ValueError:
-        return False
 
 
 @cache
