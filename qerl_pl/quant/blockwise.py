@@ -19,13 +19,10 @@ PRIOR_ROWS = 256
 
 
 class BlockStream:
-    """Hidden states of calibration sequences ``tokens``, [S, L] int64, at the input of the next decoder block, kept in
-    host memory.
-
-    ``skeleton`` is the whole model on the meta device. To run a block on ``device``, its weights are filled in and all
-    other blocks of ``skeleton`` are replaced by the identity, so masks, rotary embeddings and attention are those of
-    transformers' forward. ``skeleton`` is modified.
-    """
+    """Hidden states of calibration sequences ``tokens``, [S, L] int64, at the input of the next decoder block, in host
+    memory. ``skeleton`` is the whole model on the meta device, and is modified: to run a block on ``device``, its
+    weights are filled in and all other blocks become the identity, so masks, rotary embeddings and attention are
+    transformers' own."""
 
     def __init__(
         self, skeleton: PreTrainedModel, checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str
@@ -46,10 +43,9 @@ class BlockStream:
     def second_moments(
         self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str], *, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """Run the block ``name`` with the weights ``tensors``, and return, for each of its ``linears``, the mean of x
-        x^T over the linear's inputs x: [K, K] on the device, computed in ``dtype``, fp32 or fp64. Tensors and linears
-        are given by their full names. The means of an expert's linears also include tokens of other experts, see
-        ``_shrink``."""
+        """Run the block ``name`` with the weights ``tensors`` (by full name), and return, for each of its ``linears``,
+        the mean of x x^T over the linear's inputs x: [K, K] on the device in ``dtype``, fp32 or fp64. The means of an
+        expert's linears include tokens of other experts, see ``_shrink``."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
         counts: Counter[str] = Counter()

@@ -33,13 +33,10 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision part, to
     ``output``; return the reasons for the conversion (``conversion_reasons``).
 
-    Dequantised weights of the copy equal, bit for bit, the ones that compressed-tensors computes from the original. For
-    a checkpoint by ModelOpt, the reciprocal of each tensor scale is stored in fp32, which changes weights by a relative
-    error of at most 2^-23 before they are rounded.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or linears that engines fuse have tensor scales that cannot be made equal
-            without loss.
+    Dequantised weights equal, bit for bit, those that compressed-tensors computes from the original. Of a checkpoint by
+    ModelOpt, the reciprocals of tensor scales are stored in fp32, which changes weights by a relative error of at most
+    2^-23 before they are rounded. ValueError: the checkpoint is damaged, or tensor scales of fused linears cannot be
+    made equal without loss.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
@@ -116,12 +113,9 @@ def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedW
 
 
 def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
-    """Give NVFP4 weights, whose tensor scales are fp64, one tensor scale, such that all dequantised weights stay the
-    same; return None if that is not possible.
-
-    Block scales are multiplied by the ratio of the old and new tensor scale. E4M3 has to represent all products
-    exactly, as it mostly does if the ratios are powers of two.
-    """
+    """Give NVFP4 weights one tensor scale by multiplying block scales by the ratio of old and new tensor scale, such
+    that all dequantised weights stay the same; None if E4M3 cannot represent a product exactly, which it mostly can if
+    the ratios are powers of two."""
     scales = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
     if len(scales) == 1:
         return list(weights)

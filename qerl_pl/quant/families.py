@@ -53,12 +53,9 @@ ROPE_NUMBERS = (
 
 
 def check_family(path: str | Path) -> Mapping:
-    """Check, from its config.json alone, that the model in a checkpoint folder can be trained; if not, raise ValueError
-    with a message of one line.
-
-    Returns:
-        The content of config.json; for a checkpoint with a vision part, the configuration of its text model.
-    """
+    """Check, from its config.json alone, that the model in a checkpoint folder can be trained; if not, raise
+    ValueError with a message of one line. Returns the configuration; of a checkpoint with a vision part, that of its
+    text model."""
     file = Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path} has no {CONFIG}; expected a Hugging Face checkpoint folder")
@@ -96,10 +93,10 @@ def check_positions(positions: int | None, short: int | None, *, longest: int) -
     """Check that a model has enough positions for the ``longest`` prompt and completion together, and that trainer and
     vLLM give every sequence the same positions.
 
-    A model with LongRoPE has short and long factors of the rotary embedding. transformers chooses between them by the
-    longest row of a forward pass, so that one long row would change all rows that are packed with it. vLLM chooses once
-    by ``max_model_len``, which is ``longest``. Both use the short factors if no sequence is longer than ``short``, the
-    result of ``longest_with_short_factors``, so a larger ``longest`` is refused (ValueError).
+    With LongRoPE, transformers chooses between short and long factors by the longest row of a forward pass, so that one
+    long row would change all rows that are packed with it, and vLLM chooses once by ``max_model_len``. Both use the
+    short factors if no sequence is longer than ``short`` (``longest_with_short_factors``), so a larger ``longest`` is
+    refused (ValueError).
     """
     if positions is not None and longest > positions:
         raise ValueError(
@@ -116,9 +113,8 @@ def check_positions(positions: int | None, short: int | None, *, longest: int) -
 
 
 def longest_with_short_factors(config: Mapping) -> int | None:
-    """Return the length in tokens of the longest sequence for which LongRoPE uses its short factors. None if the model
-    does not have LongRoPE, or if config.json does not give this length, in which case transformers never uses the long
-    factors."""
+    """Return the longest sequence, in tokens, for which LongRoPE uses its short factors; None without LongRoPE, or if
+    config.json does not give this length, in which case transformers never uses the long factors."""
     ropes = [config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), Mapping)]
     ropes += [part for rope in ropes for part in rope.values() if isinstance(part, Mapping)]  # one per kind of layer
     scaled = [rope for rope in ropes if (rope.get("rope_type") or rope.get("type")) in LONGROPE]

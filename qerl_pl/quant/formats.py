@@ -37,9 +37,8 @@ def no_tensor_scale(amax: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """Description of a 4-bit format: its values, its block size, and the functions that round to it. These functions
-    take and return bits of block scales as integers of ``scale_dtype``, and weights and effective scales of blocks in
-    fp32."""
+    """A 4-bit format: its values, its block size, and the functions that round to it, which take and return bits of
+    block scales as integers of ``scale_dtype``, and weights and effective scales of blocks in fp32."""
 
     name: str
     block: int
@@ -71,14 +70,9 @@ class Format:
 
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
-    """Round a matrix [N, K] to the nearest values of a format, with scales that represent each block's largest
-    magnitude (min-max).
-
-    Args:
-        weight: [N, K] floating, finite, K a multiple of the format's block.
-        global_scale: tensor scale to use, [], or [N] with one per row; None: it is computed from this weight alone.
-        name: name of the tensor in error messages.
-    """
+    """Round a matrix [N, K] (floating, finite, K a multiple of the format's block) to the nearest values of a format,
+    with scales that represent each block's largest magnitude (min-max). ``global_scale`` is the tensor scale, [], or
+    [N] with one per row; None: it is computed from this weight alone. Error messages name the tensor ``name``."""
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
         raise ValueError(f"{name} has shape {list(weight.shape)}; expected [N, K] with K a multiple of {fmt.block}")
     block_amax = weight.unflatten(1, (-1, fmt.block)).abs().amax(-1).float()
@@ -123,8 +117,7 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def of_rows(global_scale: Tensor, rows: slice) -> Tensor:
-    """Return the tensor scales of some rows of a matrix: those rows of ``global_scale`` if it has one scale per row,
-    [N], or ``global_scale`` itself if it is one for all rows, []."""
+    """Return the tensor scales of some rows of a matrix; ``global_scale`` has one per row, [N], or one for all, []."""
     return global_scale[rows] if global_scale.ndim else global_scale
 
 

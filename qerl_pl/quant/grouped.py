@@ -62,11 +62,9 @@ def grouped_experts(
     x: Tensor, weights: Tensor, routes: Routes, parts: tuple[Dense, Dense, Dense], factors: Factors | None = None
 ) -> Tensor:
     """Compute the sum over each token's experts of their outputs times ``weights`` [T, k] fp32, for x [T, H]: [T, H] in
-    the dtype of x; differentiable with respect to x, weights and factors.
-
-    ``parts`` are the weights of gate, up and down. Backward dequantises them again, and gets the outputs of gate and
-    up, and with ``factors`` also x and the rounded factors, from forward.
-    """
+    the dtype of x; differentiable with respect to x, weights and factors. ``parts`` are the weights of gate, up and
+    down, which backward dequantises again; it gets the outputs of gate and up, and with ``factors`` also x and the
+    rounded factors, from forward."""
     tensors = routes if factors is None else (*routes, *factors)
     return _GroupedExperts.apply(x, weights, parts, *tensors)
 

@@ -12,13 +12,11 @@ from qerl_pl.quant.nvfp4 import NVFP4
 class FrozenLinear(nn.Module):
     """Linear layer y = x W^T + b with a frozen 4-bit weight W [N, K] and a frozen bias b [N].
 
-    The layer has no parameters, only buffers. Codes and scales of the weight are integers, which ``module.to(dtype)``
-    does not convert; the bias, of ``dtype``, is converted. The product is computed in the dtype of x. For backward,
-    autograd keeps only the packed weight, and neither x nor a dense copy of the weight.
-
-    The buffers of a new layer are zero, or without data on the meta device; assign ``packed`` and ``bias`` to fill
-    them. An NVFP4 weight may also be in tile order (``hopper/tile_order.py``), the order that this project's kernels
-    for vLLM read, so that trainer and engine share one copy.
+    The layer has no parameters, only buffers. Codes and scales are integers, which ``module.to(dtype)`` does not
+    convert; the bias, of ``dtype``, is converted. The product is computed in the dtype of x. For backward, autograd
+    keeps only the packed weight. The buffers of a new layer are zero; assign ``packed`` and ``bias`` to fill them. An
+    NVFP4 weight may also be in tile order (``hopper/tile_order.py``), in which this project's kernels for vLLM read it,
+    so that trainer and engine share one copy.
     """
 
     codes: Tensor

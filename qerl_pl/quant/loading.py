@@ -34,16 +34,9 @@ OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers co
 
 
 def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    """Load the frozen base of a policy, in evaluation mode and without trainable parameters.
-
-    Args:
-        path: folder with config.json and safetensors files, sharded or not.
-        dtype: dtype of everything except packed weights and ``Family.fp32``.
-        device: device to which every tensor is moved when it is read.
-
-    Raises:
-        ValueError: the quantisation is not supported, or tensors do not fit the model that config.json describes.
-    """
+    """Load the frozen base of a policy from a folder, in evaluation mode and without trainable parameters. ``dtype`` is
+    that of everything except packed weights and ``Family.fp32``; every tensor is moved to ``device`` when it is read.
+    ValueError: the quantisation is not supported, or tensors do not fit the model that config.json describes."""
     checkpoint = Checkpoint(path)
     layout = read_layout(checkpoint.path)
     model = meta_model(checkpoint.path, dtype)
@@ -153,8 +146,7 @@ def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
     """Check, without reading data, that a checkpoint has a floating-point tensor of the right shape for every parameter
-    of ``model``, which was made from the checkpoint's config.json, except the weights of the linears ``packed``: those
-    are stored as codes and scales."""
+    of ``model``, except the weights of the linears ``packed``, which are stored as codes and scales."""
     tied = tied_weights(model)
     stored_packed = {f"{name}.weight" for name in packed}
     stored = {*checkpoint.names(), *stored_packed}

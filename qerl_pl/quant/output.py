@@ -25,13 +25,10 @@ _CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGN
 
 
 class OutputFolder:
-    """Checkpoint folder that is being written as ``OUTPUT.partial`` and renamed to ``OUTPUT`` at the end; ``OUTPUT``
-    must be empty or not exist.
-
-    A manifest lists the finished files, so a later run with equal settings continues after them; a run with other
-    settings is refused. ``settings``, of JSON's types, are all values that the contents of the files depend on; they
-    are also written into the report.
-    """
+    """Checkpoint folder that is written as ``OUTPUT.partial`` and renamed to ``OUTPUT`` at the end; ``OUTPUT`` must be
+    empty or not exist. ``settings``, of JSON's types, are all values that the files depend on; they are also in the
+    report. A manifest lists the finished files, so a later run with equal settings continues after them; one with other
+    settings is refused."""
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
         self.output, self.settings = output, dict(settings)

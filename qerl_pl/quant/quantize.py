@@ -123,18 +123,11 @@ def pack_file(
     device: torch.device | str,
     rank: int | None,
 ) -> tuple[dict[str, Tensor], list[dict], dict[str, Tensor]]:
-    """Compute the tensors of one file of the packed checkpoint from those of the dense one.
-
-    Args:
-        groups: linears to pack, of all files, in groups that share a tensor scale.
-        stream: calibration data at the input of the file's decoder block; None without calibration data.
-        rank: rank of the adapter that approximates the quantisation errors, which requires ``stream``; None: no
-            adapter.
-
-    Returns:
-        The tensors, on the CPU; reports of the packed linears; and the adapter's tensors, on the CPU. A linear that
-        stays dense gets an adapter whose product is 0.
-    """
+    """Compute the tensors of one file of the packed checkpoint from those of the dense one: the tensors, reports of the
+    packed linears, and the adapter's tensors, all on the CPU. ``groups`` are the linears to pack, of all files, by
+    common tensor scale; ``stream`` has calibration data at the input of the file's decoder block, if there are any;
+    ``rank``, which needs ``stream``, is that of the adapter that approximates the quantisation errors. A linear that
+    stays dense gets an adapter whose product is 0."""
     fmt, moments, adapter = writer.fmt, {}, {}
     in_file = file.groups(groups)
     exact = torch.float32 if rank is None else torch.float64
@@ -171,9 +164,8 @@ def pack_file(
 def batches(
     groups: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], *, together: bool
 ) -> Iterator[list[Sequence[str]]]:
-    """Yield lists of groups of linears, each to be packed in one call; the weights are in ``tensors``. With
-    ``together``, groups of experts with equally many columns share a list until it has ``TOGETHER`` weights; every
-    other group has its own list."""
+    """Yield lists of groups of linears, each to be packed in one call. With ``together``, groups of experts with
+    equally many columns share a list until it has ``TOGETHER`` weights; every other group has its own list."""
     waiting: dict[int, list[Sequence[str]]] = {}
     for group in groups:
         if not (together and OF_EXPERT.fullmatch(group[0])):

@@ -24,12 +24,11 @@ def residual_factors(
     """Compute the factors A [rank, K] and B [N, rank], fp32, for which the mean of |(E - B A) x|^2 over inputs x is
     smallest, where E [N, K] is the residual W - Q(W).
 
-    With M [K, K] the mean of x x^T, or a positive multiple of it, the minimum over all products of this rank is Q Q^T
-    E, where the columns of Q are the eigenvectors of E M E^T with the largest eigenvalues. This is the solution of QERA
-    (Theorem 1), written without the inverse of a square root of M, so M may be singular. Since Q Q^T is an orthogonal
-    projection, the error |(E - B A) x| is at most |E x| for every input x, whatever M is. Row i of A and column i of B
-    have equal norms. Components beyond the rank of E (all, if E is 0) are those of ``fresh_factors``, drawn by the
-    generator.
+    With M [K, K] the mean of x x^T, or a positive multiple of it, the minimum is Q Q^T E, where the columns of Q are
+    the eigenvectors of E M E^T with the largest eigenvalues. This is QERA's solution (Theorem 1) without the inverse of
+    a square root of M, so M may be singular. Since Q Q^T is an orthogonal projection, |(E - B A) x| is at most |E x|
+    for every x, whatever M is. Row i of A and column i of B have equal norms. Components beyond the rank of E are those
+    of ``fresh_factors``.
 
     Arithmetic is fp64. M should be summed in fp64 too: a channel of a pretrained model can have a mean square a million
     times that of others, and rounding errors of its fp32 sums would exceed what the others contribute.

@@ -31,9 +31,8 @@ def pack_group(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
-    """Pack groups of weights with equally many columns, such as those of all experts, by the method rtn (round to
-    nearest). The results equal those of ``pack_group`` for each group bit for bit, but all groups together take far
-    fewer kernel launches on a GPU."""
+    """Pack groups of weights with equally many columns, such as those of all experts, by the method rtn. The results
+    equal those of ``pack_group`` for each group bit for bit, with far fewer kernel launches on a GPU."""
     weights = {name: weight for group in groups for name, weight in group.items()}
     scales = [group_scale(list(group.values()), fmt) for group in groups]
     scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}
@@ -58,12 +57,10 @@ def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> floa
 
 
 def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor) -> Tensor:
-    """Choose, for every block of a weight [N, K], the one of ``fmt.nearby_scales`` with the smallest
-    sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k; return bits [N, K/block].
-
-    The importance, [K] fp32 and not negative, is e.g. the mean square of each input. The initial scales, bits
-    [N, K/block], are kept if no candidate is better.
-    """
+    """Choose, for every block of a weight [N, K], the one of ``fmt.nearby_scales`` with the smallest sum_k
+    importance_k (w_k - rounded w_k)^2 over the block's columns k; return bits [N, K/block]. The importance, [K] fp32
+    and not negative, is e.g. the mean square of each input. The initial scales, bits [N, K/block], are kept if none
+    is better."""
     best = block_scale.clone()
     values = torch.tensor(fmt.values, device=weight.device)
     for rows in row_chunks(weight):
@@ -80,11 +77,11 @@ def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale
 
 def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, second_moment: Tensor) -> Tensor:
     """Find packed codes [N, K/2] that approximately minimise the output error |X W^T - X W'^T|^2 under given scales,
-    where X is the layer's inputs, with the second moment X^T X or a positive multiple of it, and W' the rounded weight.
+    where W' is the rounded weight and X^T X, or a positive multiple of it, the second moment of the inputs X.
 
     GPTQ rounds column by column and compensates each rounding error in the columns that are left. The scales are fixed
-    beforehand, so columns may be rounded in any order although neighbours share a scale. The columns whose inputs have
-    the largest mean squares are rounded first, while most columns are left to compensate.
+    beforehand, so columns may be rounded in any order although neighbours share a scale: those with the largest mean
+    squares first, while most columns are left to compensate.
     """
     order = second_moment.diagonal().argsort(descending=True)
     weight = weight[:, order].float()  # a copy

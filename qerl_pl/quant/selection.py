@@ -86,16 +86,10 @@ def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def split_linears(
     model: PreTrainedModel, ignore: Sequence[str], *, block: int
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Divide the linears of a model, which may be on the meta device, into those to pack and those to leave dense.
-
-    Args:
-        ignore: names of linears to leave dense, or "re:" and a regular expression that matches the start of names.
-        block: number of columns that share a block scale.
-
-    Returns:
-        Shapes [N, K] of the linears to pack by name, and the names of the linears that stay dense because of ``ignore``
-        or ``Family.dense``, both in the model's order.
-    """
+    """Divide the linears of a model, which may be on the meta device, into those to pack and those that stay dense
+    because of ``Family.dense`` or ``ignore`` (names, or "re:" and a regular expression that matches the start of
+    names). ``block`` is the number of columns that share a block scale. Returns the shapes [N, K] of the linears to
+    pack by name, and the names of the others, both in the model's order."""
     linears = linears_of(model)
     for entry in ignore:
         try:
@@ -127,8 +121,8 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]:
     """Return the names of the linears that engines fuse with ``linear`` into one matrix with a single tensor scale,
-    ``linear`` included. Names that are not in ``present``, if it is given, are left out, because blocks of some
-    families lack a linear of a group."""
+    ``linear`` included, without those that are not in ``present``, because blocks of some families lack a linear of a
+    group."""
     parent, dot, leaf = linear.rpartition(".")
     group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
     return [member for member in group if present is None or member in present]

@@ -44,12 +44,9 @@ class Unreadable(ValueError):
 
 
 def equal_expressions(gold: str, answer: str) -> bool:
-    """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. Raises
-    ``Unreadable`` if ``gold`` cannot be parsed.
-
-    math-verify compares with an absolute tolerance, so it takes all tiny numbers for equal. Two numbers that
-    math-verify finds equal are therefore computed to more digits, and count as different if these digits differ.
-    """
+    """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. ``Unreadable``:
+    ``gold`` cannot be parsed. math-verify has an absolute tolerance, so it takes all tiny numbers for equal; numbers
+    that it finds equal are therefore computed to more digits, and count as different if these digits differ."""
     known, given = _parse(gold), _parse(answer)
     if known is None:
         raise Unreadable(f"the known answer {gold!r} cannot be read, so {answer!r} cannot be compared with it")

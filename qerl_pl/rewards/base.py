@@ -45,12 +45,9 @@ class Limited(Protocol):
 
 
 class Reward(Protocol):
-    """Scores completions. A reward is an object of a class, whose constructor takes the reward's settings, or a plain
-    function.
-
-    The arguments are passed by name, so the order of the parameters does not matter, and annotations are not needed. A
-    reward with other parameters than these two is called as TRL calls reward functions (``rewards/calling.py``).
-    """
+    """Scores completions: an object of a class, whose constructor takes the reward's settings, or a plain function. The
+    arguments are passed by name, so the order of the parameters does not matter, and annotations are not needed. A
+    reward with other parameters than these two is called as TRL calls reward functions (``rewards/calling.py``)."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
         """Return one score per row, or None for a row that cannot be scored: it is left out of the loss, while a row
@@ -215,12 +212,9 @@ def score_rewards(
 
 
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
-    """Check, before anything is sampled, that the rewards can read the answers of some prompts of the data set.
-
-    Each reward with a ``judge`` method is called with the known answers as completions. Other rewards are not called;
-    for them it is checked that the data has the columns that their parameters name. ValueError if a reward can read
-    none of the answers, or takes a column that the data does not have.
-    """
+    """Check, before anything is sampled, that the rewards can read the answers of some prompts of the data set: each
+    reward with a ``judge`` method is called with the known answers as completions, and for others the data must have
+    the columns that their parameters name. ValueError if a reward can read no answer, or the data lacks a column."""
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
     ]

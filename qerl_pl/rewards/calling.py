@@ -82,13 +82,10 @@ def call(
     messages: bool | None = None,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> Called:
-    """Call a reward that has no ``judge`` method on a batch; ValueError if a parameter names no column and has no
-    default. If the reward is a coroutine function, which TRL also accepts, the coroutine is run to its end.
-
-    A reward that is called as TRL calls rewards gets lists of messages if ``messages`` is True, texts if it is False,
-    and what TRL would pass if it is None: lists of messages if the questions in the data set are such lists. It gets
-    ``progress`` as ``trainer_state``.
-    """
+    """Call a reward that has no ``judge`` method on a batch; a coroutine, which TRL also accepts, is run to its end. A
+    reward that is called as TRL calls rewards gets lists of messages if ``messages`` is True, texts if it is False, and
+    with None what TRL would pass: lists of messages if the questions in the data set are such lists. It gets
+    ``progress`` as ``trainer_state``. ValueError if a parameter names no column and has no default."""
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}
         return Called(_finished(_called(name, reward, _columns(prompts) | objects)), [""] * len(prompts), {})

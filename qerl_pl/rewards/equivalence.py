@@ -55,11 +55,8 @@ class _Group(NamedTuple):
 
 
 def judge(gold: str, answer: str) -> Verdict:
-    """Compare the answer of a completion (only the marked answer and not the whole text) with the known answer.
-
-    Returns:
-        Score 1 if they are equal, 0 if not, None if the known answer is empty or cannot be read.
-    """
+    """Compare the marked answer of a completion with the known answer: score 1 if they are equal, 0 if not, None if the
+    known answer is empty or cannot be read."""
     known, given = normalize(gold, answer), normalize(answer, gold)
     if not known:
         return Verdict(None, f"the known answer {gold!r} is empty", "known_answer")
@@ -122,9 +119,8 @@ def _marks(text: str) -> list[str]:
 
 
 def judge_known(gold: str) -> Verdict:
-    """Judge whether the known answer alone can be read, with no completion to compare. If it can, the verdict's score
-    is 0, the score of a completion whose comparison with this answer crashed or took too long. If it cannot, the score
-    is None (unscored)."""
+    """Judge whether the known answer alone can be read: the score is then 0, which a completion gets whose comparison
+    with this answer crashed or took too long; else None (unscored)."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [_value_of(item.split("\\approx")[-1]) for item in items]
     if items and all(exact_number(value) or _is_text(value) or is_readable(value) for value in values):
@@ -357,12 +353,10 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
 
 
 def _same_approximation(gold: str, answer: str) -> bool:
-    """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
-
-    Returns False if sides of the completion's answer do not agree up to rounding, because such a completion gives two
-    different answers. Otherwise returns whether one of its sides equals a side of the known answer. If the first side
-    of the known answer has decimals, that side does not count, because it is the term that the problem asks to compute.
-    """
+    """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``: False if sides of the
+    completion's answer do not agree up to rounding, because it then gives two different answers; else whether one of
+    its sides equals a side of the known answer. If the first side of the known answer has decimals, that side does not
+    count, because it is the term that the problem asks to compute."""
     known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (
         parts[1:] if len(parts) > 1 and not _HAS_VALUE.search(parts[0]) else parts for parts in (known, given)

@@ -78,11 +78,8 @@ class Number(NamedTuple):
     percent: bool
 
     def equals(self, other: Number, *, sign_may_miss: bool = False) -> bool:
-        """Tell whether two numbers are equal, or one is the other one rounded or truncated (by the rule of
-        ``is_decimal_of``).
-
-        A percentage such as ``50%`` equals 0.5; it equals the plain number 50 only if ``sign_may_miss`` is True.
-        """
+        """Tell whether two numbers are equal, or one is the other rounded or truncated (``is_decimal_of``). A
+        percentage such as ``50%`` equals 0.5; it equals the plain number 50 only if ``sign_may_miss`` is True."""
         if self.percent != other.percent:
             return self._share() == other._share() or (sign_may_miss and self.value == other.value)
         return (
@@ -100,10 +97,8 @@ class Number(NamedTuple):
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
     """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit; False if ``value`` has
-    finite decimals, because such a value must be given exactly.
-
-    ``decimal`` must have at least ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
-    """
+    finite decimals, because it must then be given exactly, or if ``decimal`` has fewer than ``SIGNIFICANT`` significant
+    digits: 0.333333 stands for 1/3, but 0.33 does not."""
     places = decimal_places(decimal)
     if not places or decimal_places(value) is not None:
         return False

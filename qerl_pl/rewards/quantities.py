@@ -77,9 +77,9 @@ def quantity(text: str) -> Quantity | None:
 
 def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     """Convert two answers to the unit of the known answer, and return their values without it; None if the units
-    measure different things. If only the completion's answer lacks a unit, it is taken to be in the known answer's
-    unit. If only the known answer lacks one, and is a number, the completion's unit is dropped. Answers with units that
-    are not in the table of units are returned as they are."""
+    measure different things. An answer without a unit is taken to be in the known answer's; if only the known answer, a
+    number, lacks one, the completion's is dropped. Answers with units that are not in the table are returned as they
+    are."""
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     if isinstance(known, str) and isinstance(given, Quantity):
         if given.unit == _DEGREE and "\\pi" in known:

@@ -131,9 +131,6 @@ _OTHERWISE = ("unused", "role")  # kinds whose closing mark means something else
 
 def assistant_turn(prompt: Prompt, completion: Completion) -> str:
     """Return the completion's text, preceded by the mark that opens thoughts if the chat template wrote one at the end
-    of the prompt. Tokens that mark thoughts are replaced by ``<think>`` and ``</think>``.
-
-    Templates of reasoning models (DeepSeek-R1, QwQ, Qwen3.5) open the thoughts themselves, so that such a completion
-    holds ``</think>`` alone.
-    """
+    of the prompt, as those of DeepSeek-R1, QwQ and Qwen3.5 do. Tokens that mark thoughts are replaced by ``<think>``
+    and ``</think>``."""
     return in_one_form(opening_at_the_end(prompt.text) + completion.text)

@@ -56,12 +56,12 @@ class Verifier:
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
         """Compare each row's known answer with the completion's answer; ``progress`` is called with the number of rows
-        finished since its last call.
+        finished since its last call. Of equal rows, one is judged, because completions of a group often have the same
+        answer.
 
         A row whose worker dies is tried once more. A row that exceeds the time or memory limit, or ends its worker
-        twice, scores 0 if the known answer alone can be parsed: if it were unscored, a policy could avoid negative
-        advantages by writing such answers. If the known answer cannot be parsed, the row is unscored. Of equal rows,
-        one is judged, because the completions of a group often have the same answer.
+        twice, scores 0 if the known answer alone can be parsed (if it were unscored, a policy could avoid negative
+        advantages by writing such answers), and is unscored otherwise.
         """
         with self._lock:
             if os.getpid() != self._owner:
