@@ -50,11 +50,9 @@ def _with_labels(value: Any, feature: Any) -> Any:
 
 
 def table_rows(table: pyarrow.Table) -> Iterator[dict[str, object]]:
-    """Return the rows of a table as Python objects.
-
-    A 16- or 32-bit float, also in a list, becomes the Python float with the shortest digits that identify it in its own
-    precision: 0.1 and not 0.10000000149011612. A column with times that Python cannot represent becomes text.
-    """
+    """Return the rows of a table as Python objects. A 16- or 32-bit float, also in a list, becomes the Python float
+    with the shortest digits that identify it in its own precision: 0.1 and not 0.10000000149011612. A column with times
+    that Python cannot represent becomes text."""
     for row in zip(*map(_values, table.columns), strict=True):
         yield dict(zip(table.column_names, row, strict=True))
 

@@ -94,10 +94,7 @@ def _write(path: str, overlaps: Sequence[Overlap]) -> None:
 
 def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
     """List all sequences of ``num_words`` consecutive words (n-grams) of a text, ignoring case, punctuation and white
-    space.
-
-    A shorter text gives one n-gram of all its words; a text without words gives none.
-    """
+    space. A shorter text gives one n-gram of all its words; a text without words gives none."""
     words = re.findall(r"[^\W_]+", text.lower())
     last = max(0, len(words) - num_words)
     return [tuple(words[start : start + num_words]) for start in range(last + 1)] if words else []
@@ -112,13 +109,10 @@ def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> t
 
 
 def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
-    """Split training problems into a list that stays in training and a list of ``num`` that are held out, both in the
-    given order.
-
-    The ``num`` distinct questions with the smallest hashes are held out, so the choice does not depend on the order.
-    Problems that share ``SHARED_WORDS`` consecutive words with a held-out problem are in neither list. ValueError if no
-    training problem would be left.
-    """
+    """Split training problems into a list that stays in training and a list of ``num`` that are held out, those with
+    the smallest hashes of their questions, so the choice does not depend on the order. Problems that share
+    ``SHARED_WORDS`` consecutive words with a held-out one are in neither. ValueError if no training problem would be
+    left."""
     if num == 0:
         return list(problems), []
     questions = {" ".join(problem.question.split()) for problem in problems}

@@ -37,17 +37,13 @@ def drawn_order(num: int, seed: int) -> list[int]:
 
 @dataclass(eq=False)
 class TrainLoader:
-    """Yields batches for ever, one epoch per iteration, in an order that depends only on seed and epoch.
+    """Yields batches for ever, one epoch per iteration, in an order that depends only on seed and epoch. Prompts that
+    do not fill a batch at the end of an epoch are skipped in that epoch.
 
-    Its state is its position (epoch and batch), which Lightning saves in checkpoints. After a resume, iteration
-    continues from that position to the end of the epoch. The position does not depend on the number of ranks, so a run
-    may be resumed on another number of ranks. Prompts that do not fill a batch at the end of an epoch are skipped in
-    that epoch.
-
-    ``prompts`` are all training prompts, and ``batch_size`` counts the prompts of all ranks together; this loader
-    serves the share of ``rank``. ``hint`` is the part of the error message that says why prompts may differ from those
-    of a checkpoint. ValueError if there are fewer prompts than a batch needs, or a batch cannot be divided equally
-    among the ranks.
+    Its state is its position (epoch and batch), which Lightning saves in checkpoints, and from which iteration
+    continues after a resume, also on another number of ranks. ``batch_size`` counts the prompts of all ranks; this
+    loader serves the share of ``rank``. ``hint`` is the part of the error message that says why prompts may differ from
+    those of a checkpoint. ValueError: fewer prompts than a batch, or a batch cannot be divided equally among the ranks.
     """
 
     prompts: Sequence[Prompt]

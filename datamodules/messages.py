@@ -30,14 +30,11 @@ _KEYS = ({"role", "content"}, {"from", "value"})
 
 
 def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
-    """Read a stored list of messages, ``[{"role": "user", "content": "..."}]``.
-
-    The role ``developer`` is read as ``system``, of which it is the newer name. A content may be a list of parts of
-    text, ``[{"type": "text", "text": "..."}]``, which are joined by line breaks. A system message whose content is null
-    or blank is left out; tables in which every row has the same number of messages have such messages. ValueError, with
-    ``where`` (file, line and column) in the message, if an entry is no message of text, or the last message is not the
-    user's.
-    """
+    """Read a stored list of messages, ``[{"role": "user", "content": "..."}]``. ``developer`` is the newer name of the
+    role ``system``. A content may be a list of parts of text, ``[{"type": "text", "text": "..."}]``, which are joined
+    by line breaks. A system message without content is left out, because in some tables every row has the same number
+    of messages. ValueError, with ``where`` in the message: an entry is no message of text, or the last is not the
+    user's."""
     if not value:
         raise ValueError(f"{where} is an empty list; expected text, or a list of messages with role and content")
     messages = []
@@ -154,14 +151,11 @@ def check_template(question_template: str) -> None:
 
 
 def find_special_tokens(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> dict[int, str]:
-    """Find problems with text that the tokenizer would read as special tokens, such as the end of the user's turn: such
-    a text could add turns of the assistant or the system to the prompt. Returns the first such token of each of these
-    problems, by the problem's index.
-
-    Only the text of problems is examined: the question template and other settings may have special tokens. Marks of
-    thoughts and answers, such as ``<think>``, count as ordinary text, because they begin no turns, and problems that
-    ask for such a format name them.
-    """
+    """Find problems with text that the tokenizer would read as special tokens, such as the end of the user's turn,
+    which could add turns of the assistant or the system to the prompt. Returns the first such token of each by the
+    problem's index. Marks of thoughts and answers, such as ``<think>``, count as ordinary text, because they begin no
+    turns, and problems that ask for such a format name them. The question template and other settings may have special
+    tokens."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):

@@ -199,12 +199,9 @@ class PromptDataModule(LightningDataModule):
         return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Return further training prompts for a rollout, without those in the batch of any rank; every rank gets the
-        same ones. Every rank must call this.
-
-        Their order depends only on the seed and the rollout index. Taking them does not change which prompts the
-        epoch's batches have.
-        """
+        """Return further training prompts for a rollout, without those in the batch of any rank; every rank must call
+        this and gets the same ones. Their order depends only on the seed and the rollout index, and taking them does
+        not change the epoch's batches."""
         served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
         taken = {(prompt.tokens, prompt.answer) for prompt in served}
         order = drawn_order(len(self._train), derive_seed(self.seed, "refill", rollout_index))

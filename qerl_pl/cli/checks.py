@@ -78,13 +78,10 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 
 def check_class_paths(value: Any, place: str = "") -> None:
     """Refuse a ``class_path``, anywhere in a parsed configuration, that names neither a class nor a function with a
-    return annotation; ``place`` is the dotted name of ``value`` in the configuration, for the error.
-
-    If a setting's type is any callable, as a reward's is, jsonargparse calls the named object and only then checks what
-    it returned, so this function checks the object before it is called. For a reward, the class, or the class that a
+    return annotation; ``place`` is the dotted name of ``value``, for the error. jsonargparse would call any object that
+    is named for a callable such as a reward, and only then check what it returned. A reward's class, also one that a
     function is annotated to return, needs a ``__call__`` with a reward's parameters; the annotation ``Callable`` is
-    accepted unchecked.
-    """
+    accepted unchecked."""
     if isinstance(value, Namespace | Mapping):
         inside = vars(value) if isinstance(value, Namespace) else value
         if isinstance(path := inside.get("class_path"), str):

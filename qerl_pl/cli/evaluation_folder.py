@@ -15,11 +15,8 @@ SAME_PROBLEMS = ("batch_size", "max_dropped_share", "show_prompt", "val_batch_si
 
 def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
     """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that holds no evaluation, or one with the
-    same settings as this evaluation.
-
-    If that is not ``wanted``, a message names the folder and the settings that differ from those in ``wanted``. ``now``
-    has the settings of this evaluation, in the form of its config.yaml.
-    """
+    same settings as this one (``now``, in the form of its config.yaml). If that is not ``wanted``, a message names the
+    folder and the settings that differ."""
     reason, folder = "", wanted
     for number in itertools.count(2):
         different = _differences(folder, now)

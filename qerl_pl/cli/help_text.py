@@ -105,10 +105,8 @@ def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind,
 
 
 def in_plain_text(text: str) -> str:
-    """Remove reStructuredText markup: ``:class:`~a.b.Name``` becomes ``Name``, double backticks single ones.
-
-    If the text states a default twice, one of the two statements is removed.
-    """
+    """Remove reStructuredText markup, and one of two statements of a default: ``:class:`~a.b.Name``` becomes ``Name``,
+    double backticks single ones."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
     text = re.sub(r"``(.*?)``", r"`\1`", text)
     return re.sub(r"\.?\s+Default: [`\w\".-]+\.? \((?=.*default: )", ". (", text, flags=re.DOTALL)

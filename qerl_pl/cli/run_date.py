@@ -13,14 +13,10 @@ from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 
 
 def run_date(config: Namespace, *, fits: bool) -> str | None:
-    """Return the value of data.date for a command, in ISO form: the date in the given settings, else the date in the
-    checkpoint, else the date in the run's config.yaml (if the run was killed before its first checkpoint), else today's
-    date.
-
-    ``fits`` says whether the command is ``fit``; without a checkpoint, ``fit`` begins a new run and takes today's date.
-    None is returned if the chat template writes no date, or cannot be read; a later check reports a template that
-    cannot be read.
-    """
+    """Return the value of data.date for a command, in ISO form: the date in the given settings, else in the checkpoint,
+    else in the run's config.yaml (if the run was killed before its first checkpoint), else today's. ``fit`` (``fits``)
+    without a checkpoint begins a new run and takes today's. None if the chat template writes no date, or cannot be
+    read, which a later check reports."""
     if config.data.date is not None:
         return str(config.data.date)
     try:

@@ -56,12 +56,9 @@ ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
-    """Writes config.yaml atomically when training begins, so that a start that fails before that leaves the old file
-    unchanged.
-
-    Checkpoints also hold the text of config.yaml. A resumed run compares its settings with the text in the checkpoint
-    and reports what changes, even if the file was edited or removed, or belongs to another run.
-    """
+    """Writes config.yaml atomically when training begins, so that a start that fails before leaves the old file
+    unchanged. Checkpoints also hold its text, with which a resumed run compares its settings, even if the file was
+    edited or removed, or belongs to another run."""
 
     _trained_with: str | None = None  # settings of the start that wrote the checkpoint; None in a new run
 
@@ -103,11 +100,7 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
 class QeRLCLI(LightningCLI):
     """LightningCLI that gives each run one folder, and links settings that have to be equal, so that the user sets only
-    one of them.
-
-    ``run_now=False`` builds module, data and trainer without running the subcommand; the other arguments are those of
-    LightningCLI.
-    """
+    one of them. ``run_now=False`` builds module, data and trainer without running the subcommand."""
 
     def __init__(self, *args: Any, run_now: bool, **named: Any) -> None:
         self._run_now = run_now
@@ -148,11 +141,9 @@ class QeRLCLI(LightningCLI):
         parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:
-        """Check the settings, and choose the folder that the loggers write to.
-
-        An evaluation writes to RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), so that its
-        curves and completions stay apart from those of training and of other evaluations (``evaluation_folder``).
-        """
+        """Check the settings, and choose the folder that the loggers write to: for an evaluation
+        RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), apart from training and other
+        evaluations (``evaluation_folder``)."""
         command = str(self.subcommand)
         config = self.config[command]
         if config.get("weights_only") is False:

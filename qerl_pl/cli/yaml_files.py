@@ -48,12 +48,9 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def config_path(name: str) -> Path:
-    """Return the path of a configuration, given as a file or as the name of a shipped one; ValueError lists the known
-    names.
-
-    A name may contain its folder, as in ``eval/gsm8k``. If a name without a folder is in eval/ and in another folder,
-    the other folder's file is taken: ``gsm8k`` means ``tasks/gsm8k``.
-    """
+    """Return the path of a configuration, given as a file or as the name of a shipped one, also with its folder, as in
+    ``eval/gsm8k``; ValueError lists the known names. If a name is in eval/ and in another folder, the other folder's
+    file is taken: ``gsm8k`` means ``tasks/gsm8k``."""
     if Path(name).is_file():
         return Path(name)
     known = {

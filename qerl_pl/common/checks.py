@@ -18,11 +18,8 @@ def shortened(text: str, most: int = 80) -> str:
 
 class CheckFailed(RuntimeError):
     """Raised by a check that finds that the run must not go on, for example because the engine's completions are not
-    samples from the policy.
-
-    The program prints the message without a traceback and exits with ``EXIT_STATUS``. Checkpoints and logs are those of
-    the last finished step.
-    """
+    samples from the policy. The program prints the message without a traceback and exits with ``EXIT_STATUS``;
+    checkpoints and logs are those of the last finished step."""
 
 
 def is_due(index: int, every: int) -> bool:

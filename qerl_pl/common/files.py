@@ -48,13 +48,10 @@ def replaceable(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file atomically, and create its folder.
-
-    The context's value is the path of a temporary file in the same folder, which the caller writes. It is renamed to
-    ``path`` when the context ends and its bytes are on the disk, and removed after an error, so that a full disk, a
-    killed process or a power failure leaves the old file unchanged. OSError if ``path`` is no regular file
-    (``replaceable``).
-    """
+    """Replace a file atomically, and create its folder. The context's value is the path of a temporary file in the same
+    folder, which the caller writes. It is renamed to ``path`` when its bytes are on the disk, and removed after an
+    error, so a full disk, a killed process or a power failure leaves the old file unchanged. OSError: see
+    ``replaceable``."""
     target = replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")

@@ -46,11 +46,9 @@ def preserved_torch_settings() -> Iterator[None]:
 
 @contextmanager
 def any_algorithm() -> Iterator[None]:
-    """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false.
-
-    Inside the engine, torch's deterministic mode would make some of vLLM's operations raise an error. Whether vLLM's
-    results are repeatable depends on its kernels.
-    """
+    """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false, because
+    torch's deterministic mode would make some of vLLM's operations raise an error. Whether vLLM's results are
+    repeatable depends on its kernels."""
     import torch
 
     mode = torch.get_deterministic_debug_mode()

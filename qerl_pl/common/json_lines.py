@@ -33,13 +33,10 @@ def refuse(error: ValueError) -> NoReturn:
 def read_json_lines(
     path: str | Path, bad: Callable[[ValueError], None] = refuse, *, say: Callable[[str], object]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read the rows of a JSON Lines file in UTF-8. Yields, for each row, its location (file and line, for error
-    messages) and its object. ValueError if the file does not exist or has no rows.
-
-    ``bad`` is called with the error for a row that is not UTF-8, is no JSON object, has a duplicate key or is nested
-    too deeply. If it returns, that row is skipped. ``say`` is called with a sentence on the number of blank lines, if
-    there are any.
-    """
+    """Yield, for each row of a JSON Lines file in UTF-8, its location (file and line, for messages) and its object.
+    ValueError if the file does not exist or has no rows. ``bad`` is called with the error for a row that is not UTF-8,
+    is no JSON object, has a duplicate key or is nested too deeply; if it returns, the row is skipped. ``say`` is called
+    with a sentence on the number of blank lines, if there are any."""
     if not Path(path).exists():
         raise ValueError(f"data file {path} does not exist")
     if not Path(path).is_file():

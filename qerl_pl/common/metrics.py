@@ -19,12 +19,9 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Metric that stores every value, gathers the values of all ranks, and computes statistics of them.
-
-    Args:
-        statistics: function that takes the [N] values and returns scalar tensors by name. To give the same results on
-            any number of ranks, it must not depend on the order of the values.
-    """
+    """Metric that stores every value, gathers the values of all ranks, and computes ``statistics`` of them: a function
+    of the [N] values that returns scalar tensors by name, and must not depend on the order of the values, so that it
+    gives the same results on any number of ranks."""
 
     full_state_update = False
     values: list[Tensor]

@@ -16,11 +16,8 @@ def called_as(command: str) -> str:
 
 
 class Stopped(SystemExit):
-    """Raised by a signal handler, wherever the program is, when a signal asks the program to end. The exit status is
-    128 plus the signal's number.
-
-    Its type lets ``rewards.guard`` distinguish it from a SystemExit that a reward raises.
-    """
+    """Raised by a signal handler when a signal asks the program to end, with exit status 128 plus the signal's number.
+    Its type lets ``rewards.guard`` distinguish it from a SystemExit that a reward raises."""
 
 
 @contextmanager

@@ -57,11 +57,8 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
-    """Gather the completions (rows) of all ranks in the order of the whole batch. Every rank passes its own completions
-    group by group; a group is the completions of one prompt.
-
-    Rank r of W has the groups r, r + W, r + 2W, ... of the batch. Ranks may have different numbers of groups.
-    """
+    """Gather the rows of all ranks, which each passes group by group, in the order of the whole batch. Rank r of W has
+    the groups r, r + W, r + 2W, ... of the batch. Ranks may have different numbers of groups."""
     shares = [[part[i : i + group_size] for i in range(0, len(part), group_size)] for part in gather_values(rows)]
     turns = chain.from_iterable(zip_longest(*shares, fillvalue=()))
     return list(chain.from_iterable(turns))

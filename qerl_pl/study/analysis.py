@@ -45,8 +45,7 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def values(self, readout: str) -> list[float]:
-        """Return one readout (number that summarises a run) of each of these runs, ordered by seed; NaN for a run
-        without it."""
+        """Return one readout of each of these runs, ordered by seed; NaN for a run without it."""
         return [values.get(readout, math.nan) for _, values in sorted(self.runs.items())]
 
     def mean_curves(self) -> Curves:
@@ -98,8 +97,8 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare the study's pairs of arms by one ``readout`` (a number that summarises a run), at each point of the grid
-    at which both arms have finished runs."""
+    """Compare the study's pairs of arms by one readout, at each point of the grid at which both arms have finished
+    runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -119,15 +118,14 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[float]:
-    """Compute the differences of a ``readout`` (a number that summarises a run) between two arms, ``one`` minus
-    ``other``: one for each seed with finished runs of both."""
+    """Compute the differences of a readout, ``one`` minus ``other``, one for each seed with finished runs of both."""
     seeds = sorted(one.runs.keys() & other.runs.keys())
     return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
 
 
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
-    """Replace, in place, values of ``readout`` (a number that summarises a run) that are NaN or infinite by the lowest
-    finite value of all runs, so that a run whose training collapsed counts against its arm."""
+    """Replace, in place, values of ``readout`` that are NaN or infinite by the lowest finite value of all runs, so that
+    a run whose training collapsed counts against its arm."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
     for values in (values for group in groups for values in group.runs.values()):
         if finite and not math.isfinite(values.get(readout, 0.0)):
@@ -135,20 +133,18 @@ def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """List the names of all readouts (numbers that summarise a run) that any run has, in order of first occurrence."""
+    """List the names of all readouts that any run has, in order of first occurrence."""
     return list(dict.fromkeys(name for group in groups for run in group.runs.values() for name in run))
 
 
 def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
-    """Compare the study's pairs of arms by every readout (a number that summarises a run); the readout by which the
-    study is decided comes first."""
+    """Compare the study's pairs of arms by every readout; the one by which the study is decided comes first."""
     names = sorted(names_of(groups), key=lambda name: name != study.analysis.metric)
     return [judged for name in names for judged in compared(study, groups, name)]
 
 
 def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
-    """List, as lines of Markdown, the runs that have a readout (a number that summarises the run) which is NaN or
-    infinite, with the names of such readouts."""
+    """List, as lines of Markdown, the runs that have readouts which are NaN or infinite, with the names of these."""
     runs = [
         f"- {group.name}, seed {seed}: {', '.join(lost)}"
         for group in groups
@@ -201,8 +197,8 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Name, for each arm with runs at several points of the grid, the point with the highest mean of the readout by
-    which the study is decided."""
+    """Name, for each arm with runs at several points of the grid, the point with the highest mean of the deciding
+    readout."""
     metric, lines = study.analysis.metric, []
     for arm in study.arms:
         means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}
@@ -231,11 +227,9 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
 
 
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
-    """Write analysis.md, readouts.csv, comparisons.jsonl and the arms' entropies; returns the text of analysis.md.
-
-    surprisal/ARM_POINT.json has the sampling entropy of each rollout, in nats per token, averaged over the runs of this
-    arm at this point of the grid.
-    """
+    """Write analysis.md, readouts.csv, comparisons.jsonl and, in surprisal/ARM_POINT.json, the sampling entropy of
+    each rollout in nats per token, averaged over the runs of an arm at a point of the grid; returns the text of
+    analysis.md."""
     collapsed = not_finite(study, groups)
     rank_collapsed_last(groups, study.analysis.metric)
     judged = all_compared(study, groups)

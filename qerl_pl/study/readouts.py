@@ -13,12 +13,9 @@ Curves = dict[str, Curve]
 
 
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
-    """Compute a run's readouts (numbers that summarise it) by name; a readout is left out if the run did not log its
-    scalars.
-
-    A readout named "area under ..." is the mean of a curve over the steps of training. The readout "entropy at equal
-    reward" depends on the other runs too, so ``analysis.gather`` adds it.
-    """
+    """Compute a run's readouts (numbers that summarise it) by name; one is left out if the run did not log its scalars.
+    "area under ..." is the mean of a curve over the steps of training. "entropy at equal reward" depends on the other
+    runs too, so ``analysis.gather`` adds it."""
     validation = study.analysis.validation
     ledger = [tag for tag in sorted(curves) if tag.startswith("ledger/") and tag.endswith("/mean_abs")]
     of_curves = [
@@ -43,11 +40,8 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
 
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
-    """Read pass@k of a run's evaluation by k; empty if the evaluation has not been run. One completion per problem
-    gives k = 1 alone.
-
-    An evaluation that was repeated with other settings has several folders; the one that was written last counts.
-    """
+    """Read pass@k of a run's evaluation by k, k = 1 alone for one completion per problem; empty if it has not been run.
+    An evaluation that was repeated with other settings has several folders; the one that was written last counts."""
     files = (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")
     newest_first = sorted(files, key=lambda path: path.name, reverse=True)  # the names begin with the time
     for folder in dict.fromkeys(path.parent for path in newest_first):

@@ -43,11 +43,8 @@ class Slot:
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     """Create this machine's slots, each of which executes one run at a time, ordered so that consecutive slots are on
-    different GPUs.
-
-    Each GPU gets ``jobs`` slots; if this is None, ``study.jobs``; if both are None, as many as GPU memory and CPU cores
-    allow.
-    """
+    different GPUs. Each GPU gets ``jobs`` slots, or ``study.jobs``; if both are None, as many as GPU memory and CPU
+    cores allow."""
     import torch  # imported here, because `study --analyse` needs none
 
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
@@ -64,13 +61,8 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Executes the runs of a study, except those that another runner's process works on.
-
-    Args:
-        study: the study.
-        slots: the slots, which all execute runs at the same time.
-        minutes: time limit, after which running processes are asked to stop at their next checkpoint; None: no limit.
-    """
+    """Executes the runs of a study, except those that another runner's process works on, in all slots at the same time.
+    After ``minutes``, if given, running processes are asked to stop at their next checkpoint."""
 
     def __init__(self, study: Study, slots: list[Slot], minutes: float | None) -> None:
         self.study, self.slots = study, slots
@@ -103,8 +95,8 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Start a process in a slot (the place of one run at a time) that has none: for the remaining commands of the
-        slot's run or, if the slot has no run, for the next waiting run."""
+        """Start a process in a slot that has none: for the remaining commands of the slot's run, else for the next
+        waiting run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -120,8 +112,8 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Give a slot (the place of one run at a time) the first waiting run that no other process works on and that
-        need not wait for another run to finish; the slot stays empty if there is none."""
+        """Give a slot the first waiting run that no other process works on and that need not wait for another run to
+        finish."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)

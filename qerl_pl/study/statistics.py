@@ -158,9 +158,8 @@ def _standard_sums(pairs: int) -> np.ndarray:
 
 
 def _p_values(sums: np.ndarray) -> np.ndarray:
-    """Compute the two-sided p-value of the sign-flip test that the mean difference between two arms is 0, once per row
-    of ``sums``: the row has the sum of the paired differences over every subset of the pairs, and last that over all
-    pairs."""
+    """Compute the two-sided p-value of the sign-flip test that the mean difference is 0, once per row of ``sums``: a
+    row has the sum of the paired differences over every subset of the pairs, and last that over all pairs."""
     # Flipping the signs of a subset makes the mean at least as extreme in one of two cases: the subset's sum is 0 or
     # has the other sign than the sum of all differences, or it is at least as far from 0 as that sum. The complements
     # of the subsets of one case are those of the other, so one case is counted, and doubled.

@@ -50,12 +50,9 @@ class _Started(Exception):
 
 def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tuple[str, Callable[[], str]]]:
     """List the checks of the configuration that ``fit`` gets by these arguments: for each a name, and a function that
-    returns the result as a text, or raises an error if the check fails.
-
-    The first check builds callbacks, loggers, rewards, engine and data source, and looks at the base's files. If it
-    fails, the checks that need its results are left out. With ``warm``, the last check starts the rollout engine, which
-    compiles its kernels.
-    """
+    returns the result as a text, or raises an error. If the first, which builds callbacks, loggers, rewards, engine and
+    data source and looks at the base's files, fails, checks that need its results are left out. With ``warm``, the last
+    starts the engine, which compiles its kernels."""
     objects: list[Any] = []  # the LightningCLI object, if it could be built
 
     def build() -> str:

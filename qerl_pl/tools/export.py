@@ -69,13 +69,10 @@ def _local_folder(base: str) -> Path:
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write the settings, weights and model card of a run's adapter to a new folder; returns the adapter's settings.
-    ``checkpoint`` is "last", "best", or a path.
-
-    The export names its base model by absolute path, or by name and commit on the hub; if the run quantised the model,
-    by the folder of the quantised copy in the cache. ValueError: there is no such run or checkpoint, the checkpoint is
-    damaged, the base's files on this machine are not those of the run, or ``output`` exists.
-    """
+    """Write the settings, weights and model card of the adapter in a ``checkpoint`` ("last", "best", or a path) to a
+    new folder; returns the adapter's settings. The export names its base by absolute path, or by name and commit on the
+    hub; if the run quantised the model, by the quantised copy in the cache. ValueError: there is no such run or
+    checkpoint, the checkpoint is damaged, the base's files here are not those of the run, or ``output`` exists."""
     config_file, path = run_files(run, checkpoint)
     model: dict[str, Any] = read_run_config(config_file)["model"]
     with new_folder(output) as temporary:

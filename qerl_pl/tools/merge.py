@@ -112,10 +112,8 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
-    """Write the base model of a policy with the adapter merged into its weights.
-
-    Everything is in bf16 except the parameters that trainer and engine hold in fp32 (``Family.fp32``).
-    """
+    """Write the base of a policy with the adapter merged into its weights, in bf16 but for the parameters in
+    ``Family.fp32``."""
     folder.mkdir(parents=True)
     tied, tensors = tied_weights(policy.causal_lm), dict[str, Tensor]()
     for name, tensor in merged_tensors(policy):

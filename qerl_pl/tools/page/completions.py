@@ -16,12 +16,8 @@ LARGEST = 32.0  # nats; larger per-token numbers are clipped to this
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose completion files, spread evenly over each run, that together have about ``limit`` completions.
-
-    Returns:
-        A list of (index of the run, file), ordered by run, stage and rollout; and a sentence that says which files were
-        left out, or the empty text if all were chosen.
-    """
+    """Choose completion files, spread evenly over each run, that together have about ``limit`` completions: (index of
+    the run, file), ordered by run, stage and rollout; and a sentence on what was left out, empty if nothing was."""
     every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:

@@ -22,12 +22,10 @@ DIGITS = 6  # significant digits of a curve's values
 
 
 def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
-    """Render the HTML page of runs, given their curves by folder. If the runs have more than ``limit`` completions,
-    whole completion files are left out, spread evenly over each run, and the page says so.
-
-    A model's output is stored as JSON in which ``<`` is escaped, and the page's script shows it only as text. The
-    page's content security policy forbids all network requests, and all scripts except the one in the page.
-    """
+    """Render the HTML page of runs, given their curves by folder. Of more than ``limit`` completions, whole files are
+    left out, spread evenly over each run, and the page says so. A model's output is stored as JSON in which ``<`` is
+    escaped, and shown only as text. The content security policy forbids network requests, and all scripts but the
+    page's."""
     chosen, note = choose_files(list(runs), limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
     parts = {

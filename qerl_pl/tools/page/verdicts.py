@@ -22,11 +22,8 @@ Verdict = tuple[bool | None, str]
 
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Describe what each check of a run found, from the run's logged curves.
-
-    Returns:
-        One record per check: ``check`` (its name), ``good`` (True, False, or None if it did not run) and ``text``.
-    """
+    """Describe what each check of a run found, from its curves: one record per check, with ``check`` (its name),
+    ``good`` (True, False, or None if it did not run) and ``text``."""
     checks = {
         "Canary": _canary,
         "Sampler and trainer": _gap,
