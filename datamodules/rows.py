@@ -95,15 +95,11 @@ class Row(NamedTuple):
 def read_rows(
     path: str | Sequence[str], *, split: str, subset: str | None = None, bad: Callable[[ValueError], None] = refuse
 ) -> Iterator[Row]:
-    """Read the rows of JSON Lines files, .parquet files or a data set of the hub, in order.
-
-    Args:
-        path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
-            data set on the hub (or of a local copy of one), or a list of these; ValueError if they cannot be read.
-        split, subset: names of the split and the subset of a data set on the hub; not used for a file.
-        bad: function that is called with the error if a row of a JSON Lines file cannot be read; by default it raises
-            the error.
-    """
+    """Read the rows of JSON Lines files, .parquet files or a data set of the hub, in order. ``path`` is a file, a
+    pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a data set on the hub
+    (or of a local copy of one), of which ``split`` and ``subset`` are read, or a list of these; ValueError if they
+    cannot be read. ``bad`` is called with the error if a row of a JSON Lines file cannot be read; by default it raises
+    the error."""
     paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name)]
     if not paths:
         raise ValueError("the list of data files is empty; name at least one")

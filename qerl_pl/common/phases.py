@@ -39,13 +39,9 @@ class _Silence:
 
 
 class Phase:
-    """One phase of a command: what is done, since when, and how much of it is done if that can be counted.
-
-    Args:
-        what: the phase in words, such as "loading the weights".
-        total: number of units, of which ``update`` counts those that are done; None if they cannot be counted.
-        unit: name of the units; "B" for bytes.
-    """
+    """One phase of a command: what is done in words, such as "loading the weights", since when, and how many of
+    ``total`` units are done (``update`` counts them; None: they cannot be counted). ``unit`` is their name; "B" for
+    bytes."""
 
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -79,16 +75,15 @@ class Phase:
 
 @contextmanager
 def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool = False) -> Iterator[Phase]:
-    """Show on stderr, while the ``with`` block runs, what the block does.
+    """Show on stderr, while the ``with`` block runs, what the block does. The arguments are those of ``Phase``; with
+    ``at_once`` the phase is named before the context begins, as imports need, because they may keep the printing thread
+    from running.
 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.
     Apart from that, a phase that ends within ``FIRST_S`` seconds prints nothing. Of nested phases, only the innermost
-    is shown. Lines are written to the stream that was stderr when the outermost phase began, so redirecting stderr
-    inside that phase does not hide them. Only the first rank of a run prints.
-
-    The arguments are those of ``Phase``. With ``at_once`` the phase is named before the context begins. Imports need
-    this, because they may keep the thread that prints from running.
+    is shown. Lines go to the stream that was stderr when the outermost phase began, so redirecting stderr inside does
+    not hide them. Only the first rank of a run prints.
     """
     current = Phase(what, total, unit)
     if _running:

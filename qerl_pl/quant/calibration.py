@@ -23,15 +23,9 @@ class Calibration(NamedTuple):
 
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
     """Tokenise a data source with the tokenizer in the folder ``model``, concatenate its rows with an end-of-text token
-    after each row, and return the first ``samples`` pieces of ``length`` tokens.
-
-    Args:
-        source: a .txt file (one text), a .jsonl file, or the name of a data set on the Hugging Face hub (its split
-            "train"). The text of a row is its column "text" or, without one, all strings in it, in order.
-
-    Raises:
-        ValueError: the source cannot be read, or has fewer than ``samples`` x ``length`` tokens.
-    """
+    after each row, and return the first ``samples`` pieces of ``length`` tokens. ``source`` is a .txt file (one text),
+    a .jsonl file, or the name of a data set on the Hugging Face hub (its split "train"); ``row_text`` gives the text of
+    a row. ValueError: the source cannot be read, or has too few tokens."""
     if samples < 1 or length < 1:
         raise ValueError(f"samples is {samples} and length is {length}; expected at least 1 for each")
     if not (model / "tokenizer_config.json").is_file():  # transformers would make up an empty tokenizer

@@ -51,20 +51,18 @@ def quantize_checkpoint(
     residual: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
-    """Quantise a dense checkpoint: write a copy of it in which linears are packed; return one report per packed linear.
-
-    The output can be loaded by ``load_base`` and by the libraries that ``layouts`` names. The device holds one decoder
-    block and, with calibration data, second moments of the block's inputs. Host memory holds one block, or the
-    embeddings if they are larger, and the hidden states of the calibration data.
+    """Write a copy of the dense checkpoint in the folder ``model`` (bf16, fp16 or fp32) in which linears are packed;
+    return one report per packed linear. ``load_base`` and the libraries that ``layouts`` names can load it. The device
+    holds one decoder block and, with calibration data, second moments of its inputs. Host memory holds one block, or
+    the embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
-        model: folder of a bf16, fp16 or fp32 checkpoint.
         output: folder to make; it must not exist or be empty.
         method: rounding method, see ``pack_group``.
         ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
-        calibration: calibration data, required by gptq. If it is given, output errors are reported for all methods.
-        residual: rank of an adapter that approximates the quantisation errors (``residual_factors``). It is written to
-            the folder ``start`` inside of the output, for ``model.lora.start``, and requires calibration data. None: no
+        calibration: calibration data, required by gptq. With it, output errors are reported for all methods.
+        residual: rank of an adapter that approximates the quantisation errors (``residual_factors``), for
+            ``model.lora.start``, in the folder ``start`` inside of the output; requires calibration data. None: no
             adapter.
 
     Raises:

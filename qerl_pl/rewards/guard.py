@@ -29,26 +29,19 @@ class RewardError(ValueError):
 
 @contextmanager
 def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
-    """Guard one call of a reward; yields a function that the caller calls when rows are finished, which restarts the
-    time limit.
+    """Guard one call of a reward on a batch of ``num_rows`` rows; yields a function that the caller calls when rows are
+    finished, which restarts the time limit (``time_limit``, in seconds; None: no limit). RewardError, which names the
+    reward: it raised an exception, asked the process to exit, or took too long.
 
     The time limit is enforced by a thread that sends a signal to the main thread. The signal ends Python code that
     sleeps, waits or computes, but not a call into C that never returns. A reward that is not called in the main thread
     has no limit. ``os._exit`` raises an error in this process; in child processes it works as usual.
 
     The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
-    precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded for the
-    call, so a reward's draws depend only on the rollout and not on the code that ran before. The settings and streams
-    of NumPy and torch are handled only if these packages are imported before the call, because the command `score` runs
-    without them.
-
-    Args:
-        name, num_rows: name of the reward and rows of the batch, for messages.
-        time_limit: limit, in seconds, on the time until the call ends or reports progress again; None sets no limit.
-        seed: seed of the random streams during the call.
-
-    Raises:
-        RewardError: the reward raised an exception, asked the process to exit, or took too long.
+    precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded by
+    ``seed`` for the call, so a reward's draws do not depend on the code that ran before. The settings and streams of
+    NumPy and torch are handled only if these packages are imported before, because the command `score` runs without
+    them.
     """
     with _settings_kept(), preserved_rng(), _exit_refused(), _clock(time_limit) as restart:
         random.seed(seed)

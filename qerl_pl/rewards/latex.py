@@ -99,11 +99,11 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 
 def normalize(text: str, other: str = "") -> str:
     """Normalise an answer: remove math delimiters, style and spacing commands, units, currency and surrounding prose.
+    Answers with the same result differ only in notation or units; answers with different results may still be equal.
 
     Words behind a value are removed only if they are its unit, and words before it only if they present it, as "the
-    total is" does (``units``). ``other`` is the answer that ``text`` is compared with: a letter that ``other`` has as a
-    variable, such as m, is not removed as a unit. Answers with the same result differ only in notation or units;
-    answers with different results may still be equal.
+    total is" does (``units``). A letter that ``other``, the answer to compare with, has as a variable, such as m, is
+    not removed as a unit.
     """
     text = unwrap(commands(text))
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")

@@ -32,13 +32,9 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Verifier:
-    """Compares answers in a pool of worker processes, which start at the first call and end with this process or at
-    ``close``.
-
-    Args:
-        num_workers: number of processes; None starts one per core that this process may use, but at most 4.
-        time_limit: limit on the processor time of one comparison, in seconds.
-    """
+    """Compares answers in ``num_workers`` worker processes (None: one per core that this process may use, but at most
+    4), which start at the first call and end with this process or at ``close``. ``time_limit`` is the limit on the
+    processor time of one comparison, in seconds."""
 
     def __init__(self, num_workers: int | None = None, time_limit: float = 1.0) -> None:
         require_at_least(1, num_workers=num_workers, hint=", or null for one per core")

@@ -70,12 +70,10 @@ class Drift:
 
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
     """Write the policy of a run to a new folder as a model that needs no adapter; after an error the folder is removed.
-
     The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. The form "nvfp4" quantises the sum
-    again, by rounding to nearest, so that small updates may be lost. The returned ``Drift`` says how far the model's
-    predictions are from the policy's; it is None if the run's folder has no completions to compare them on. ValueError:
-    there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
-    """
+    again, by rounding to nearest, so that small updates may be lost. Returns how far the predictions are from the
+    policy's; None if the run's folder has no completions to compare them on. ValueError: there is no such run or
+    checkpoint, the checkpoint belongs to another base, or ``output`` exists."""
     with new_folder(output) as temporary:
         policy, _ = load_run(run, checkpoint=checkpoint)
         dense = temporary if form == "bf16" else temporary.with_name("dense")

@@ -32,14 +32,10 @@ def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, P
 
 
 def block(path: Path, run: int) -> dict[str, Any]:
-    """Convert the completions of one file. Lines that cannot be read are skipped and counted in ``damaged``.
-
-    Returns:
-        JSON-serialisable values: run, stage, step, rows and, if per-token numbers were written, pieces (texts of
-        tokens). Per-token numbers are little-endian integers in base64: indices of pieces are uint32;
-        log-probability, entropy, trainer's minus sampler's log-probability, and teacher's minus policy's
-        log-probability are int16 in thousandths of a nat.
-    """
+    """Convert the completions of one file to JSON-serialisable values: run, stage, step, rows, the number of unreadable
+    lines in ``damaged`` and, if per-token numbers were written, pieces (texts of tokens). Per-token numbers are
+    little-endian integers in base64: indices of pieces are uint32; log-probability, entropy, trainer's minus sampler's
+    log-probability, and teacher's minus policy's log-probability are int16 in thousandths of a nat."""
     stage, _, step = path.stem.rpartition("-")
     lines, rows = read_lines(path, errors="replace"), []
     for line in lines:
