@@ -217,6 +217,8 @@ class TestStrength:
             (torch.float32, 16.0, ()),
             (torch.bfloat16, 16.0, ()),
             (torch.bfloat16, 1.0, ("q_proj", "v_proj")),
+            pytest.param(torch.bfloat16, 1.0, (), marks=pytest.mark.long),
+            pytest.param(torch.float32, 1.0, ("q_proj", "v_proj"), marks=pytest.mark.long),
         ],
     )
     def test_right_engines_differ_by_a_tenth_of_the_change_at_most(self, bases, dtype, sharpness, targets):
