@@ -33,6 +33,17 @@ OWN: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    },
     "mistral": {"sliding_window": WINDOW},
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
     "granite": {

@@ -107,7 +107,8 @@ def block_kept(
     their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. In a model with
     recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer keeps, instead of
     attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and in fp32 the inputs
-    of its norm and gate. In a mixture, a shared expert's tensors add to those of the chosen ones.
+    of its norm and gate. In a mixture, a shared expert's tensors add to those of the chosen ones; every block counts
+    as a mixture or as a dense MLP, whichever keeps more.
 
     With LoRA dropout, each adapted linear keeps, instead of its input, a copy of the input with zeros for dropped
     values, which it shares with no other linear, and a mask of one byte per value. The attention's output is kept all
@@ -119,10 +120,9 @@ def block_kept(
     mixer = max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + 3 * sizes.value_width)
     inputs = itemsize * (2 * shape.hidden + shape.inner)
     chosen_only = experts_kept(shape, itemsize)
-    if shape.experts.shared:
-        chosen_only += itemsize * shape.hidden
-    else:
-        chosen_only = max(0, chosen_only - itemsize * (3 if fused else 4) * shape.inner)
+    # ``width`` and ``inputs`` below count a dense MLP, of which a shared expert is one
+    chosen_only -= itemsize * (3 if fused else 4) * (shape.inner - shape.experts.shared)
+    chosen_only = max(0, chosen_only + itemsize * shape.hidden * (shape.experts.shared > 0))
     if dropout:
         inputs = (itemsize + 1) * sum(columns for name, _, columns in shape.linears if name in targets)
     width = mixer + (2 if fused else 3) * shape.inner

@@ -207,16 +207,20 @@ def _shape(
         packed = {
             name: frozen(module.in_features, module.out_features) for name, module in linears.items() if is_packed(name)
         }
+    family = FAMILIES[config.model_type]
+
+    def held(name: str, tensor: torch.Tensor) -> int:
+        return (tensor.float() if family.in_fp32(name) else tensor).nbytes
+
     packed_bytes = sum(buffer.nbytes for linear in packed.values() for buffer in linear.buffers())
-    dense_bytes = sum(module.weight.nbytes for module in linears.values())
-    linear_bytes = packed_bytes + sum(linears[name].weight.nbytes for name in linears.keys() - packed.keys())
+    dense = {name: held(f"{name}.weight", linear.weight) for name, linear in linears.items()}
+    linear_bytes = packed_bytes + sum(dense[name] for name in dense.keys() - packed.keys())
     embeddings = [model.get_input_embeddings(), *([] if config.tie_word_embeddings else [head])]
     heads = config.num_attention_heads
     widths, per_layer = head_dims(config), layer_configs(config)
-    family = FAMILIES[config.model_type]
     mixtures = mixtures_of(model)
     sizes = zip(*(mixture.sizes for mixture in mixtures), strict=True)
-    shared = getattr(config, family.experts.shared) if family.experts and family.experts.shared else 0
+    shared = family.experts.shared_inner(config) if family.experts else 0
     experts = ExpertSizes(*map(max, sizes), layers=len(mixtures), shared=shared)
     outside = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     stacked = experts.num * experts.inner * config.hidden_size if len(outside) < len(packed) else 0
@@ -236,15 +240,11 @@ def _shape(
         last_linear=family.last_linear,
         linears=_widest_linears(model.get_submodule("model.layers"), family.projections),
         linear_bytes=linear_bytes,
-        engine_linear_bytes=dense_bytes if fmt is NF4 else linear_bytes,
+        engine_linear_bytes=sum(dense.values()) if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
         fitting_bytes=_fitting_bytes(outside) if fmt is NVFP4 else 0,
         embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
-        other_bytes=sum(
-            (tensor.float() if name.rpartition(".")[2] in family.fp32 else tensor).nbytes
-            for name, tensor in model.state_dict().items()
-            if tensor.ndim != 2
-        ),
+        other_bytes=sum(held(name, tensor) for name, tensor in model.state_dict().items() if tensor.ndim != 2),
         largest_packed=max((stacked, *(linears[name].weight.numel() for name in packed))),
         recurrent=_recurrent(config),
         positions=getattr(config, "max_position_embeddings", None),

@@ -28,7 +28,26 @@ class Experts(NamedTuple):
     normalised: str = "norm_topk_prob"
     """Whether the weights of the chosen experts are divided by their sum; they are in families without this key."""
     shared: str | None = None
-    """Inner size of the expert that computes every token; None: the family has none."""
+    """Inner size of the expert that computes every token; None: the family has none, or gives ``shared_number``."""
+    shared_number: str | None = None
+    """Number of experts of size ``inner`` that compute every token, which are stored as one larger expert."""
+    correction: str | None = None
+    """Name of a parameter of the router (not a key of config.json), which is added to the scores by which experts are
+    chosen, and not to their weights. In families with it, scores are sigmoids of the router's logits, in others a
+    softmax over the experts."""
+    scale: str | None = None
+    """Number by which the weights of the chosen experts are multiplied; None: they are not."""
+    groups: tuple[str, ...] = ()
+    """Numbers of groups of experts, from which a router chooses before it chooses experts; only 1 is supported."""
+    dense_blocks: str | None = None
+    """Number of blocks before the first with experts."""
+
+    def shared_inner(self, config: object) -> int:
+        """Return the inner size of the expert that computes every token, given the model's configuration; 0 if there is
+        none."""
+        if self.shared_number is not None:
+            return getattr(config, self.shared_number) * getattr(config, self.inner)
+        return 0 if self.shared is None else getattr(config, self.shared)
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,10 @@ class Family:
     """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter, because they are small and the model takes
     an exponential of their output, which amplifies quantisation errors, or chooses experts by their output."""
     fp32: tuple[str, ...] = ()
-    """Parameters outside linears and norms that trainer and vLLM both hold in fp32, whatever the compute dtype is."""
+    """Parameters that trainer and vLLM both hold in fp32, whatever the compute dtype is: the last parts of their names,
+    such as ``A_log`` or ``gate.weight``."""
+    needed: tuple[str, ...] = ()
+    """Keys of config.json without which vLLM does not start, although transformers has values for them."""
     refused: tuple[tuple[str, str], ...] = ()
     """Keys of config.json whose values must be null, false or 0, because the feature that they enable is not supported;
     each with a description of this feature for the error message."""
@@ -70,6 +92,10 @@ class Family:
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear layer, given by its full name, is one of ``dense``."""
         return linear.rpartition(".")[2] in self.dense
+
+    def in_fp32(self, parameter: str) -> bool:
+        """Return whether a parameter, given by its full name, is one of ``fp32``."""
+        return f".{parameter}".endswith(tuple(f".{name}" for name in self.fp32))
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
         """Translate LoRA targets to the linear layers of this family. Naming all parts of a merged matrix, such as
@@ -137,6 +163,22 @@ _QWEN35_MOE = replace(
     dense=(*_QWEN35.dense, "gate", "shared_expert_gate"),
     experts=Experts(shared="shared_expert_intermediate_size"),
 )
+# In GLM-4.5, rotary embeddings turn a part of each head only.
+_GLM4_MOE = Family(
+    projections=PROJECTIONS[:4],
+    elementwise=frozenset({"norms"}),
+    dense=("gate",),
+    fp32=("gate.weight", "gate.e_score_correction_bias"),
+    needed=("head_dim",),
+    experts=Experts(
+        number="n_routed_experts",
+        shared_number="n_shared_experts",
+        correction="e_score_correction_bias",
+        scale="routed_scaling_factor",
+        groups=("n_group", "topk_group"),
+        dense_blocks="first_k_dense_replace",
+    ),
+)
 # The fused kernel for rotary embeddings cannot compute these families: Ministral 3 also scales queries by a function of
 # their position, and SmolLM3 has rotary embeddings in some of its layers only.
 _OWN_ATTENTION = Family(elementwise=frozenset({"norms", "mlp"}))
@@ -167,6 +209,7 @@ FAMILIES: Mapping[str, Family] = {
         refused=(_CHUNKS, _BIASES),
         experts=Experts(),
     ),
+    "glm4_moe": _GLM4_MOE,  # the model_type of GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7
 }
 
 

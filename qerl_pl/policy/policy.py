@@ -204,9 +204,10 @@ class Policy(nn.Module):
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
     def router_weights(self) -> dict[str, Tensor]:
-        """Return the weights [E, H] of all routers by name; empty without mixtures of experts."""
+        """Return the parameters of all routers by name; empty without mixtures of experts."""
         modules = self.causal_lm.named_modules()
-        return {f"{name}.gate.weight": module.gate.weight for name, module in modules if isinstance(module, Mixture)}
+        routers = {f"{name}.gate": module.gate for name, module in modules if isinstance(module, Mixture)}
+        return {f"{name}.{leaf}": tensor for name, gate in routers.items() for leaf, tensor in gate.named_parameters()}
 
     @property
     def routing(self) -> Routing | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.experts import OF_EXPERT
 from qerl_pl.quant.loading import fill_computed_buffers
@@ -28,6 +29,7 @@ class BlockStream:
         self, skeleton: PreTrainedModel, checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str
     ) -> None:
         self.decoder, self.device, self.dtype = cast(PreTrainedModel, skeleton.base_model), device, skeleton.dtype
+        self.family = FAMILIES[skeleton.config.model_type]
         names = {module: name for name, module in skeleton.named_modules()}
         blocks = cast(nn.ModuleList, self.decoder.layers)
         self.blocks = {names[block]: (index, block) for index, block in enumerate(blocks)}
@@ -76,7 +78,10 @@ class BlockStream:
     def _place(self, name: str, tensors: Mapping[str, Tensor]) -> nn.Module:
         index, block = self.blocks[name]
         prefix = f"{name}."
-        state = {key.removeprefix(prefix): tensor.to(self.device, self.dtype) for key, tensor in tensors.items()}
+        state = {
+            key.removeprefix(prefix): tensor.to(self.device, torch.float32 if self.family.in_fp32(key) else self.dtype)
+            for key, tensor in tensors.items()
+        }
         block.load_state_dict(state, assign=True)
         self.running[index] = block
         return block

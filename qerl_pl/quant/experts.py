@@ -60,15 +60,19 @@ class Replay(NamedTuple):
         return type(self)(self.ids[:, number], self.others[:, number])
 
 
-def choose(probabilities: Tensor, chosen: int) -> Tensor:
-    """Return the k most probable experts of each token, [T, k] int64; of equally probable ones, the lower index."""
-    return probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+def choose(scores: Tensor, chosen: int) -> Tensor:
+    """Return the k experts of each token with the highest scores [T, E], [T, k] int64; of equal ones, the lower
+    index."""
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
 
 
-def weigh(probabilities: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
-    """Return the probabilities [T, k] of experts ``ids`` [T, k] int64, if ``normalised`` divided by their sum."""
-    weights = probabilities.gather(1, ids)
-    return weights / weights.sum(-1, keepdim=True) if normalised else weights
+def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) -> Tensor:
+    """Return the scores [T, k] of experts ``ids`` [T, k] int64, if ``normalised`` divided by their sum, times
+    ``scale``."""
+    weights = scores.gather(1, ids)
+    if normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights if scale == 1 else weights * scale
 
 
 def count_others(ids: Tensor, own: Tensor) -> Tensor:
@@ -183,7 +187,13 @@ class Mixture(nn.Module):
         super().__init__()
         number, self.inner = getattr(config, names.number), getattr(config, names.inner)
         self.chosen, self.normalised = getattr(config, names.chosen), getattr(config, names.normalised, True)
+        self.scale = getattr(config, names.scale) if names.scale else 1.0
         self.gate = nn.Linear(config.hidden_size, number, bias=False, dtype=dtype, device="meta")
+        self.correction = names.correction
+        if names.correction is not None:
+            self.gate.register_parameter(
+                names.correction, nn.Parameter(torch.empty(number, dtype=torch.float32, device="meta"))
+            )
         self.experts = SeparateExperts(Expert(config.hidden_size, self.inner, dtype) for _ in range(number))
         self.replay: Replay | None = None
         """Experts of the T tokens of the next call; None: the router chooses them."""
@@ -191,6 +201,8 @@ class Mixture(nn.Module):
         """MLP that computes every token; None: there is none."""
         self.shared_expert_gate: Any = None
         """Linear [1, H], the sigmoid of whose output is the weight of the shared expert's output."""
+        self.shared_experts: Any = None
+        """MLP that computes every token with weight 1; None: there is none."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -200,17 +212,28 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the mixture for x [..., H]; returns the same shape and dtype."""
         tokens = x.reshape(-1, x.shape[-1])
-        logits = F.linear(tokens.float(), self.gate.weight.float())
-        probabilities = logits.softmax(-1)
-        ids = own = choose(probabilities, self.chosen)
+        scores, corrected = self.scores(tokens)
+        ids = own = choose(corrected, self.chosen)
         if self.replay is not None:
             ids = self.replay.ids.long()
             self.replay.others.copy_(count_others(ids, own))
-        weights = weigh(probabilities, ids, normalised=self.normalised)
-        routed = self.experts(tokens, weights, sort_rows(ids, logits.shape[1])).view(x.shape)
+        weights = weigh(scores, ids, normalised=self.normalised, scale=self.scale)
+        routed = self.experts(tokens, weights, sort_rows(ids, scores.shape[1])).view(x.shape)
+        if self.shared_experts is not None:
+            return routed + self.shared_experts(x)
         if self.shared_expert is None:
             return routed
         return routed + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+
+    def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the router's score of every expert for each token of ``tokens`` [T, H], [T, E] fp32, and the corrected
+        scores by which experts are chosen; without a correction, these are the same tensor."""
+        logits = F.linear(tokens.float(), self.gate.weight.float())
+        if self.correction is None:
+            scores = logits.softmax(-1)
+            return scores, scores
+        scores = logits.sigmoid()
+        return scores, scores.detach() + self.gate.get_parameter(self.correction)
 
 
 def mixtures(model: nn.Module) -> list[Mixture]:
@@ -238,8 +261,9 @@ def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch
     for name, module in list(model.named_modules()):
         if hasattr(module, "experts") and hasattr(module, "gate"):
             mixture = Mixture(config, names, dtype)
-            if hasattr(module, "shared_expert"):
-                mixture.shared_expert, mixture.shared_expert_gate = module.shared_expert, module.shared_expert_gate
+            for child, inside in module.named_children():
+                if child.startswith("shared_expert"):
+                    setattr(mixture, child, inside)
             model.set_submodule(name, mixture)
 
 

@@ -49,7 +49,7 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
     for block, names in groupby(places, key=block_of):
         for name in names:
             module, part = places[name]
-            kept = torch.float32 if part.buffer in family.fp32 else dtype
+            kept = torch.float32 if family.in_fp32(f"{module}.{part.buffer}") else dtype
             _fill(model.get_submodule(module), part, checkpoint.read(name), name=name, dtype=kept, device=device)
         if family.experts is not None and block is not None:
             stack_experts(model.get_submodule(block))

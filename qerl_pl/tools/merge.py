@@ -116,7 +116,7 @@ def write_merged(policy: Policy, folder: Path) -> None:
     tied, tensors = tied_weights(policy.causal_lm), dict[str, Tensor]()
     for name, tensor in merged_tensors(policy):
         if name not in tied:
-            exact = name.rpartition(".")[2] in policy.family.fp32 or not tensor.is_floating_point()
+            exact = policy.family.in_fp32(name) or not tensor.is_floating_point()
             tensors[name] = tensor.detach().to(tensor.dtype if exact else torch.bfloat16).cpu()
     save_torch_state_dict(tensors, folder)
     for file in folder.glob("*.safetensors"):
@@ -145,8 +145,10 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             update = adapter[f"{prefix}B.weight"] @ adapter[f"{prefix}A.weight"]
             weight = weight.float() + policy.lora_scaling * update
         yield f"{name}.weight", weight
-        if isinstance(module.bias, Tensor):
-            yield f"{name}.bias", module.bias
+        others = {"bias": module.bias, **dict(module.named_parameters(recurse=False))}  # a router may have a correction
+        for leaf, tensor in others.items():
+            if leaf != "weight" and isinstance(tensor, Tensor):
+                yield f"{name}.{leaf}", tensor
     stacks = {name: module for name, module in policy.causal_lm.named_modules() if isinstance(module, StackedLinear)}
     for name, module in stacks.items():
         experts, _, part = name.replace(".base_layer", "").rpartition(".")

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
+    Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -23,7 +24,7 @@ from qerl_pl.policy.policy import Policy, make_policy
 from tests.integration.conftest import bases
 from tests.random_models import random_model
 
-__all__ = ["LiveBytes", "bases", "family", "policy_of", "recurrent_config", "small_config"]
+__all__ = ["LiveBytes", "bases", "family", "policy_of", "recurrent_config", "sigmoid_config", "small_config"]
 
 FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
@@ -61,6 +62,23 @@ def recurrent_config(num_recurrent: int, num_attention: int = 1, *, experts: boo
         linear_num_value_heads=2,
         vocab_size=256,
         **own,
+    )
+
+
+def sigmoid_config(num_layers: int) -> PretrainedConfig:
+    """Make the configuration of a small GLM-4.5, all of whose blocks have routed and shared experts."""
+    return Glm4MoeConfig(
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        first_k_dense_replace=0,
+        vocab_size=256,
+        pad_token_id=None,
     )
 
 

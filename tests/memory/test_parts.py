@@ -27,7 +27,7 @@ from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import RANK
-from tests.memory.conftest import LiveBytes, policy_of, recurrent_config, small_config
+from tests.memory.conftest import LiveBytes, policy_of, recurrent_config, sigmoid_config, small_config
 from tests.random_models import model_config
 from tests.reference.elementwise import REFERENCE
 
@@ -151,6 +151,21 @@ def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how, dropout, ex
     else:
         predicted = parts.block_kept(shape, TOKENS, 2, rank=8, **options)
     assert 0.8 * predicted < kept <= predicted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("how", [Recompute(), Recompute(selective=True)], ids=["none", "selective"])
+def test_a_mixture_with_shared_experts_keeps_no_more_than_the_formula_lists(how, dtype):
+    kept = kept_per_block(sigmoid_config, dtype, how, alive=True)
+    shape = config_shape(sigmoid_config(3), None, dtype)
+    options: dict[str, Any] = {"targets": PROJECTIONS, "expert_rank": 4}
+    if how.selective:
+        predicted = parts.block_kept_selectively(shape, TOKENS, dtype.itemsize, **options)
+        # Attention on a CPU pads, so its output and the values exist padded and unpadded.
+        predicted += TOKENS * (shape.query_width + shape.key_width) * dtype.itemsize
+    else:
+        predicted = parts.block_kept(shape, TOKENS, dtype.itemsize, rank=8, **options)
+    assert 0.9 * predicted < kept <= predicted
 
 
 def test_backward_through_a_recurrence_takes_what_was_measured():

@@ -23,10 +23,10 @@ LENGTHS = ((9, 6), (9, 4), (3, 5), (3, 6))
 """Tokens of prompt and completion; rows 0 and 1 have the same prompt, as have rows 2 and 3."""
 
 
-@pytest.fixture(scope="module", params=[("qwen3_moe", 4), ("qwen3_5_moe_text", 3)], ids=str)
+@pytest.fixture(scope="module", params=[("qwen3_moe", 4), ("qwen3_5_moe_text", 3), ("glm4_moe", 4)], ids=str)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of an NVFP4 model with three blocks that are mixtures of eight experts. The model of the first tested
-    family has a dense block, too."""
+    """Folder of an NVFP4 model with three blocks that are mixtures of eight experts; models with four blocks have a
+    dense one, too."""
     folder, (family, blocks) = tmp_path_factory.mktemp("replay"), request.param
     save_mixture(folder, family, num_hidden_layers=blocks)
     return folder / "nvfp4"
@@ -62,7 +62,7 @@ def own_routes(policy: Policy, tokens: Tensor) -> Tensor:
 
     def record(mixture: Any, args: tuple[Tensor]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1])
-        found.append(choose((x.float() @ mixture.gate.weight.float().T).softmax(-1), mixture.chosen))
+        found.append(choose(mixture.scores(x)[1], mixture.chosen))
 
     hooks = [mixture.register_forward_pre_hook(record) for mixture in mixtures(policy.causal_lm)]
     policy.causal_lm(input_ids=tokens)

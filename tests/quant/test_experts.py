@@ -44,9 +44,11 @@ from tests.families import MIXTURES, tiny_config
 from tests.packed import frozen_linear
 from tests.quant.test_quantize import interrupted_at
 from tests.reference.experts import mixture
-from tests.rollout.conftest import save_dense, save_mixture
+from tests.rollout.conftest import first_mixture, save_dense, save_mixture
 
-EXPERTS = "model.layers.0.mlp.experts"
+SOFTMAX = Experts()
+SIGMOID = Experts(correction="e_score_correction_bias", scale="routed_scaling_factor")
+"""Experts as in GLM-4.5."""
 
 
 def random_mixture(
@@ -57,14 +59,18 @@ def random_mixture(
     fmt: Format | None = NVFP4,
     inner: int = 96,
     shared: bool = False,
+    names: Experts = SOFTMAX,
 ) -> Mixture:
     """Make a random mixture of experts whose weights are stacked to one tensor per projection. The weights grow from
-    expert to expert, so that the experts have different tensor scales."""
+    expert to expert, so that the experts have different tensor scales. ``names`` are keys of its configuration."""
     generator = torch.Generator().manual_seed(0)
     config = SimpleNamespace(hidden_size=64, num_experts=number, num_experts_per_tok=chosen, norm_topk_prob=normalised)
-    config.moe_intermediate_size = inner
-    made = Mixture(config, Experts(), torch.float32)
+    config.moe_intermediate_size, config.routed_scaling_factor = inner, 1.8
+    made = Mixture(config, names, torch.float32)
     made.gate.weight = nn.Parameter(torch.randn(number, 64, generator=generator) / 4, requires_grad=False)
+    if names.correction is not None:
+        correction = nn.Parameter(torch.randn(number, generator=generator), requires_grad=False)
+        made.gate.register_parameter(names.correction, correction)
     assert isinstance(made.experts, SeparateExperts)
     for index, expert in enumerate(made.experts):
         for part in PARTS:
@@ -76,19 +82,34 @@ def random_mixture(
                 expert.set_submodule(part, frozen_linear(to_nearest(weight, fmt), fmt=fmt))
     stack_experts(made)
     if shared:
-        made.shared_expert, made.shared_expert_gate = Expert(64, 48, torch.float32), nn.Linear(64, 1, bias=False)
-        made.shared_expert.to_empty(device="cpu")
-        for weight in (*made.shared_expert.parameters(), made.shared_expert_gate.weight):
+        expert, gate = Expert(64, 48, torch.float32).to_empty(device="cpu"), nn.Linear(64, 1, bias=False)
+        for weight in (*expert.parameters(), gate.weight):
             nn.init.normal_(weight.requires_grad_(False), std=0.3, generator=generator)
+        if names.correction is None:
+            made.shared_expert, made.shared_expert_gate = expert, gate
+        else:
+            made.shared_experts = expert
     return made
 
 
-def shared_weights(made: Mixture) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
-    expert = made.shared_expert
-    if not isinstance(expert, Expert):
-        return None
-    weights = expert.gate_proj.weight, expert.up_proj.weight, expert.down_proj.weight
-    return made.get_parameter("shared_expert_gate.weight")[0], weights
+def by_loops(made: Mixture, x: Tensor, ids: list[list[int]] | None = None) -> Tensor:
+    """Compute the output of a mixture for x [T, H] by loops over tokens and experts."""
+    expert, gate, correction = made.shared_experts or made.shared_expert, made.shared_expert_gate, made.correction
+    shared = None
+    if isinstance(expert, Expert):
+        weights = expert.gate_proj.weight, expert.up_proj.weight, expert.down_proj.weight
+        shared = (None if gate is None else gate.weight[0], weights)
+    return mixture(
+        x,
+        made.gate.weight,
+        expert_weights(made),
+        made.chosen,
+        normalised=made.normalised,
+        ids=ids,
+        shared=shared,
+        correction=None if correction is None else made.gate.get_parameter(correction),
+        scale=made.scale,
+    )
 
 
 def stacks(made: Mixture) -> list[StackedLinear]:
@@ -103,13 +124,21 @@ def expert_weights(made: Mixture) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4, None])
 @pytest.mark.parametrize(("number", "chosen", "tokens"), [(5, 2, 33), (3, 3, 7), (8, 1, 5), (1, 1, 1)])
-@pytest.mark.parametrize(("normalised", "shared"), [(True, False), (False, False), (True, True)])
-def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tokens, normalised, shared, fmt):
-    made = random_mixture(number, chosen, normalised=normalised, fmt=fmt, shared=shared)
+@pytest.mark.parametrize(
+    ("normalised", "shared", "names"),
+    [
+        (True, False, SOFTMAX),
+        (False, False, SOFTMAX),
+        (True, True, SOFTMAX),
+        (True, True, SIGMOID),
+        (False, False, SIGMOID),
+    ],
+)
+def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tokens, normalised, shared, names, fmt):
+    made = random_mixture(number, chosen, normalised=normalised, fmt=fmt, shared=shared, names=names)
     x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     same = x.detach()[0].double().requires_grad_()
-    experts, outside = expert_weights(made), shared_weights(made)
-    expected = mixture(same, made.gate.weight, experts, chosen, normalised=normalised, shared=outside)
+    expected = by_loops(made, same)
     weights = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(2))
     (made(x)[0] * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -144,15 +173,27 @@ def test_equal_probabilities_choose_the_lower_index():
     assert weigh(probabilities, ids, normalised=True).tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
+def test_a_correction_changes_which_experts_are_chosen_and_not_their_weights():
+    made = random_mixture(4, 2, names=SIGMOID)
+    made.gate.weight.zero_()  # scores of 1/2
+    made.gate.get_parameter("e_score_correction_bias").copy_(torch.tensor([0.0, 2.0, -1.0, 1.0]))
+    scores, corrected = made.scores(torch.ones(1, 64))
+    ids = choose(corrected, 2)
+    assert ids.tolist() == [[1, 3]]
+    assert weigh(scores, ids, normalised=False).tolist() == [[0.5, 0.5]]
+    assert weigh(scores, ids, normalised=True, scale=3.0).tolist() == [[1.5, 1.5]]
+
+
+@pytest.mark.parametrize("names", [SOFTMAX, SIGMOID])
 @pytest.mark.parametrize("normalised", [True, False])
-def test_replayed_experts_give_the_values_and_gradients_of_loops(normalised):
+def test_replayed_experts_give_the_values_and_gradients_of_loops(normalised, names):
     generator = torch.Generator().manual_seed(1)
-    made = random_mixture(6, 3, normalised=normalised)
+    made = random_mixture(6, 3, normalised=normalised, names=names)
     x = torch.randn(1, 17, 64, generator=generator).requires_grad_()
     given = torch.rand(17, 6, generator=generator).argsort(dim=1)[:, :3]
     made.replay = Replay(given.to(torch.uint8), torch.zeros(17, dtype=torch.uint8))
     same = x.detach()[0].double().requires_grad_()
-    expected = mixture(same, made.gate.weight, expert_weights(made), 3, normalised=normalised, ids=given.tolist())
+    expected = by_loops(made, same, ids=given.tolist())
     weights = torch.randn(17, 64, generator=generator)
     found = made(x)[0]
     (found * weights).sum().backward()
@@ -161,16 +202,17 @@ def test_replayed_experts_give_the_values_and_gradients_of_loops(normalised):
     assert same.grad is not None
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (x.grad[0] - same.grad).abs().max() <= 1e-5 * same.grad.abs().max()
-    own = choose((x[0] @ made.gate.weight.T).softmax(-1), 3)
+    own = choose(made.scores(x[0])[1], 3)
     assert made.replay.others.tolist() == [len({*a} - {*b}) for a, b in zip(given.tolist(), own.tolist(), strict=True)]
 
 
-def test_replaying_the_routers_own_experts_changes_no_bit():
-    made = random_mixture(6, 3)
+@pytest.mark.parametrize("names", [SOFTMAX, SIGMOID])
+def test_replaying_the_routers_own_experts_changes_no_bit(names):
+    made = random_mixture(6, 3, names=names)
     x = torch.randn(1, 17, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     plain = made(x)
     [expected] = torch.autograd.grad(plain.square().sum(), x)
-    own = choose((x[0] @ made.gate.weight.T).softmax(-1), 3)
+    own = choose(made.scores(x[0])[1], 3)
     made.replay = Replay(own.to(torch.uint8), torch.ones(17, dtype=torch.uint8))
     replayed = made(x)
     [gradient] = torch.autograd.grad(replayed.square().sum(), x)
@@ -241,10 +283,10 @@ def test_a_loaded_nvfp4_mixture_computes_the_bits_of_its_dequantised_experts(fol
 
 
 def test_stacked_tensors_are_read_as_those_of_each_expert(folder, tmp_path):
-    tensors = tensors_of(folder / "dense")
-    taken = {part: [tensors.pop(f"{EXPERTS}.{expert}.{part}.weight") for expert in range(8)] for part in PARTS}
+    tensors, name = tensors_of(folder / "dense"), f"{first_mixture(folder / 'dense')}.experts"
+    taken = {part: [tensors.pop(f"{name}.{expert}.{part}.weight") for expert in range(8)] for part in PARTS}
     gate, up, down = map(torch.stack, taken.values())
-    whole = {f"{EXPERTS}.gate_up_proj": torch.cat([gate, up], dim=1), f"{EXPERTS}.down_proj": down}
+    whole = {f"{name}.gate_up_proj": torch.cat([gate, up], dim=1), f"{name}.down_proj": down}
     stacked = changed(folder / "dense", tmp_path / "stacked", tensors | whole)
     expected = load_base(folder / "dense", dtype=torch.float32, device="cpu").state_dict()
     found = load_base(stacked, dtype=torch.float32, device="cpu").state_dict()
@@ -295,7 +337,7 @@ def test_the_plan_counts_the_bytes_of_a_mixture(folder, kind, dtype):
     shape = checkpoint_shape(folder / kind, dtype)
     held = load_base(folder / kind, dtype=dtype, device="cpu").state_dict().values()
     assert shape.base_bytes == sum(tensor.nbytes for tensor in held)
-    assert shape.experts in ((8, 2, 64, 1, 0), (8, 2, 64, 2, 96))
+    assert shape.experts in ((8, 2, 64, 1, 0), (8, 2, 64, 2, 96), (8, 2, 64, 1, 2 * 64))
     assert shape.fitting_bytes == 0 or kind == "nvfp4"
 
 
@@ -309,7 +351,7 @@ def with_config(folder: Path, target: Path, **values: object) -> Path:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_experts": 0}, "num_experts is 0; expected a whole number above 0"),
+        ({"num_experts": 0, "n_routed_experts": 0}, "(num|n_routed)_experts is 0; expected a whole number above 0"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9 and there are 8 experts"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is None; expected"),
         ({"model_type": "olmoe"}, r"is a mixture of experts \('olmoe'\), which is not supported"),
@@ -337,7 +379,7 @@ def test_a_mixture_of_qwen3_5_needs_a_shared_expert_and_shares_that_add_up_to_on
 
 def test_a_missing_or_misshapen_expert_is_refused(folder, tmp_path):
     tensors = tensors_of(folder / "dense")
-    name = f"{EXPERTS}.7.up_proj.weight"
+    name = f"{first_mixture(folder / 'dense')}.experts.7.up_proj.weight"
     lacking = changed(folder / "dense", tmp_path / "lacking", {key: t for key, t in tensors.items() if key != name})
     with pytest.raises(ValueError, match=rf"half a checkpoint: {name} missing"):
         quantize_checkpoint(lacking, tmp_path / "out")
@@ -352,7 +394,8 @@ def test_a_missing_or_misshapen_expert_is_refused(folder, tmp_path):
 
 def test_a_packed_router_and_a_partly_packed_mixture_are_refused(folder, tmp_path):
     packed, dense = tensors_of(folder / "nvfp4"), tensors_of(folder / "dense")
-    router = "model.layers.0.mlp.gate"
+    mlp = first_mixture(folder / "dense")
+    router = f"{mlp}.gate"
     weight = to_nearest(dense[f"{router}.weight"], NVFP4)
     as_router = {
         f"{router}.weight_packed": weight.codes,
@@ -362,10 +405,10 @@ def test_a_packed_router_and_a_partly_packed_mixture_are_refused(folder, tmp_pat
     rest = {name: tensor for name, tensor in packed.items() if name != f"{router}.weight"}
     with pytest.raises(ValueError, match=f"holds the router {router} packed; expected 16 bits"):
         load_base(changed(folder / "nvfp4", tmp_path / "router", rest | as_router), dtype=torch.float32, device="cpu")
-    name = f"{EXPERTS}.3.down_proj"
+    name = f"{mlp}.experts.3.down_proj"
     rest = {key: tensor for key, tensor in packed.items() if not key.startswith(f"{name}.")}
     mixed = changed(folder / "nvfp4", tmp_path / "mixed", rest | {f"{name}.weight": dense[f"{name}.weight"]})
-    message = rf"{EXPERTS}.0.gate_proj is packed and {name} is not; engines compute all experts in one format"
+    message = rf"{mlp}.experts.0.gate_proj is packed and {name} is not; engines compute all experts in one format"
     with pytest.raises(ValueError, match=message):
         load_base(mixed, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match=r"is packed and .* is not; engines compute all experts in one format"):

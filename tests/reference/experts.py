@@ -17,7 +17,9 @@ def mixture(
     *,
     normalised: bool,
     ids: Sequence[Sequence[int]] | None = None,
-    shared: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None,
+    shared: tuple[Tensor | None, tuple[Tensor, Tensor, Tensor]] | None = None,
+    correction: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """Compute the output [T, H] of a mixture of experts.
 
@@ -29,20 +31,25 @@ def mixture(
         normalised: whether the shares of the chosen experts are divided by their sum.
         ids: experts that each token uses, instead of those that the router chooses; None: the router chooses.
         shared: an expert that all tokens use, as (gate of its share [H], its weights): the expert's output is
-            multiplied by the sigmoid of the gate times the token.
+            multiplied by the sigmoid of the gate times the token; without a gate its share is 1.
+        correction: what is added to an expert's share [E] when experts are chosen; shares are then sigmoids of the
+            router's outputs. None: shares are a softmax.
+        scale: number by which the shares of chosen experts are multiplied.
     """
     out = []
     for number, token in enumerate(x.double()):
         scores = torch.stack([(row.double() * token).sum() for row in router])
-        shares = scores.exp() / scores.exp().sum()
-        best = sorted(range(len(experts)), key=lambda expert: (-shares[expert].item(), expert))[:chosen]
+        shares = scores.exp() / scores.exp().sum() if correction is None else 1 / (1 + (-scores).exp())
+        ranks = shares if correction is None else shares + correction.double()
+        best = sorted(range(len(experts)), key=lambda expert: (-ranks[expert].item(), expert))[:chosen]
         best = best if ids is None else list(ids[number])
         whole = sum(shares[expert] for expert in best) if normalised else 1.0
         total = torch.zeros_like(token)
         for expert in best:
-            total = total + shares[expert] / whole * _expert(token, experts[expert])
+            total = total + scale * shares[expert] / whole * _expert(token, experts[expert])
         if shared is not None:
-            total = total + _expert(token, shared[1]) / (1 + (-(shared[0].double() * token).sum()).exp())
+            share = 1.0 if shared[0] is None else 1 / (1 + (-(shared[0].double() * token).sum()).exp())
+            total = total + share * _expert(token, shared[1])
         out.append(total)
     return torch.stack(out)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any)
     config = config or small_qwen2(**sizes)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
-    for name, weight in model.named_parameters():
+    for name, weight in chain(model.named_parameters(), model.named_buffers()):
         if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones
             torch.nn.init.normal_(weight, mean=weight.mean().item() if "norm" in name else 0.0, std=0.2)
     model.generation_config = GenerationConfig(
@@ -274,10 +275,18 @@ def save_mixture(folder: Path, family: str = "qwen3_moe", **settings: Any) -> No
     quantize_checkpoint(folder / "dense", folder / "nvfp4")
 
 
-def assert_change_is_noticed(engine: VLLMEngine, ending: str, change: Callable[[Tensor], object], message: str) -> None:
+def first_mixture(folder: Path) -> str:
+    """Return the name of the first module with experts of the model in a folder, such as "model.layers.0.mlp"."""
+    ending = ".gate.weight"
+    return next(name for name in Checkpoint(folder).names() if name.endswith(ending)).removesuffix(ending)
+
+
+def assert_change_is_noticed(
+    engine: VLLMEngine, ending: str | tuple[str, ...], change: Callable[[Tensor], object], message: str
+) -> None:
     """Check that the engine detects a changed base weight. ``change`` changes the first parameter of vLLM's model whose
-    name ends in ``ending``; the checksums of weights that the engine computes next have to fail with ``message``. Then
-    the parameter is restored."""
+    name ends in ``ending``, or in one of several endings; the checksums of weights that the engine computes next have
+    to fail with ``message``. Then the parameter is restored."""
     parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
     weight = next(parameter for name, parameter in parameters.items() if name.endswith(ending))
     kept = weight.data.clone()

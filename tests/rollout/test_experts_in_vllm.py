@@ -3,6 +3,7 @@ change."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -17,6 +18,7 @@ from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.parts import adapter_slots, recorded_routes
 from qerl_pl.memory.shape import config_shape
+from qerl_pl.model.layers import num_recurrent_layers
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
@@ -30,6 +32,7 @@ from tests.rollout.conftest import (
     MAX_MODEL_LEN,
     Setup,
     assert_change_is_noticed,
+    first_mixture,
     make_engine,
     random_adapter,
     rewrite,
@@ -42,7 +45,6 @@ from tests.rollout.test_families_in_vllm import gaps
 
 pytestmark = pytest.mark.vllm
 LORA = LoraSettings(rank=6, alpha=12, rslora=True)
-BLOCK = "model.layers.0.mlp"
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -66,7 +68,7 @@ def setup(request: pytest.FixtureRequest, base: Path) -> Iterator[Setup]:
 def most(setup: Setup) -> float:
     """Return the largest difference, in nats at one token, that is allowed between engine and trainer. It is larger for
     models with gated delta nets, whose rounding errors grow with the number of tokens."""
-    return 1e-5 if setup.policy.config.model_type == "qwen3_moe" else 1e-4
+    return 1e-4 if num_recurrent_layers(setup.policy.config) else 1e-5
 
 
 def assert_same(setup: Setup, *, adapter: bool = True) -> None:
@@ -87,13 +89,14 @@ def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
         ("qwen3_moe", True),
         pytest.param(("qwen3_moe", False), marks=pytest.mark.long),
         ("qwen3_5_moe_text", False),
+        ("glm4_moe", True),
     ],
-    ids=["prefixes cached", "not cached", "recurrent"],
+    ids=["prefixes cached", "not cached", "recurrent", "sigmoid"],
 )
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """An engine that also returns the experts that each token chose. One of the model's four blocks differs from the
-    others: in Qwen3-MoE it has no mixture of experts, in Qwen3.5 it has attention. The KV cache is so small that
-    sequences are preempted."""
+    others: in Qwen3-MoE and GLM-4.5 it has no mixture of experts, in Qwen3.5 it has attention. The KV cache is so small
+    that sequences are preempted."""
     folder = tmp_path_factory.mktemp("deep")
     family, caching = request.param
     save_mixture(folder, family, num_hidden_layers=4)
@@ -144,7 +147,7 @@ def test_the_engine_returns_the_experts_of_every_token_of_prompt_and_completion(
     assert torch.cat(gaps).mean() <= 1e-5
     assert torch.cat(gaps).max() <= most(deep)
     # stop strings end the few sequences of the model with delta nets before its cache is full
-    assert preempted or (stop and deep.policy.config.model_type != "qwen3_moe")
+    assert preempted or (stop and num_recurrent_layers(deep.policy.config))
     again = deep.engine.generate(prompts, Sampling(6, 64, stop=stop), 3)
     pairs = zip(chain(*groups), chain(*again), strict=True)
     assert all(row.routes is not None and row.routes.equal(other.routes) for row, other in pairs)
@@ -195,14 +198,11 @@ def test_the_plan_counts_the_bytes_of_recorded_experts(deep):
     assert held == recorded_routes(shape, slots) == 2 * layers * 2 * (slots + 1)
 
 
-ADAPTED = "model.layers.0.mlp.experts"
-
-
 MESSAGES = {
-    "adapter flag 0": rf"1 of .* without their adapters.*: {ADAPTED}",
-    "gate and up exchanged": rf"1 of \d+ tensors differ: .*{ADAPTED}\.base_layer\.lora_B",
-    "slot of the next expert": rf"2 of \d+ tensors differ: .*{ADAPTED}\.lora_A.*{ADAPTED}\.lora_B",
-    "two values of one A": rf"different adapters in the 2 slots of .*{ADAPTED}\.base_layer",
+    "adapter flag 0": r"1 of .* without their adapters.*: MIXTURE\.experts",
+    "gate and up exchanged": r"1 of \d+ tensors differ: .*MIXTURE\.experts\.base_layer\.lora_B",
+    "slot of the next expert": r"2 of \d+ tensors differ: .*MIXTURE\.experts\.lora_A.*MIXTURE\.experts\.lora_B",
+    "two values of one A": r"different adapters in the 2 slots of .*MIXTURE\.experts\.base_layer",
 }
 
 
@@ -216,7 +216,8 @@ def checked(setup: Setup) -> None:
 @pytest.mark.parametrize("fault", SLOTS)
 def test_a_fault_in_the_adapters_of_experts_is_named_before_the_rollout_is_used(setup, fault):
     SLOTS[fault](expert_adapters(setup.engine))
-    with pytest.raises(CheckFailed, match=MESSAGES[fault]):
+    message = MESSAGES[fault].replace("MIXTURE", re.escape(first_mixture(Path(setup.policy.base))))
+    with pytest.raises(CheckFailed, match=message):
         checked(setup)
     heal(expert_adapters(setup.engine))
     setup.engine.load_adapter(setup.adapter)
@@ -261,18 +262,30 @@ def exchange(weight: Tensor) -> None:
     weight[[2, 6]] = weight[[2, 6]] * torch.tensor([1.25, 0.8]).view(2, 1, 1)
 
 
-FAULTS: dict[str, tuple[str, Callable[[Tensor], object], str]] = {
+FAULTS: dict[str, tuple[str | tuple[str, ...], Callable[[Tensor], object], str]] = {
     "one code": ("w13_weight", flip, r"experts\.5\.gate_proj\+up_proj"),
     "two tensor scales": ("w2_weight", exchange, r"2 of .*experts\.2\.down_proj, .*experts\.6\.down_proj"),
     "a row of the router": ("mlp.gate.weight", lambda weight: weight[3].mul_(1.01), r"mlp\.gate\.weight"),
-    "a shared expert": ("expert.down_proj.weight", lambda weight: weight[0, 7].add_(1), r"shared_expert\.down_proj"),
+    "a router's correction": (
+        "correction_bias",
+        lambda bias: bias[3].add_(0.01),
+        r"mlp\.gate\.e_score_correction_bias",
+    ),
+    "a shared expert": (
+        ("expert.down_proj.weight", "shared_experts.down_proj.weight"),
+        lambda weight: weight[0, 7].add_(1),
+        r"shared_experts?\.down_proj",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_change_of_one_expert_or_the_router_stops_the_rollout(setup, fault):
     ending, change, message = FAULTS[fault]
-    if setup.policy.packed_format is None and ending != "mlp.gate.weight":
+    experts = setup.policy.family.experts
+    if "correction" in message and (experts is None or experts.correction is None):
+        pytest.skip("the family has no correction")
+    if setup.policy.packed_format is None and r"mlp\.gate\." not in message:
         pytest.skip("weights of dense bases are not compared")
     if "shared" in message and not config_shape(setup.policy.config, None, torch.float32).experts.shared:
         pytest.skip("the family has no shared expert")
@@ -282,9 +295,9 @@ def test_a_change_of_one_expert_or_the_router_stops_the_rollout(setup, fault):
 
 
 CHANGES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
-    "a code": (f"{BLOCK}.experts.5.up_proj.weight_packed", lambda codes: codes[3, 5].bitwise_xor_(1)),
-    "a scale": (f"{BLOCK}.experts.2.down_proj.weight_scale", lambda scale: scale.view(torch.uint8)[2, 1].add_(1)),
-    "a tensor scale": (f"{BLOCK}.experts.7.down_proj.weight_global_scale", lambda divisor: divisor.mul_(1.5)),
+    "a code": ("experts.5.up_proj.weight_packed", lambda codes: codes[3, 5].bitwise_xor_(1)),
+    "a scale": ("experts.2.down_proj.weight_scale", lambda scale: scale.view(torch.uint8)[2, 1].add_(1)),
+    "a tensor scale": ("experts.7.down_proj.weight_global_scale", lambda divisor: divisor.mul_(1.5)),
 }
 
 
@@ -295,7 +308,7 @@ def test_an_expert_that_changes_between_trainer_and_engine_stops_the_start(base,
     shutil.copytree(base / "nvfp4", tmp_path / "base")
     policy = load_policy(str(tmp_path / "base"), dtype=torch.float32, lora=LORA, seed=0)
     name, write = CHANGES[change]
-    rewrite(tmp_path / "base", name, write)
+    rewrite(tmp_path / "base", f"{first_mixture(tmp_path / 'base')}.{name}", write)
     engine = make_engine("vllm")
-    with pytest.raises(ValueError, match=rf"base has changed.*experts\.{name.split('.')[5]}\..*start the run again"):
+    with pytest.raises(ValueError, match=rf"base has changed.*experts\.{name.split('.')[1]}\..*start the run again"):
         engine.start(policy, max_model_len=MAX_MODEL_LEN)
