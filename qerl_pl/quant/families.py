@@ -19,11 +19,13 @@ from qerl_pl.model.files import CONFIG, model_config, read_json
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-WORDS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "norm_topk_prob")
+WORDS = (
+    "tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm",
+)  # fmt: skip
 """Names of values that are true or false; any other value, such as the text "false", would be taken as true."""
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "logits_scaling", "attention_multiplier", "residual_multiplier",
-    "embedding_multiplier", "query_pre_attn_scalar", "final_logit_softcapping",
+    "embedding_multiplier", "query_pre_attn_scalar", "final_logit_softcapping", "routed_scaling_factor",
 )  # fmt: skip
 """Names of numbers that have to be finite and above 0."""
 HIGHEST_EPS = 0.1
@@ -67,12 +69,15 @@ def check_family(path: str | Path) -> Mapping:
             f"{path} is a mixture of experts ({name!r}), which is not supported; expected one of {', '.join(FAMILIES)}"
         )
     family = family_of(name, path=path)
-    if names is not None:
-        _check_experts(file, config, names)
+    for key in family.needed:
+        if config.get(key) is None:
+            raise ValueError(f"{file} has no {key}, which vLLM needs; take the file from the model's original folder")
     for key, words in family.refused:
         if config.get(key):
             raise ValueError(f"{path}: {key} is {config[key]!r}; {name} models with {words} are not supported")
     _check_values(file, config)
+    if names is not None:
+        _check_experts(file, config, names)
     _check_keys(file, config)
     _check_layers(file, config)
     for place, rope in _ropes(file, config):
@@ -156,7 +161,7 @@ def _check_values(file: Path, config: Mapping) -> None:
 
 def _check_experts(file: Path, config: Mapping, names: Experts) -> None:
     other = CONFIG_MAPPING[config["model_type"]].attribute_map  # other keys that transformers may use for a name
-    needed = (names.number, names.chosen, names.inner, *([names.shared] if names.shared else ()))
+    needed = (names.number, names.chosen, names.inner, *filter(None, (names.shared, names.shared_number)))
     sizes = {name: config.get(name, config.get(other.get(name))) for name in needed}
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
@@ -168,6 +173,18 @@ def _check_experts(file: Path, config: Mapping, names: Experts) -> None:
         )
     if sizes[names.chosen] > sizes[names.number]:
         raise ValueError(f"{file}: {names.chosen} is {sizes[names.chosen]} and there are {sizes[names.number]} experts")
+    for name in names.groups:
+        if config.get(name, 1) != 1:
+            raise ValueError(
+                f"{file}: {name} is {config[name]!r}; expected 1, because routers that choose groups of experts first "
+                "are not supported"
+            )
+    blocks, first = config["num_hidden_layers"], config.get(names.dense_blocks) if names.dense_blocks else 0
+    if type(first) is not int or not 0 <= first < blocks:
+        raise ValueError(
+            f"{file}: {names.dense_blocks} is {first!r}; expected a whole number of blocks without experts, from 0 to "
+            f"{blocks - 1}, because the last of {blocks} blocks (num_hidden_layers) has to have experts"
+        )
 
 
 def _check_number(file: Path, name: str, value: object) -> None:

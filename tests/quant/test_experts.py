@@ -32,6 +32,7 @@ from qerl_pl.quant.experts import (
     stack_experts,
     weigh,
 )
+from qerl_pl.quant.families import check_family
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.formats import quantize as to_nearest
 from qerl_pl.quant.grouped import grouped, sort_rows
@@ -375,6 +376,30 @@ def test_a_mixture_of_qwen3_5_needs_a_shared_expert_and_shares_that_add_up_to_on
     changed = with_config(tmp_path / "dense", tmp_path / "changed", **values)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         quantize_checkpoint(changed, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"n_shared_experts": 0}, "n_shared_experts is 0; expected a whole number above 0"),
+        ({"n_group": 4}, "n_group is 4; expected 1, because routers that choose groups"),
+        ({"topk_group": 2}, "topk_group is 2; expected 1, because"),
+        (
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace is 2; expected a whole number of blocks .*, from 0 to 1, because",
+        ),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace is None; expected"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0; expected a finite number above 0"),
+        ({"head_dim": None}, "has no head_dim, which vLLM needs"),
+        ({"use_qk_norm": "true"}, "use_qk_norm is 'true'; expected true or false"),
+        ({"norm_topk_prob": False, "first_k_dense_replace": 0}, None),
+    ],
+)
+def test_a_mixture_of_glm_with_other_routers_or_without_experts_is_refused(tmp_path, values, message):
+    config = json.loads(tiny_config("glm4_moe").to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_family(tmp_path)
 
 
 def test_a_missing_or_misshapen_expert_is_refused(folder, tmp_path):
