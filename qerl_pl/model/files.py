@@ -51,7 +51,8 @@ class Checkpoint:
     """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``. Raise
     ValueError if the folder has no model, or a file is missing, truncated or not safetensors.
 
-    Stacked experts (``mlp.experts.gate_up_proj``, [E, 2I, H]) count as matrices with names such as
+    Tensors of blocks for multi-token prediction (``_drafting``) are left out. Stacked experts
+    (``mlp.experts.gate_up_proj``, [E, 2I, H]) count as matrices with names such as
     ``mlp.experts.3.up_proj.weight``.
     """
 
@@ -64,11 +65,13 @@ class Checkpoint:
             hint = f"give one of the folders in it that have one: {inside}" if inside else "give a model's folder"
             raise ValueError(f"{self.path} has no {CONFIG}, so it is not a model in Hugging Face layout; {hint}")
         self._files = {name: _open(self.path / name) for name in self._file_names()}
-        text_only = has_vision(read_json(self.path / CONFIG))
+        config = read_json(self.path / CONFIG)
+        text_only, left_out = has_vision(config), _drafting(config)
         self._stored: dict[str, _Place] = {}
         for file_name, file in self._files.items():
             for stored in file.keys():  # noqa: SIM118
-                if not (name := text_name(stored) if text_only else stored):
+                name = text_name(stored) if text_only else stored
+                if not name or name.startswith(left_out):
                     continue
                 for part, place in _expert_places(name, _Place(file_name, stored), file.get_slice(stored).get_shape()):
                     if part in self._stored:
@@ -117,6 +120,15 @@ class Checkpoint:
     def _slice(self, name: str) -> Any:  # safetensors does not name the class
         file, stored, _ = self._stored[name]
         return self._files[file].get_slice(stored)
+
+
+def _drafting(config: Mapping) -> tuple[str, ...]:
+    """Return the prefixes of the names of tensors for multi-token prediction, which some families store as blocks after
+    the model's last block, and which neither training nor sampling uses."""
+    first, number = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if type(first) is not int or type(number) is not int:
+        return ()
+    return tuple(f"model.layers.{block}." for block in range(first, first + number))
 
 
 def _expert_places(name: str, place: _Place, shape: list[int]) -> Iterator[tuple[str, _Place]]:

@@ -402,6 +402,19 @@ def test_a_mixture_of_glm_with_other_routers_or_without_experts_is_refused(tmp_p
         check_family(tmp_path)
 
 
+def test_blocks_for_multi_token_prediction_are_left_out(tmp_path):
+    save_dense(tmp_path / "dense", tiny_config("glm4_moe", num_nextn_predict_layers=1))
+    tensors = tensors_of(tmp_path / "dense")
+    extra = {name.replace(".1.", ".2.", 1): tensor.clone() for name, tensor in tensors.items() if "layers.1." in name}
+    extra["model.layers.2.eh_proj.weight"] = torch.randn(128, 256)
+    with_extra = changed(tmp_path / "dense", tmp_path / "published", tensors | extra)
+    tokens = torch.randint(8, 64, (1, 40), generator=torch.Generator().manual_seed(0))
+    plain, found = (load_base(path, dtype=torch.float32, device="cpu") for path in (tmp_path / "dense", with_extra))
+    assert torch.equal(found(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+    quantize_checkpoint(with_extra, tmp_path / "nvfp4", calibration=Calibration(tokens, "random"))
+    assert not [name for name in tensors_of(tmp_path / "nvfp4") if ".layers.2." in name]
+
+
 def test_a_missing_or_misshapen_expert_is_refused(folder, tmp_path):
     tensors = tensors_of(folder / "dense")
     name = f"{first_mixture(folder / 'dense')}.experts.7.up_proj.weight"
