@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.blockwise import BlockStream
-from qerl_pl.quant.loading import meta_model
+from qerl_pl.quant.loading import load_base, meta_model
 from tests.families import NAMES, tiny_config
 from tests.rollout.conftest import save_dense
 
@@ -61,3 +62,20 @@ def test_the_stream_passes_the_blocks_as_the_model_does(tmp_path, monkeypatch, a
         torch.testing.assert_close(stream.hidden, expected, rtol=1e-5, atol=1e-5)
     assert all(parameter.is_meta for parameter in skeleton.parameters()), "nothing is left on the device"
     assert all(parameter.is_meta for _, block in stream.blocks.values() for parameter in block.parameters())
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.fp32])
+def test_a_stream_in_bf16_holds_those_parameters_in_fp32_that_the_trainer_does(tmp_path, family):
+    save_dense(tmp_path, tiny_config(family))
+    policy = load_base(tmp_path, dtype=torch.bfloat16, device="cpu")
+    hidden: list[Tensor] = []
+    for layer in policy.model.layers:
+        layer.register_forward_hook(lambda _module, _args, output: hidden.append(output))
+    with torch.no_grad():
+        policy(TOKENS)
+    checkpoint = Checkpoint(tmp_path)
+    stream = BlockStream(meta_model(tmp_path, torch.bfloat16), checkpoint, TOKENS, "cpu")
+    for index, expected in enumerate(hidden):
+        block = f"model.layers.{index}."
+        stream.advance(block[:-1], {name: checkpoint.read(name) for name in checkpoint.names() if block in name})
+        assert torch.equal(stream.hidden, expected)

@@ -73,7 +73,8 @@ def save_dense(path: Path, config: PretrainedConfig | None = None, **sizes: Any)
     model = kind.from_config(config, dtype=torch.float32)
     for name, weight in chain(model.named_parameters(), model.named_buffers()):
         if name.endswith(("bias", "norm.weight")):  # not their initial zeros and ones
-            torch.nn.init.normal_(weight, mean=weight.mean().item() if "norm" in name else 0.0, std=0.2)
+            std = 0.05 if "correction" in name else 0.2  # with a larger one, all tokens would choose the same experts
+            torch.nn.init.normal_(weight, mean=weight.mean().item() if "norm" in name else 0.0, std=std)
     model.generation_config = GenerationConfig(
         eos_token_id=[5, 6], do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.7
     )
