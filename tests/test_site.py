@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_module_is_on_its_packages_page(site):
     found = "".join((site / "reference" / f"{name}.html").read_text() for name in packages())
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("[a-z]*.py"))
@@ -46,7 +46,7 @@ def test_every_module_is_on_its_packages_page(site):
     assert {name for name in modules if f'id="{name}"' not in found} == set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_setting_and_class_of_the_shipped_configurations_is_explained(site):
     text = text_of(site / "reference" / "settings.html")
     keys, classes = set(), set()
@@ -75,7 +75,7 @@ def test_every_setting_and_class_of_the_shipped_configurations_is_explained(site
     assert len(nested) < 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_loaded_from_the_network(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30

@@ -63,6 +63,7 @@ def test_a_fault_stops_the_run_in_its_rollout(run, tmp_path, fault, message):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["a third without the adapter", "a quarter without the noise"])
 def test_another_policy_for_a_part_of_the_rows_stops_the_run_although_its_effect_is_like_rounding_errors(
     run, tmp_path, fault

@@ -71,7 +71,7 @@ def judged(reward: NumericAnswer, text: str, answer: str) -> float | None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [pytest.param("gsm8k_train", 7473, marks=pytest.mark.slow), ("gsm8k_test", 1319)]
+    ("name", "rows"), [pytest.param("gsm8k_train", 7473, marks=pytest.mark.long), ("gsm8k_test", 1319)]
 )
 def test_every_gsm8k_answer_is_right_in_other_forms_and_wrong_values_are_not(name, rows):
     path = DATA / f"{name}.jsonl"

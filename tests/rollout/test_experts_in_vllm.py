@@ -89,7 +89,7 @@ def test_the_gap_is_below_a_hundred_thousandth_of_a_nat(setup):
         ("qwen3_moe", True),
         pytest.param(("qwen3_moe", False), marks=pytest.mark.long),
         ("qwen3_5_moe_text", False),
-        ("glm4_moe", True),
+        pytest.param(("glm4_moe", True), marks=pytest.mark.long),
     ],
     ids=["prefixes cached", "not cached", "recurrent", "sigmoid"],
 )
