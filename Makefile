@@ -55,7 +55,7 @@ $(TINY)-nvfp4/config.json: $(TINY)/config.json
 test: $(STAMP) ## the test suite without its longest tests; needs no GPU
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not real"
 
-test-long: $(STAMP) ## the longest tests: every model family in vLLM, a whole study, the run page in a browser
+test-long: $(STAMP) ## the longest tests: every family in vLLM, a study, the site, more cases of what `test` tests
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long and not gpu"
 
 $(REAL)/smollm2-135m.gguf: | $(STAMP)
