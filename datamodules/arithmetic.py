@@ -11,7 +11,7 @@ from qerl_pl.tasks.arithmetic import distinct_expressions, question, value
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A source of problems such as "7+5-3+8=?". Training and validation share no problem, also if their seeds differ.
+    """A source of problems such as "7+5-3+8=?". No training problem is a validation problem, whatever the seed.
 
     Args:
         seed: seed of the draw.

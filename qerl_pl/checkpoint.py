@@ -131,8 +131,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, which may hold only tensors and Python's built-in types. ValueError: the file is damaged,
-        and there is no undamaged ``previous.ckpt``; the message names every damaged file."""
+        """Load a checkpoint of tensors and Python's built-in types. If ``last.ckpt`` is damaged, warn and load
+        ``previous.ckpt`` from its folder. ValueError: the file is damaged or holds other objects, and there is no
+        undamaged ``previous.ckpt``; the message names every damaged file."""
         path = Path(path)
         try:
             return self._load(path, map_location)

@@ -206,8 +206,9 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose the schedules of the batch GEMM and of ``shrink`` with which the GEMM also adds the adapter; None if it
-    cannot, or if adding the adapter by separate kernels is faster."""
+    """Choose the schedules of the GEMM for many tokens (``nvfp4_batch``), which also adds the adapter's h B^T, and of
+    the kernel ``shrink``, which computes h = x A^T. None if this GEMM cannot add it, or if separate kernels are
+    faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None

@@ -57,24 +57,27 @@ class _Branch:
 def branch_evidence(
     groups: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]], numbers: Sequence[Sequence[Sequence[float]]]
 ) -> Tensor:
-    """Compute the evidence that completions repeat the beginnings of earlier completions with low (or high) numbers
-    more often than the policy's probabilities say, as when an engine samples more completions and keeps the shortest.
+    """Compute the evidence that completions begin like earlier completions that have a low (or high) number, such as
+    their length, more often than the policy's probabilities say, as when an engine samples more completions than it
+    returns and keeps the shortest.
 
     The completions of a group are compared one after the other. At every prefix that a completion shares with earlier
     completions, let E be a set of tokens with which the earlier ones continue it: token t is in E if the mean of the
     number over the earlier completions that continue with t is at most (or at least) its mean over all earlier
     completions of the group. M is the probability of E according to the log-probabilities that the engine reported. In
-    the alternatives, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of the completion's next token
-    is o / (1 + (o - 1) M) if the token is in E, else 1 / (1 + (o - 1) M). E depends on earlier completions only, so the
-    product of these ratios is a martingale, as in ``evidence``, provided that the engine reports equal probabilities
-    after equal prefixes; differences by rounding errors have either sign and nearly cancel.
+    an engine that chooses, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of such an engine to one
+    that does not choose is o / (1 + (o - 1) M) if the completion's next token is in E, else 1 / (1 + (o - 1) M). E
+    depends on earlier completions only, so if the engine does not choose, the product of these ratios is a martingale,
+    provided that the engine reports equal probabilities after equal prefixes; differences by rounding errors have
+    either sign and nearly cancel.
 
     Args:
         groups: tokens and log-probabilities in nats of each completion of P groups.
         numbers: F numbers of each completion of each group.
 
     Returns:
-        Evidence for each share of groups, number, direction and o, [len(SHARES) * F * 2 * len(ODDS)] fp64 in nats.
+        Log-likelihood ratio for each share of groups in which the engine chooses (``evidence.SHARES``), number,
+        direction (low or high) and o, [len(SHARES) * F * 2 * len(ODDS)] fp64 in nats.
     """
     num_numbers = len(numbers[0][0]) if numbers else 0
     evidence = torch.zeros(num_numbers * 2 * len(ODDS), len(groups), dtype=torch.float64)

@@ -119,8 +119,8 @@ def _marks(text: str) -> list[str]:
 
 
 def judge_known(gold: str) -> Verdict:
-    """Judge whether the known answer alone can be read: the score is then 0, which a completion gets whose comparison
-    with this answer crashed or took too long; else None (unscored)."""
+    """Score a completion whose comparison with the known answer crashed or took too long: 0 if the known answer alone
+    can be read, else None (unscored)."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [_value_of(item.split("\\approx")[-1]) for item in items]
     if items and all(exact_number(value) or _is_text(value) or is_readable(value) for value in values):

@@ -307,7 +307,8 @@ def _with_seed(text: str, seed: int) -> str:
 
 
 def _shown(value: Any, values: list[Any]) -> str:
-    """Write a value of the grid for a folder's name: the last part of a path, with a digest if that is not unique."""
+    """Return how a value of the grid is written in a folder's name: of a path the last part, followed by a digest if
+    another value of the grid has the same last part."""
     name = _last_part(value)
     clash = [_last_part(other) for other in values].count(name) > 1
     return f"{name}-{_digest(str(value))}" if clash else name

@@ -32,8 +32,9 @@ the address of each segment to vLLM's record of it."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Free all memory in vLLM's pool and drop vLLM's references to the trainer's memory, before the worker is shut
-    down. All memory of the pool is the worker's, because vLLM allows one engine at a time."""
+    """Before a vLLM worker is shut down, free the memory pool of vLLM's sleep mode and drop the worker's references to
+    the trainer's tensors. All memory of the pool is this worker's, because vLLM allows one engine with sleep mode per
+    process at a time."""
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
         gc.unfreeze()  # vLLM calls gc.freeze after its start; gc.get_objects omits frozen objects

@@ -48,8 +48,8 @@ class Slot(NamedTuple):
         return (a, b) if self.a.ndim == 2 else stacked(a, b, len(self.a))
 
     def held(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the slot's A and n rows of B in the form in which PEFT stores them, without the padding of the
-        rank."""
+        """Return the LoRA slot's A and B in the form in which PEFT stores them, without the rows and columns by which
+        vLLM pads the rank."""
         a, b = self.a[..., :rank, :], self.b[..., :rank]
         return (a, b) if a.ndim == 2 else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
 
