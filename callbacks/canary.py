@@ -70,20 +70,20 @@ class SyncCanary(Callback):
     differs from the trainer by more than ``tolerance`` and by more than ``comparison.MARGIN`` times as much as these
     two computations differ. The strength of the probe adapter is found once, by the trainer alone: the adapter must
     change log-probabilities far more than rounding errors do, without making the model chaotic. If no strength does so,
-    a warning says it, and check 2 is left out. The text that is scored ends with those tokens of the rollout's
-    completions of which the policy was least certain: an adapter hardly changes log-probabilities near 0, so after text
-    that is nearly certain rounding errors would be as large as what the adapter changes.
+    a warning says it, and check 2 is left out. The texts end with those tokens of the rollout's completions of which
+    the policy was least certain: an adapter hardly changes log-probabilities near 0, so after text that is nearly
+    certain rounding errors would be as large as what the adapter changes.
 
     After the checks, the engine holds the run's adapter and noise again.
 
     Args:
-        sample_every: rollouts, or batches of an evaluation, from one check 2 (samples) to the next; the first four, and
-            the first rollout after a start, always have one.
+        sample_every: rollouts, or batches of an evaluation, from one check 2 (samples) to the next; the first four
+            rollouts of a run, and the first after a start, always have one.
         score_every: rollouts from one check 3 (scores) to the next; the first rollout after a start and the first batch
             of an evaluation always have one.
-        num_tokens: number of tokens of the text that is scored, limited by the engine's longest sequence. It should
-            exceed the block size of the engine's KV cache (by default 16 tokens on a GPU, 128 on a CPU), because
-            shorter prefixes are never cached.
+        num_tokens: number of tokens of the texts after which check 2 samples and which check 3 scores, limited by the
+            engine's longest sequence. It should exceed the block size of the engine's KV cache (by default 16 tokens on
+            a GPU, 128 on a CPU), because shorter prefixes are never cached and check 2 then finds no stale ones.
         tolerance: mean difference of log-probabilities, in nats per token, up to which the run is never stopped; null:
             1e-4 if engine and trainer compute in float32, 0.02 if one of them computes in bfloat16.
 

@@ -6,8 +6,9 @@ So there are no drafts at those numbers of sequences at which, in recent rollout
 fewer tokens per sequence than steps without drafts give in the same time. The functions depend on counts and constants
 only, never on a clock, so a run that resumes with the same counts decides the same.
 
-Counts are a list with a row [drafts, verifications, tokens that the verifications gave] for each class of numbers of
-sequences (``CLASSES``), or an empty list.
+Counts are a list with a row for each class of numbers of sequences (``CLASSES``), or an empty list. A row has the
+number of drafted tokens, the number of times that a sequence's drafts were verified, and the number of tokens that came
+out of these verifications.
 """
 
 from collections.abc import Sequence

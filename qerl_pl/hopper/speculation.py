@@ -159,8 +159,8 @@ class GroupDrafts:
 
 
 def install(worker: WorkerBase) -> GroupDrafts:
-    """Make an engine that was started with ``arguments`` draft and verify as this module describes; ValueError if vLLM
-    uses another model runner, or its model has recurrent layers."""
+    """Make an engine that was started with ``arguments`` draft and verify as this module describes. ValueError: vLLM
+    does not use its model runner V2, or the model has recurrent layers."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.rejection_sampler).__name__ != "RejectionSampler":
         raise ValueError(

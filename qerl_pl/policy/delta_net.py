@@ -118,7 +118,8 @@ def _scan_groups(module: Any, mixed: Tensor, b: Tensor, a: Tensor, groups: Group
 
 
 def _scan(module: Any, mixed: Tensor, b: Tensor, a: Tensor, *, inside: Tensor) -> Tensor:
-    """Compute convolution and recurrence of rows of similar lengths, [T, value heads, D].
+    """Compute convolution and recurrence of rows of similar lengths; returns [T, value heads, D], where T is the number
+    of tokens of all these rows.
 
     Args:
         module: the layer.

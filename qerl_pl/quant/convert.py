@@ -1,7 +1,8 @@
 """Convert a published NVFP4 checkpoint to W4A16: 4-bit weights and 16-bit activations.
 
-Trainer and rollout engines can read the copy, which has the layout that ``quantize_checkpoint`` writes. If the
-checkpoint (NVFP4 or 16 bits) has a vision part, only its text model is copied.
+Trainer and rollout engines can read the copy, which has the layout that ``quantize_checkpoint`` writes. Of a
+checkpoint with a vision part only the text model is copied; this is also done for checkpoints of 16 bits, which are not
+converted otherwise.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

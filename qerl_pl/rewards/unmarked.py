@@ -95,8 +95,8 @@ def stated_answer(text: str) -> str | None:
 
 def last_math(text: str) -> str | None:
     """Return the last text that is between math delimiters, or that is in bold and short; None if there is none. If
-    only ``,``, ``and`` or ``or`` separates the last such texts, they are returned as one text. If the text is a name and its
-    value follows, as in "$x$ is 9", the value is returned."""
+    only ``,``, ``and`` or ``or`` separates the last such texts, they are returned as one text. If the text is a name
+    and its value follows, as in "$x$ is 9", the value is returned."""
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):

@@ -22,8 +22,8 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's opera
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """Adapter kernels for one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora`` for linears and by
-    ``qerl_pl.kernels.lora_experts`` for few rows of experts.
+    """Adapter kernels for one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora`` for linears and, in
+    passes of few tokens, by ``qerl_pl.kernels.lora_experts`` for experts; with more tokens vLLM's kernels compute it.
 
     An index per token tells the kernels which tokens have the adapter, so one CUDA graph serves requests with and
     without the adapter. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched for

@@ -1,1 +1,1 @@
-"""The page of a run: one HTML file with curves, verdicts, settings and completions, made by ``report --html``."""
+"""The page of a run: one HTML file with results, checks, settings and completions, made by ``report --html``."""

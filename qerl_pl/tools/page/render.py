@@ -23,9 +23,9 @@ DIGITS = 6  # significant digits of a curve's values
 
 def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
     """Render one HTML page about one or more runs, given the logged scalars of each run's folder. If the runs have more
-    than ``limit`` completions, the page has those of some rollouts only, evenly spaced in each run, and says so. A model's output is stored as JSON in which ``<`` is
-    escaped, and shown only as text. The content security policy forbids network requests, and all scripts but the
-    page's."""
+    than ``limit`` completions, the page has those of some rollouts only, evenly spaced in each run, and says so. A
+    model's output is stored as JSON in which ``<`` is escaped, and shown only as text. The content security policy
+    forbids network requests, and all scripts but the page's."""
     chosen, note = choose_files(list(runs), limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
     parts = {
