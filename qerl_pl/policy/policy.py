@@ -179,6 +179,17 @@ class Policy(nn.Module):
             for name, parameter in parameters.items():
                 parameter.data = current[name]
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Set evaluation mode inside the context; afterwards every module has the mode that it had before."""
+        modes = [(module, module.training) for module in self.modules()]
+        try:
+            self.eval()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
     def norm_modules(self) -> dict[str, nn.Module]:
         """Return by name the norms to whose weights AQN adds noise (``Family.noise_norms``); for norms that are
         trained, PEFT's trainable copies."""

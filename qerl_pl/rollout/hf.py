@@ -243,14 +243,13 @@ class TransformersEngine:
         norms = noisy_norms(self._clean_norms(adapter=adapter), noise, dtype=noise.kept_in(policy.dtype))
         changed = different(live, wanted)
         kept = {name: live[name].clone() for name in changed}
-        modes = [(module, module.training) for module in policy.modules()]
         generation_config = policy.causal_lm.generation_config
         try:
             for name in changed:
                 live[name].copy_(wanted[name])
-            policy.eval()  # in training mode, gradient checkpointing would prevent the use of a KV cache
             policy.causal_lm.generation_config = GenerationConfig()  # avoids the checkpoint's sampling defaults
             with (
+                policy.evaluating(),  # in training mode, gradient checkpointing would prevent the use of a KV cache
                 nullcontext() if adapter else policy.model.disable_adapter(),
                 weights_replaced(modules, norms),
                 _fp32_head(policy),
@@ -258,8 +257,6 @@ class TransformersEngine:
                 yield
         finally:
             policy.causal_lm.generation_config = generation_config
-            for module, training in modes:
-                module.training = training
             for name in changed:
                 live[name].copy_(kept[name])
 

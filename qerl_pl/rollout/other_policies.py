@@ -155,14 +155,8 @@ def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise,
         norms = noisy_norms(clean, noise, dtype=noise.kept_in(policy.dtype))
         norms = moved(norms, clean, by=by) if other is None else norms
     modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
-    modes = [(module, module.training) for module in policy.modules()]
-    try:
-        policy.eval()
-        with policy.with_adapter(adapter), weights_replaced(modules, norms):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with policy.evaluating(), policy.with_adapter(adapter), weights_replaced(modules, norms):
+        yield
 
 
 @torch.no_grad()
