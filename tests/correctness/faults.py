@@ -44,7 +44,7 @@ from lightning.pytorch import Callback
 import train
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
-from tests.bench.harness import DEVICE, DTYPE, emit
+from tests.bench.harness import DEVICE, DTYPE, base_callbacks, emit
 from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
 from tests.integration.conftest import ROOT
 
@@ -118,8 +118,8 @@ class Watch(Callback):
 
 
 def every_check() -> list[dict[str, Any]]:
-    """Read the callbacks of configs/base.yaml, and switch on the test of other policies."""
-    callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+    """Return the callbacks of configs/base.yaml, with the test of other policies switched on."""
+    callbacks = base_callbacks()
     for callback in callbacks:
         if callback["class_path"] == "callbacks.rollout_evidence.RolloutEvidence":
             callback["init_args"]["policy_tokens"] = callback["init_args"]["max_tokens"]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from qerl_pl.results.curves import Curve, read_curves
-from tests.bench.harness import check, emit
+from tests.bench.harness import base_callbacks, check, emit
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(setting: Setting, base: Path, folder: Path, *, num_rollouts: int) -> dict[str, Curve]:
     """Do one run in a process of its own; returns its curves."""
-    callbacks = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())["trainer"]["callbacks"]
+    callbacks = base_callbacks()
     for callback in callbacks:
         if callback["class_path"] == "callbacks.ledger.MismatchLedger":
             callback["init_args"] = {"num_rows": NUM_ROWS, "max_tokens": 1_000_000, "every": 1}
