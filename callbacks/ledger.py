@@ -1,7 +1,6 @@
 """Split the difference between the trainer's and the sampler's log-probabilities of sampled tokens into parts by
 cause."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -44,11 +43,6 @@ class MismatchLedger(Callback):
     ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see ``qerl_pl.objective.correction.Mismatch``) over the
     rows of all ranks. The engine scores the rows before the update, without and with the rollout's noise, and has this
     noise again afterwards.
-
-    If the random numbers that the engine sampled with can be computed again, as with vLLM on a GPU, and neither top_p
-    nor top_k is set, ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to change so
-    that the same random numbers give the sampled token (``qerl_pl.policy.margins``). In a correct run this is about as
-    much as trainer and sampler differ; it is more if the engine samples in another way than its log-probabilities say.
 
     Args:
         num_rows: number of completions scored per measured rollout, spread evenly over it and over the ranks; at least
@@ -106,16 +100,6 @@ class MismatchLedger(Callback):
         self._log(pl_module, "noise", clean - noisy)
         if pl_module.sampling.temperature == 1:
             self._log(pl_module, "decode", noisy - experience.sampler_logprobs[rows].to(noisy.device))
-        seeds = [rollout.chosen.completions[row].seed for row in rows.tolist()]
-        sampling = pl_module.sampling
-        if None not in seeds and sampling.temperature and sampling.top_p == 1 and not sampling.top_k:
-            keys = torch.tensor(seeds, dtype=torch.int64, device=self._tokens.device)
-            limit = check_limit(pl_module.settings.longest_row)
-            how = {"temperature": sampling.temperature, "micro_batch_tokens": limit}
-            margins = sampled_margins(pl_module.policy, self._tokens, self._sampled, keys, self._routes, **how)
-            statistics = over_ranks(self._gap, margins)
-            values = {f"margin/{name}": float(statistics[name]) for name in ("mean_abs", "p99", "max")}
-            log_at(pl_module.trainer.loggers, values, step=index)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
@@ -151,41 +135,14 @@ def trainer_logprobs(
     other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] bool must not be True in column 0; ``routes``
     [B, S, L, k] are experts to use, None: the routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
-    for rows in _passes(sampled, micro_batch_tokens):
-        how = {"temperature": 1.0, "routes": None if routes is None else routes[rows]}
-        logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], **how).logprobs
-    return logprobs
-
-
-def _passes(sampled: Tensor, micro_batch_tokens: int) -> Iterator[Tensor]:
-    """Divide rows into forward passes; yields the row indices of each pass. Only tokens up to a row's last sampled one
-    count towards the limit ``micro_batch_tokens``. Global random states are restored afterwards, because dropout draws
-    random numbers."""
+    # Only tokens up to a row's last sampled one count towards the limit.
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
-    with preserved_rng():
+    with preserved_rng():  # dropout draws random numbers
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
-            yield rows.to(sampled.device)
-
-
-@torch.no_grad()
-def sampled_margins(
-    policy: Policy,
-    tokens: Tensor,
-    sampled: Tensor,
-    seeds: Tensor,
-    routes: Tensor | None = None,
-    *,
-    temperature: float,
-    micro_batch_tokens: int,
-) -> Tensor:
-    """Compute for each of the N sampled tokens by how much the trainer's logits would have to change for the engine's
-    random numbers to select this token (``qerl_pl.policy.margins``); returns [N] fp32 in nats. Arguments are as in
-    ``trainer_logprobs``, and ``seeds`` [B] int64 are those with which the engine sampled the rows."""
-    margins = []
-    for rows in _passes(sampled, micro_batch_tokens):
-        how = {"temperature": temperature, "routes": None if routes is None else routes[rows]}
-        margins.append(policy.margins(tokens[rows], sampled[rows], seeds[rows], **how))
-    return torch.cat(margins)
+            rows = rows.to(sampled.device)
+            how = {"temperature": 1.0, "routes": None if routes is None else routes[rows]}
+            logprobs[rows] = policy.token_stats(tokens[rows], sampled[rows], **how).logprobs
+    return logprobs
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:

@@ -16,16 +16,18 @@ from typing_extensions import override
 from qerl_pl.common import ranks
 from qerl_pl.common.checks import CheckFailed, is_due, require_at_least
 from qerl_pl.common.loggers import log_at
+from qerl_pl.common.metrics import over_ranks
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy import evidence as likelihood
 from qerl_pl.policy.branches import branch_evidence
-from qerl_pl.policy.jumps import FAR, change, far_share, high_gap, jump, logit_gap
+from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE, change, far_share, high_gap, jump, logit_gap
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import Measured, measure_some
 from qerl_pl.rollout.other_policies import OTHER_POLICIES, measure_others
 from qerl_pl.rollout.scored import ScoredBatch
+from qerl_pl.training.metrics import gap
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has the gaps of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
@@ -43,7 +45,6 @@ KINDS = (*FLOORS, "far_share")
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
 AMBIGUOUS = 5.0  # nats; other policies with evidence less than this below the largest are named, too
-MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4
 ADVICE = (
     "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, raise "
     "RolloutEvidence.max_gap or max_jump"
@@ -89,6 +90,12 @@ class RolloutEvidence(Callback):
     - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
       one whose log-probabilities the engine reports (``evidence/other_sampling``: another temperature, top_p or top_k,
       end tokens more or less often, random tokens);
+    - with vLLM on a GPU, whose random numbers the trainer can compute again, if these numbers would have given other
+      tokens (``evidence/other_draws``). This finds completions of other prompts than the engine was given, even if one
+      token of the prompt is wrong, completions that were chosen among several, and tokens that were changed after
+      sampling. ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to change for the
+      numbers to give the sampled token; tokens with a probability above 0.97, which nearly any numbers give, are left
+      out. In a correct run the margins are about as large as the gap;
     - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled without the adapter, with the
       adapter of the rollout before or, in rollouts with noise, without the noise (``evidence/other_policy``). These
       policies are found even where they change a token's log-probability less than rounding errors do, because the
@@ -113,17 +120,18 @@ class RolloutEvidence(Callback):
     differs from the rollout before by more than chance explains; the run goes on, because a policy may change so fast.
     Another warning tells what to do if for several rollouts no group had completions with different rewards.
 
-    The tests of sampling, policies, copies, branches and order compute log likelihood ratios in nats, which accumulate
-    over rollouts (``qerl_pl.policy.evidence``), so a fault that one rollout does not show is found after several. If a
-    policy is nearly certain of every token, its completions are nearly equal however they are sampled, and the tests
-    find little.
+    The tests of sampling, draws, policies, copies, branches and order compute log likelihood ratios in nats, which
+    accumulate over rollouts (``qerl_pl.policy.evidence``), so a fault that one rollout does not show is found after
+    several. If a policy is nearly certain of every token, its completions are nearly equal however they are sampled,
+    and the tests find little.
 
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
             ranks; each rank may exceed its share by at most one row. Of equal rows, one goes through the model.
-        false_alarm: bound on the probability per rollout that a correct run is stopped by one of the five tests with
-            likelihood ratios (for any model and any numerical difference between trainer and engine; the test of other
-            policies supposes that rounding errors favour another policy as often as not), or warned of by one of the
+        false_alarm: bound on the probability per rollout that a correct run is stopped by one of the six tests with
+            likelihood ratios (for any model and any numerical difference between trainer and engine, with two
+            exceptions: the test of other policies supposes that rounding errors favour another policy as often as not,
+            and the test of draws that errors of logits are seldom above 2 nats), or warned of by one of the
             numbers that are compared with the rollout before (if there are enough groups for means to be normally
             distributed).
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
@@ -184,6 +192,7 @@ class RolloutEvidence(Callback):
         self._seen: list[tuple[int, int]] = []  # digests of prompt and completion
         self._strengths: dict[str, float] = {}
         self._adapter_before: dict[str, Tensor] | None = None  # fp32, on the CPU
+        self._margin = gap()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -233,6 +242,8 @@ class RolloutEvidence(Callback):
             gaps = gaps_of(measured.trainer, measured.sampler, measured.rows)
             self._check_gaps(gaps, OF_THE_CHOSEN, pl_module, batch, index=index)
             self._check_sampling(measured.evidence, pl_module)
+            if batch.completions[0].seed is not None:
+                self._check_draws(measured, pl_module)
             if self.policy_tokens:
                 self._check_policies(measured, batch, pl_module)
         if self.policy_tokens and is_due(index + 1, self.every):
@@ -291,6 +302,18 @@ class RolloutEvidence(Callback):
                 f"log-probabilities the engine reports ({chance}); {best} explains them best. Look for another "
                 "temperature, greedy decoding, top_p, top_k or limits of length in the engine, a choice among "
                 "completions, or altered tokens"
+            )
+
+    def _check_draws(self, measured: Measured, pl_module: QeRLModule) -> None:
+        index = pl_module.rollout_index
+        statistics = over_ranks(self._margin, measured.margins)
+        values = {f"margin/{name}": float(statistics[name]) for name in ("mean_abs", "p99", "max")}
+        log_at(pl_module.trainer.loggers, values, step=index)
+        if chance := self._small_chance("other_draws", measured.draws, pl_module):
+            raise CheckFailed(
+                f"some or all tokens up to rollout {index} are not those that the random numbers of their requests "
+                f"give ({chance}): the engine answered other prompts than it was given, such as prompts with a token "
+                "more or less, chose among completions, exchanged or copied them, or changed tokens after sampling"
             )
 
     def _check_policies(self, measured: Measured, batch: ScoredBatch, pl_module: QeRLModule) -> None:

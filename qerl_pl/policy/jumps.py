@@ -9,6 +9,7 @@ from scipy.stats import ttest_ind
 from torch import Tensor
 
 FAR = 8.0
+MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4
 LEAST_OTHERS = 0.01
 """Lower bound for the total probability of all other tokens in ``logit_gap``; smaller values are raised to it."""
 ROUNDING = 1e-6

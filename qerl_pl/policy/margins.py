@@ -4,10 +4,18 @@ vLLM's sampler on a GPU (its model runner V2) samples by the Gumbel-max trick: i
 of logit and noise, and the noise is a hash of the request's seed, the position and the token. So the trainer can
 compute from its own logits which token the sampler must have taken, up to the difference between the trainer's and the
 sampler's logits (Token-DiFR, arXiv 2511.20621, which audits providers of models in this way).
+
+Request seeds follow from the run's seed, the prompt's tokens and the number of the completion. A completion of another
+prompt, a completion that was chosen among several, and a token that was changed after sampling have tokens that this
+noise would not have given, even if their log-probabilities are right.
 """
+
+import math
 
 import torch
 from torch import Tensor
+
+from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE
 
 WORD = 0xFFFFFFFF  # arithmetic is modulo 2^32, in int64
 
@@ -29,6 +37,43 @@ def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
     """
     sums = logits + noise
     return sums.amax(1) - sums.gather(1, targets[:, None])[:, 0]
+
+
+def chance_of_far(logprobs: Tensor) -> Tensor:
+    """Compute the probability that the margin of each token exceeds log ``FAR`` if noise was used that is independent
+    of ``keyed_noise``.
+
+    The largest sum of the other tokens minus the target's sum has a logistic distribution around log((1 - p) / p), so
+    the probability is (1 - p) / (1 - p + ``FAR`` p). ``logprobs`` are log p in nats, of any shape.
+    """
+    others = -logprobs.expm1()
+    return others / (others + FAR * logprobs.exp())
+
+
+def is_audited(logprobs: Tensor) -> Tensor:
+    """Return for which tokens ``draw_evidence`` needs a margin: those of a probability of at most about 0.97. Likelier
+    tokens would be sampled with almost any noise."""
+    return chance_of_far(logprobs) > MAX_FAR_SHARE
+
+
+def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
+    """Compute the evidence that each token was sampled with noise that is independent of ``keyed_noise``: a log
+    likelihood ratio in nats, of whether the margin exceeds log ``FAR``.
+
+    For a correct engine this probability is assumed to be at most ``MAX_FAR_SHARE`` at every token, given the tokens
+    before it. The likelihood ratio then has a mean of at most 1, so that its products are evidence in the sense of
+    ``policy.evidence``.
+
+    Args:
+        margins: [N], in nats; those of tokens that are not ``is_audited`` do not count.
+        logprobs: [N], the trainer's log-probabilities of the tokens in nats.
+
+    Returns:
+        [N] in nats, 0 for tokens that are not audited.
+    """
+    chance = chance_of_far(logprobs)
+    ratio = torch.where(margins > math.log(FAR), chance / MAX_FAR_SHARE, (1 - chance) / (1 - MAX_FAR_SHARE))
+    return torch.where(is_audited(logprobs), ratio, 1.0).log()
 
 
 def keyed_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:

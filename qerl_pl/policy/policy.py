@@ -23,7 +23,7 @@ from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, head_of, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
 from qerl_pl.policy.lora_experts import adapt_experts
-from qerl_pl.policy.margins import keyed_noise, margins
+from qerl_pl.policy.margins import is_audited, keyed_noise, margins
 from qerl_pl.policy.packing import predicting, shares_prompts
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
 from qerl_pl.quant.experts import Mixture, Routing, mixtures, packed_experts, use_replay
@@ -282,7 +282,7 @@ class Policy(nn.Module):
         )
 
     @torch.no_grad()
-    def alternative_logprobs(
+    def sampled_as(
         self,
         tokens: Tensor,
         mask: Tensor,
@@ -290,29 +290,28 @@ class Policy(nn.Module):
         temperature: float,
         end_tokens: Sequence[int],
         routes: Tensor | None = None,
-    ) -> Tensor:
-        """Compute ``evidence.alternative_logprobs`` of the N masked tokens in row-major order: [N, 1 + K] in nats."""
-        ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
-        return torch.cat(
-            [
-                alternative_logprobs(logits, targets, ends)
-                for logits, targets in self._logits(tokens, mask, temperature, routes)
-            ]
-        )
+        seeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute of the N masked tokens, in row-major order, what tells in which way they were sampled.
 
-    @torch.no_grad()
-    def margins(
-        self, tokens: Tensor, mask: Tensor, seeds: Tensor, *, temperature: float, routes: Tensor | None = None
-    ) -> Tensor:
-        """Compute ``margins.margins`` of the N masked tokens in row-major order, [N] fp32 in nats, for rows that vLLM
-        sampled with the Gumbel noise ``margins.keyed_noise`` of their seeds, [B] int64."""
+        ``seeds`` [B] int64 are those of rows that vLLM sampled with ``margins.keyed_noise``, None for other engines.
+
+        Returns:
+            ``evidence.alternative_logprobs``, [N, 1 + K] in nats, and ``margins.margins``, [N] fp32 in nats; 0 for
+            tokens that are not audited, and without seeds.
+        """
+        ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         row, column = mask.nonzero(as_tuple=True)
-        found, first = [], 0
+        alternatives, audited, first = [], [], 0
         for logits, targets in self._logits(tokens, mask, temperature, routes):
             part = slice(first, first := first + len(targets))
-            noise = keyed_noise(seeds[row[part]], column[part] - 1, logits.shape[1])
-            found.append(margins(logits, noise, targets))
-        return torch.cat(found)
+            alternatives.append(alternative_logprobs(logits, targets, ends))
+            audited.append(logits.new_zeros(len(targets)))
+            if seeds is not None:
+                some = is_audited(alternatives[-1][:, 0])
+                noise = keyed_noise(seeds[row[part][some]], column[part][some] - 1, logits.shape[1])
+                audited[-1][some] = margins(logits[some], noise, targets[some])
+        return torch.cat(alternatives), torch.cat(audited)
 
     def _logits(
         self, tokens: Tensor, mask: Tensor, temperature: float, routes: Tensor | None

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from qerl_pl.common.seeding import derive_seed
+from qerl_pl.common.types import Completion
 
 PEFT_PREFIX = "base_model.model."
 
@@ -57,6 +59,21 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
         seen[purpose] += 1
         seeds += [derive_seed(seed, purpose, first + copy) for copy in range(num_completions)]
     return seeds
+
+
+def with_due_seeds(
+    groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], seed: int | Sequence[int]
+) -> list[list[Completion]]:
+    """Replace the seeds of the completions of each prompt by those that ``request_seeds`` gives.
+
+    An engine that answers other requests than it is asked to, or chooses among completions, reports other seeds, by
+    which the check of the tokens would not notice it. If no completion has a seed, all are returned as they are.
+    """
+    rows = [row for group in groups for row in group]
+    if all(row.seed is None for row in rows):
+        return [list(group) for group in groups]
+    due = iter(request_seeds(prompts, len(rows) // len(prompts), seed))
+    return [[replace(row, seed=next(due)) for row in group] for group in groups]
 
 
 def end_tokens(base: str, config: PretrainedConfig) -> list[int]:

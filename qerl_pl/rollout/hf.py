@@ -129,14 +129,20 @@ class TransformersEngine:
             logprobs = policy.token_stats(rows, mask, temperature=1.0, targets=targets[mask]).logprobs
         return logprobs[:, at].cpu()
 
-    def alternative_logprobs(
-        self, tokens: Tensor, sampled: Tensor, *, temperature: float, routes: Tensor | None = None
-    ) -> Tensor:
-        """Compute ``Policy.alternative_logprobs`` with this engine's adapter and noise."""
+    def sampled_as(
+        self,
+        tokens: Tensor,
+        sampled: Tensor,
+        *,
+        temperature: float,
+        routes: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute ``Policy.sampled_as`` with this engine's adapter and noise."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
-            how = {"temperature": temperature, "routes": routes}
-            return policy.alternative_logprobs(tokens, sampled, end_tokens=self._end_tokens, **how)
+            how = {"temperature": temperature, "routes": routes, "seeds": seeds}
+            return policy.sampled_as(tokens, sampled, end_tokens=self._end_tokens, **how)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """Copy the adapter, so that later updates of the trainer do not change what the engine samples from."""

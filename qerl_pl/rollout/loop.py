@@ -19,6 +19,7 @@ from qerl_pl.quant.experts import Routing
 from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.base import RolloutEngine, Sampling, check_groups, checked_routes
+from qerl_pl.rollout.common import with_due_seeds
 from qerl_pl.rollout.decode import check_ends, completion_texts
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
 from qerl_pl.rollout.scored import ScoredBatch, collate
@@ -150,13 +151,15 @@ class RolloutLoop:
         the rule for the advantages that decide which groups have a signal (``ScoredBatch.of``); the default also
         supports groups of one completion."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
+        seeds = seeds if any(prompt.copy for prompt in prompts) else seed
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]
-            groups = self.engine.generate(tokens, sampling, seeds if any(prompt.copy for prompt in prompts) else seed)
+            groups = self.engine.generate(tokens, sampling, seeds)
             engine = type(self.engine).__name__
             check_groups(groups, prompts, sampling, engine=engine)
             ends = {"end_tokens": self.end_tokens, "tokenizer": self.tokenizer}
             check_ends(groups, prompts, sampling, **ends, engine=engine)
+            groups = with_due_seeds(groups, tokens, seeds)
             if self.routing:
                 groups = checked_routes(groups, tokens, self.routing, engine=engine)
         with watch.phase("reward"):

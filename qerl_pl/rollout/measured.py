@@ -10,6 +10,7 @@ from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
+from qerl_pl.policy.margins import draw_evidence, is_audited
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
 from qerl_pl.rollout.common import padded, padded_routes
@@ -33,6 +34,12 @@ class Measured(NamedTuple):
     """[len(SHARES) * K] fp64 in nats, evidence from all ranks for K other ways of sampling (``policy.evidence``)."""
     chosen: list[int]
     """Indices of the chosen completions in this rank's batch."""
+    margins: Tensor
+    """[M] fp32 in nats, margins of the audited tokens of the distinct ones of these completions (``policy.margins``);
+    empty if the engine does not sample with noise that the trainer can compute."""
+    draws: Tensor
+    """[len(SHARES)] fp64 in nats, evidence from all ranks that completions were sampled with other noise
+    (``policy.margins.draw_evidence``); 0 without margins."""
 
 
 def measure_some(
@@ -48,7 +55,8 @@ def measure_some(
     other_rounding: bool = False,
 ) -> Measured:
     """Choose some completions of this rank, and compute their log-probabilities under the policy with the rollout's
-    noise and under ``evidence.ALTERNATIVES``. Every rank must call this.
+    noise and under ``evidence.ALTERNATIVES``, and their margins if the completions have seeds. Every rank must call
+    this.
 
     ``max_tokens`` limits the number of tokens in the chosen prompts and completions of all ranks together, where equal
     rows of a rank count once. Each rank may exceed its equal share of the limit by at most one row. With
@@ -75,6 +83,9 @@ def measure_some(
     sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
     logprobs_of = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
     shaken_of = logprobs_of[..., :1].clone()
+    firsts = [batch.completions[places[which.index(row)]].seed for row in range(len(distinct))]
+    seeds = None if None in firsts else torch.tensor(firsts, dtype=torch.int64)
+    margins_of = torch.zeros(tokens.shape)
     device = policy.causal_lm.device
     with trainers_engine(policy, noise, max_model_len=max_model_len) as oracle:
         for rows in micro_batches(starts + lengths, micro_batch_tokens):
@@ -84,13 +95,16 @@ def measure_some(
             row, column = mask.nonzero(as_tuple=True)
             for values in (logprobs_of, shaken_of)[: 1 + other_rounding]:
                 with nullcontext() if values is logprobs_of else shaken(policy.causal_lm, policy.dtype, seed=seed):
-                    logprobs = oracle.alternative_logprobs(
+                    logprobs, margins = oracle.sampled_as(
                         tokens[rows, :width].to(device),
                         mask.to(device),
                         temperature=temperature,
                         routes=given,
+                        seeds=None if seeds is None or values is shaken_of else seeds[rows].to(device),
                     )
                 values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
+                if values is logprobs_of:
+                    margins_of[rows[row], column] = margins.cpu()
     chosen = [batch.completions[row] for row in places]
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
     rows = torch.arange(len(chosen)).repeat_interleave(lengths[which])
@@ -100,4 +114,8 @@ def measure_some(
     trainer, shaken_ones = (
         torch.cat([values[place, sampled[place], 0] for place in which]) for values in (logprobs_of, shaken_of)
     )
-    return Measured(trainer, sampler, shaken_ones if other_rounding else sampler[:0], rows, evidence, places)
+    audited = sampled & is_audited(logprobs_of[..., 0]) & (seeds is not None)
+    drawn = torch.where(audited, draw_evidence(margins_of, logprobs_of[..., 0]), 0.0).sum(dim=1)
+    draws = torch.tensor(ranks.gather_values(in_shares(drawn[None]).tolist()), dtype=torch.float64).sum(dim=0)
+    others = shaken_ones if other_rounding else sampler[:0]
+    return Measured(trainer, sampler, others, rows, evidence, places, margins_of[audited], draws)

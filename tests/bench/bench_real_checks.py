@@ -43,7 +43,8 @@ GAPS = tuple(kind + rows for kind in FLOORS for rows in ("", "_of_all"))
 CANARY = ("probe_share", "probe_excess", "probe_gap", "probe_change", "probe_rounding")
 CANARY += ("score_excess", "score_gap", "score_rounding")
 CAUSES = ("kernel", "noise", "decode", "staleness")
-EVIDENCE = (*GAPS, "far_share", "far_share_of_all", "copies", "order", "branches", "other_sampling", "other_policy")
+EVIDENCE = (*GAPS, "far_share", "far_share_of_all", "copies", "order", "branches", "other_sampling")
+EVIDENCE += ("other_draws", "other_policy")
 
 
 def settings(args: argparse.Namespace, model: Path, fmt: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -109,6 +110,7 @@ def readings(curves: Mapping[str, Curve], dtype: torch.dtype, *, shared: bool) -
         "gap_max": summary(of("gap/max")),
         "gap_outside_share": summary(of("gap/outside_share")),
         "evidence": {name: summary(of(f"evidence/{name}")) for name in EVIDENCE},
+        "margin": {name: summary(of(f"margin/{name}")) for name in ("mean_abs", "p99", "max")},
         "jumps": {name: jumps(curves, name, dtype) for name in GAPS},
         "rounding_over_change": summary(shares("canary/probe_rounding", "canary/probe_change")),
         "unscored_share": summary(of("rollout/unscored_share")),

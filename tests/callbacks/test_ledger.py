@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.ledger import engine_logprobs, few_rows, sampled_margins, trainer_logprobs
+from callbacks.ledger import engine_logprobs, few_rows, trainer_logprobs
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.margins import keyed_noise
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.results.curves import Curve, read_curves
 from qerl_pl.rollout.hf import TransformersEngine
@@ -44,30 +43,6 @@ def test_both_sides_see_the_same_tokens(policy):
     torch.testing.assert_close(by_trainer, torch.where(sampled, scored, 0.0), rtol=0, atol=1e-5)
     assert (by_trainer[sampled] < 0).all()
     assert (scored[:, 0] == 0).all()
-
-
-def by_keyed_noise(policy: Policy, seeds: Tensor, *, temperature: float) -> Tensor:
-    """Return the tokens of ``rows()`` with completions that the policy really samples: each token is the largest sum of
-    a logit and the Gumbel noise that ``keyed_noise`` gives for the row's seed and the token's position."""
-    tokens, sampled, _ = rows()
-    for row, column in sampled.nonzero().tolist():
-        logits = policy.model(input_ids=tokens[row : row + 1, :column]).logits[:, -1].float() / temperature
-        noise = keyed_noise(seeds[row : row + 1], torch.tensor([column - 1]), logits.shape[1])
-        tokens[row, column] = (logits + noise).argmax()
-    return tokens
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("micro_batch_tokens", [14, 1000])
-def test_margins_of_sampled_tokens_are_0_if_they_were_sampled_as_reported(policy, micro_batch_tokens):
-    policy.eval()
-    _, sampled, _ = rows()
-    seeds, how = torch.tensor([3, 2**62, 5, 6]), {"temperature": 0.7, "micro_batch_tokens": micro_batch_tokens}
-    tokens = by_keyed_noise(policy, seeds, temperature=0.7)
-    assert sampled_margins(policy, tokens, sampled, seeds, **how).abs().max() < 1e-4
-    assert sampled_margins(policy, tokens, sampled, seeds + 1, **how).mean() > 0.5
-    shifted = torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)
-    assert sampled_margins(policy, shifted, sampled, seeds, **how).mean() > 0.5
 
 
 def test_dropout_of_the_trainer_draws_nothing_from_the_global_stream(policy):

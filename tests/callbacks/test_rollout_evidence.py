@@ -17,7 +17,7 @@ from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
 from tests.callbacks.conftest import with_arguments
-from tests.integration.conftest import SHORT, arguments, differences, load_last
+from tests.integration.conftest import SHORT, VLLM, arguments, differences, load_last
 
 AT = 1
 LONGER = (*SHORT, "--trainer.max_steps", "8")
@@ -73,6 +73,35 @@ def test_another_policy_for_a_part_of_the_rows_stops_the_run_although_its_effect
     with pytest.raises(CheckFailed, match=f"look as if they were sampled .*without {named}"):
         run("fit", tmp_path, "-c", tested, *COARSE, *sabotage(fault, at=3))
     assert max(read_curves(tmp_path)["evidence/gap"].values) < 2e-3, "the gap does not show it"
+
+
+KEYED = (*VLLM, "--trainer.callbacks+=tests.rollout.keyed_sampling.SampleByKeys", *SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "the likelier half of twice as many",
+        *(
+            pytest.param(fault, marks=pytest.mark.long)
+            for fault in (
+                "a quarter of the prompts without the last token",
+                "half of the rows with the first token twice",
+                "a tenth of the rows with two tokens of the prompt exchanged",
+            )
+        ),
+    ],
+)
+def test_completions_that_the_random_numbers_of_their_requests_do_not_give_stop_the_run(run, tmp_path, fault):
+    blind = with_arguments(EVIDENCE, {"max_gap": 10.0, "max_jump": None}, tmp_path)
+    with pytest.raises(CheckFailed, match="not those that the random numbers of their requests give"):
+        run("fit", tmp_path, "-c", blind, *KEYED, *sabotage(fault))
+    assert load_last(tmp_path)["global_step"] == AT
+    curves = read_curves(tmp_path)
+    assert curves["evidence/other_draws"].values[0] == 0, "the rollout before the fault"
+    assert curves["margin/max"].values[0] < 1e-3
 
 
 @pytest.mark.slow

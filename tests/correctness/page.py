@@ -27,6 +27,7 @@ CHECKS = {  # what an error says -> which check it comes from
     "finished; ": "ends",
     "no draws from the distribution": "other sampling",
     "look as if they were sampled": "other policy",
+    "random numbers of their requests": "other draws",
     "repeat others of the same prompt": "copies",
     "does not hold the current policy": "canary, checksums",
     "does not compute with the current policy": "canary, samples",

@@ -2,6 +2,7 @@
 computes the same noise, and so detects a sampler with a mistake, whose tokens have sums far below the largest."""
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.policy.margins import keyed_noise, margins
+from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE
+from qerl_pl.policy.margins import chance_of_far, draw_evidence, keyed_noise, margins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -102,3 +104,40 @@ def test_a_mistake_of_the_sampler_is_seen_in_400_tokens(mistake):
     logits, noise = logits_and_noise()
     found = margins(logits, noise, MISTAKES[mistake](logits, noise))
     assert found.max() > 0.06, "the bound of a correct sampler with errors of 0.03 nats"
+
+
+def test_the_chance_of_a_far_margin_is_that_of_independent_noise():
+    logits, _ = logits_and_noise()
+    targets = torch.arange(400) % 20
+    logits[:100, 0], targets[:100] = 9.0, 0  # likely tokens, too
+    chance = chance_of_far(logits.log_softmax(1).gather(1, targets[:, None])[:, 0])
+    far = torch.zeros(400)
+    for seed in range(200):
+        noise = keyed_noise(SEEDS + 1000 * (seed + 1), POSITIONS, 300)
+        far += margins(logits, noise, targets) > math.log(FAR)
+    for part in (slice(0, 100), slice(100, 400)):
+        assert far[part].mean().item() / 200 == pytest.approx(chance[part].mean().item(), rel=0.05)
+
+
+def test_evidence_of_draws_has_mean_1_at_the_share_that_is_assumed_and_less_below_it():
+    logprobs = torch.tensor([1e-4, 0.1, 0.5, 0.9, 0.96]).double().log()
+    far, near = (draw_evidence(torch.full((5,), margin), logprobs).exp() for margin in (2.1, 2.0))
+    torch.testing.assert_close(MAX_FAR_SHARE * far + (1 - MAX_FAR_SHARE) * near, torch.ones(5).double())
+    assert (far > 1).all()
+    assert (near < 1).all(), "so a smaller share gives less"
+    assert draw_evidence(torch.tensor([5.0]), torch.tensor([0.98]).log()).item() == 0, "not audited"
+
+
+@pytest.mark.parametrize("error", [0.0, 0.3])
+def test_evidence_of_draws_tells_independent_noise_from_the_keyed_one(error):
+    logits, noise = logits_and_noise()
+    logits *= 3  # half of the tokens are nearly certain
+    other = keyed_noise(SEEDS + 1, POSITIONS, 300)
+    wrong = logits + error * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    right, faulty = (
+        draw_evidence(margins(logits, noise, sampled), logits.log_softmax(1).gather(1, sampled[:, None])[:, 0])
+        for sampled in ((wrong + each).argmax(1) for each in (noise, other))
+    )
+    assert right.max() <= 0
+    assert right.sum() < -5
+    assert faulty[:40].sum() > 20, "40 tokens are enough"

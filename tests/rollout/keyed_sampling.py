@@ -3,14 +3,15 @@ for a CPU, so that tests without a GPU sample as rollouts on a GPU do. On a CPU 
 generator per request, and verifies drafts by rejection sampling."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from lightning.pytorch import Callback
 
 from qerl_pl.policy.margins import keyed_noise
-from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import VLLMEngine, worker
 from tests.reference.equal_drafts import accept as accept_by_loops
 
 MOST_DRAFTS = 7
@@ -54,10 +55,12 @@ def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_by_lo
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
     runner: Any = engine._call(lambda worker: worker.model_runner)
-    taken: list[int] = []
+    by_vllm, taken = runner._sample, list[int]()
 
     def sample(logits: Any, drafts: Any) -> Any:
         names = runner.input_batch.req_ids
+        if any(runner.requests[name].sampling_params.seed is None for name in names):  # requests that only score
+            return by_vllm(logits, drafts)
         ends = torch.from_numpy(runner.query_start_loc.np[1 : len(names) + 1]).long()
         counts = [1] * len(names) if drafts is None else [number + 1 for number in drafts.num_draft_tokens]
         rows = ends - 1 if drafts is None else drafts.logits_indices.long()
@@ -91,3 +94,19 @@ def limit(logits: torch.Tensor, way: Any) -> None:
         order = logits.sort(descending=True)
         likelier = order.values.softmax(0).cumsum(0) - order.values.softmax(0)
         logits[order.indices[likelier >= way.top_p]] = float("-inf")
+
+
+class SampleByKeys(Callback):
+    """Makes the vLLM engine of a run on a CPU sample by keyed noise, and say so, from the first rollout on."""
+
+    def __init__(self) -> None:
+        self._entered = ExitStack()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.rollout_index == 0:
+            pl_module.start_engine()
+            self._entered.enter_context(patch.object(worker, "samples_by_keyed_noise", lambda _: True))
+            self._entered.enter_context(keyed_sampling(pl_module.loop.engine))
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self._entered.close()

@@ -1,6 +1,8 @@
 """The checks measure values of completions with the trainer's model. Equal rows are computed only once, and the values
 are those of the policy."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,10 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.margins import keyed_noise
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rewards.base import RewardTable
+from qerl_pl.rollout.common import request_seeds, with_due_seeds
 from qerl_pl.rollout.measured import Measured, measure_some
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -28,13 +32,15 @@ def batch_of(completions: list[tuple[int, ...]], logprob: float = -1.0) -> Score
     return ScoredBatch.of((Prompt(PROMPT, ""),) * size, ("",) * size, rows, table, size)
 
 
-def measured(policy: Policy, batch: ScoredBatch, *, max_tokens: int, other_rounding: bool = False) -> Measured:
+def measured(
+    policy: Policy, batch: ScoredBatch, *, max_tokens: int, other_rounding: bool = False, temperature: float = 1.0
+) -> Measured:
     limits = {"max_model_len": 64, "micro_batch_tokens": 16}
     found = measure_some(
         policy,
         batch,
         NormNoise(),
-        temperature=1.0,
+        temperature=temperature,
         **limits,
         max_tokens=max_tokens,
         seed=1,
@@ -70,3 +76,46 @@ def test_other_rounding_errors_change_log_probabilities_a_little(policy):
     found = measured(policy, batch, max_tokens=1000, other_rounding=True)
     change = (found.shaken - found.trainer).abs().max()
     assert 0 < change < 1e-3
+
+
+def by_keyed_noise(policy: Policy, seeds: list[int], *, num_tokens: int) -> list[tuple[int, ...]]:
+    """Sample a completion of ``PROMPT`` for each seed: each token is the largest sum of a logit at temperature 0.7 and
+    the Gumbel noise that ``keyed_noise`` gives for seed and position."""
+    tokens = torch.tensor([PROMPT] * len(seeds))
+    for position in range(len(PROMPT) - 1, len(PROMPT) - 1 + num_tokens):
+        logits = policy.causal_lm(tokens).logits[:, -1].detach().float() / 0.7
+        noise = keyed_noise(torch.tensor(seeds), torch.full((len(seeds),), position), logits.shape[1])
+        tokens = torch.cat([tokens, (logits + noise).argmax(1)[:, None]], dim=1)
+    return [tuple(row) for row in tokens[:, len(PROMPT) :].tolist()]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 16])
+def test_completions_that_their_seeds_do_not_give_are_evidence_of_other_draws(policy, wrong):
+    seeds = [3, 2**62, *range(5, 19)]
+    completions = by_keyed_noise(policy, seeds, num_tokens=8)
+    batch = batch_of(completions)
+    due = [seed + (place < wrong) for place, seed in enumerate(seeds)]
+    rows = tuple(replace(row, seed=seed) for row, seed in zip(batch.completions, due, strict=True))
+    found = measured(policy, replace(batch, completions=rows), max_tokens=1000, temperature=0.7)
+    assert found.draws.shape == (len(SHARES),)
+    if wrong:
+        assert found.draws.max() > 10 * wrong**0.5
+        assert found.margins.max() > 2
+    else:
+        assert found.draws.max() < 0
+        assert found.margins.max() < 1e-4
+
+
+def test_completions_without_seeds_are_no_evidence_of_other_draws(policy):
+    found = measured(policy, batch_of([(11, 12, 5)]), max_tokens=1000)
+    assert found.draws.abs().max() < 1e-12
+    assert len(found.margins) == 0
+
+
+def test_due_seeds_are_those_of_the_requests_whatever_an_engine_reports():
+    prompts, due = [(1, 2), (3,)], request_seeds([(1, 2), (3,)], 2, 7)
+    row = Completion((5,), (-1.0,), finished=True)
+    unkeyed = [[row, row], [row, row]]
+    assert with_due_seeds(unkeyed, prompts, 7) == unkeyed
+    chosen = [[replace(row, seed=9), replace(row, seed=8)], [row, replace(row, seed=1)]]
+    assert [found.seed for group in with_due_seeds(chosen, prompts, 7) for found in group] == due
