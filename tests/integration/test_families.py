@@ -39,16 +39,25 @@ STAGES = ("--trainer.callbacks.num_stages", "3")
 QUANTIZE = ("--model.quantize", "nvfp4")
 VOCABULARY = 320  # a multiple of 64 above the quickstart's, which vLLM does not pad
 GPU_SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
+DELTA_NET: dict[str, Any] = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {**OWN["qwen3_5_text"]["rope_parameters"], "mrope_section": [8, 4, 4]},
+}
 ON_GPU: dict[str, dict[str, Any]] = {  # sizes that the family's kernels take, beside those of all
     "qwen3": {},
     "llama": {},
     "gemma3_text": {},
     "gemma4_text": {"global_head_dim": 128},
-    "qwen3_5_text": {
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "rope_parameters": {**OWN["qwen3_5_text"]["rope_parameters"], "mrope_section": [8, 4, 4]},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_moe": {"moe_intermediate_size": 128},
+    "qwen3_5_moe_text": {
+        **DELTA_NET,
+        "intermediate_size": None,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
     },
+    "glm4_moe": {"moe_intermediate_size": 128},
 }
 GPU_ENGINE = ("--model.engine.max_num_seqs", "16", "--model.engine.kv_cache_bytes", str(2**28))
 
