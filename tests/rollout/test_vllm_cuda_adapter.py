@@ -153,7 +153,7 @@ class Mixture:
         self.inner, self.out = draw(2 * num_tokens, 32, seed=2), draw(num_tokens, 2, 48, seed=3)
         self.a, self.b = tuple(draw(1, 8, rank, 48, seed=n) for n in (4, 5)), tuple(draw(1, 8, 32, rank) for _ in "ab")
         self.down = (draw(1, 8, rank, 32, seed=6),), (draw(1, 8, 48, rank, seed=7),)
-        self.ids = draw(num_tokens, 8, seed=9).argsort(dim=1).int()[:, :2]
+        self.ids = draw(num_tokens, 8, seed=9).argsort(dim=1).int()[:, :2].contiguous()  # as vLLM expects them
         self.weights = draw(num_tokens, 2, seed=8).abs().float()
         self.enabled = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
         self.bases = torch.empty(8, 64, 48, device="meta"), torch.empty(8, 48, 32, device="meta")
