@@ -25,7 +25,13 @@ from qerl_pl.policy.branches import branch_evidence
 from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE, change, far_share, high_gap, jump, logit_gap
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import Measured, measure_some
-from qerl_pl.rollout.other_policies import OTHER_POLICIES, measure_others
+from qerl_pl.rollout.other_policies import (
+    OF_BEFORE,
+    OTHER_POLICIES,
+    WITHOUT_ADAPTER,
+    WITHOUT_NOISE,
+    measure_others,
+)
 from qerl_pl.rollout.scored import ScoredBatch
 from qerl_pl.training.metrics import gap
 
@@ -44,6 +50,11 @@ KINDS = (*FLOORS, "far_share")
 # the log-probabilities that the update computes anyway, without noise.
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
+PART_OF = {  # names under which the parts of other policies' effects in the engine's errors are logged
+    WITHOUT_ADAPTER: "evidence/part_without_adapter",
+    OF_BEFORE: "evidence/part_of_rollout_before",
+    WITHOUT_NOISE: "evidence/part_without_noise",
+}
 AMBIGUOUS = 5.0  # nats; other policies with evidence less than this below the largest are named, too
 ADVICE = (
     "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, raise "
@@ -99,9 +110,10 @@ class RolloutEvidence(Callback):
     - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled without the adapter, with the
       adapter of the rollout before or, in rollouts with noise, without the noise (``evidence/other_policy``). These
       policies are found even where they change a token's log-probability less than rounding errors do, because the
-      engine's errors then go the same way as the change (``qerl_pl.policy.other_policy``). For each of these policies
-      two more passes are made with rows of up to ``policy_tokens`` tokens. The adapter of the rollout before is kept in
-      host memory and, so that a resumed run makes the same tests, in checkpoints.
+      engine's errors then go the same way as the change (``qerl_pl.policy.other_policy``). ``evidence/part_*`` say
+      which part of the change the errors of all rows contain, 1 if all were sampled with the other policy. For each of
+      these policies two more passes are made with rows of up to ``policy_tokens`` tokens. The adapter of the rollout
+      before is kept in host memory and, so that a resumed run makes the same tests, in checkpoints.
 
     In every rollout, all completions are tested as well. The run stops
 
@@ -144,8 +156,8 @@ class RolloutEvidence(Callback):
         remembered: number of most recent completions with which new completions are compared to find copies.
         every: rollouts from one pass through the trainer's model to the next; the first four of a run all have one.
         policy_tokens: limit on the tokens of each pass with another policy, as ``max_tokens``, of which they are a
-            part; 0: other policies are not tested. That is the default, because it has not been measured yet whether
-            the rounding errors of vLLM's kernels with pretrained models are as symmetric as this test supposes.
+            part; 0: other policies are not tested. That is the default, because too few rollouts of pretrained models
+            have been measured with this test so far (``docs/correctness.md``).
 
     Raises:
         ValueError: a value is out of range.
@@ -329,6 +341,8 @@ class RolloutEvidence(Callback):
             max_tokens=self.policy_tokens,
         )
         self._strengths = others.strengths
+        values = {PART_OF[name]: value for name, value in others.parts.items()}
+        log_at(pl_module.trainer.loggers, values, step=pl_module.rollout_index)
         if chance := self._small_chance("other_policy", others.evidence, pl_module):
             best = self._evidence["other_policy"].reshape(-1, len(OTHER_POLICIES)).amax(dim=0)
             near = [name for name, log_m in zip(OTHER_POLICIES, best, strict=True) if log_m > best.max() - AMBIGUOUS]

@@ -23,7 +23,7 @@ from qerl_pl.policy.other_policy import (
 )
 
 ROWS, TOKENS = 128, 200
-ROUNDING, EFFECT = 0.02, 0.005  # nats, root mean square
+ROUNDING, EFFECT = 0.02, 0.006  # nats, root mean square
 FEW = {"rows": 16, "tokens": 50}
 
 

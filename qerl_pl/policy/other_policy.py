@@ -24,9 +24,13 @@ from torch.nn.functional import softplus
 
 from qerl_pl.policy.jumps import LEAST_OTHERS
 
-TOLERATED = 0.1
-"""Part of the other policy's effect that a right engine's errors may contain, as an engine does that rounds the adapter
-and so makes its effect a little smaller."""
+TOLERATED = 0.3
+"""Part of the other policy's effect that a right engine's errors may contain. A right engine computes a slightly
+smaller effect of the adapter than the trainer does: with pretrained models in bf16 by up to a tenth after the first
+updates, and by about a hundredth later. If the last update was small compared with all updates before it, a hundredth
+of the whole adapter is a large part of its effect (``docs/correctness.md``)."""
+MOST_CERTAIN = 0.95
+"""Tokens with a larger probability do not count: their scale of rounding errors is too small to be estimated well."""
 RESOLUTION = 1e-6
 """Least scale of a token's rounding errors in nats: that of sums of fp32 logits, which do not vanish where a token is
 certain."""
@@ -85,6 +89,14 @@ def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
 
     ratio = log_density(error - effect) - log_density(error + (1 - 2 * TOLERATED) * effect)
     return math.log(2) - softplus(-ratio)
+
+
+def part(error: Tensor, effect: Tensor, scale: Tensor) -> float:
+    """Estimate which part of another policy's effect the errors of N tokens contain, by weighted least squares: about
+    0 if the engine is right, 1 if it sampled all tokens with the other policy. Arguments are as in ``token_evidence``;
+    0 if the other policy has no effect."""
+    weight = effect / scale.square()
+    return (error * weight).sum().item() / max((effect * weight).sum().item(), 1e-12)
 
 
 def next_strength(strength: float, change: float, gap: float) -> float:

@@ -1,6 +1,7 @@
 """Compute how much policies that a faulty engine might use change the log-probabilities of sampled completions, and the
 evidence that the engine used one of them for a part of the completions."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -16,11 +17,13 @@ from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.evidence import in_shares
 from qerl_pl.policy.jumps import logit_gap
 from qerl_pl.policy.other_policy import (
+    MOST_CERTAIN,
     STRONGEST,
     effect,
     is_first,
     moved,
     next_strength,
+    part,
     rounding_scale,
     token_evidence,
 )
@@ -43,6 +46,8 @@ class Others(NamedTuple):
     not differ from the current one."""
     strengths: dict[str, float]
     """Multiple by which to move the policy towards each other policy the next time (``other_policy.next_strength``)."""
+    parts: dict[str, float]
+    """Part of each other policy's effect that the engine's errors contain (``other_policy.part``), mean over ranks."""
 
 
 def measure_others(
@@ -81,28 +86,31 @@ def measure_others(
     rows = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(completion) for _, completion in texts]))
     of_rows = torch.cat([(measured.rows == place).nonzero()[:, 0] for place in places])
     trainer, sampler = measured.trainer[of_rows], measured.sampler[of_rows]
-    counted = torch.tensor(list(chain.from_iterable(is_first(texts))))
+    counted = torch.tensor(list(chain.from_iterable(is_first(texts)))) & (trainer < math.log(MOST_CERTAIN))
     error, scale = sampler - trainer, rounding_scale(trainer, sampler)
     evidence = error.new_zeros(len(OTHER_POLICIES), len(texts))
-    sizes: dict[str, tuple[float, float]] = {}  # differences between the moved policies, and between engine and trainer
+    # by policy: differences between the moved policies, and between engine and trainer, and ``other_policy.part``
+    numbers: dict[str, tuple[float, float, float]] = {}
     for name, other in _others(policy, noise, before).items():
         strength = strengths.get(name, STRONGEST)
         ends = []
         for by in (strength, -strength):
             with _moved(policy, other, noise, by=by):
                 ends.append(_logprobs(policy, batch, chosen, temperature, micro_batch_tokens))
-        found = token_evidence(error, effect(*ends, strength=strength), scale) * counted
-        evidence[OTHER_POLICIES.index(name)].index_add_(0, rows, found)
-        sizes[name] = (logit_gap(*ends).mean().item(), logit_gap(trainer, sampler).mean().item())
-    tested = torch.tensor([name in sizes for name in OTHER_POLICIES], dtype=torch.float64)
+        change = effect(*ends, strength=strength)
+        evidence[OTHER_POLICIES.index(name)].index_add_(0, rows, token_evidence(error, change, scale) * counted)
+        gaps = (logit_gap(*ends).mean().item(), logit_gap(trainer, sampler).mean().item())
+        numbers[name] = (*gaps, part(error[counted], change[counted], scale[counted]))
+    tested = torch.tensor([name in numbers for name in OTHER_POLICIES], dtype=torch.float64)
     shares = in_shares(evidence).reshape(-1, len(OTHER_POLICIES)) * tested  # exactly 0 for the others
-    parts = ranks.gather_values((shares.flatten().tolist(), sizes))
-    total = torch.tensor([part for part, _ in parts], dtype=torch.float64).sum(dim=0)
-    following = dict(strengths)
-    for name in sizes:
-        change, gap = torch.tensor([part[name] for _, part in parts if name in part], dtype=torch.float64).mean(dim=0)
-        following[name] = next_strength(strengths.get(name, STRONGEST), change.item(), gap.item())
-    return Others(total, following)
+    of_ranks = ranks.gather_values((shares.flatten().tolist(), numbers))
+    total = torch.tensor([values for values, _ in of_ranks], dtype=torch.float64).sum(dim=0)
+    following, parts = dict(strengths), dict[str, float]()
+    for name in numbers:
+        means = torch.tensor([found[name] for _, found in of_ranks if name in found], dtype=torch.float64).mean(dim=0)
+        change, gap, parts[name] = means.tolist()
+        following[name] = next_strength(strengths.get(name, STRONGEST), change, gap)
+    return Others(total, following, parts)
 
 
 def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]:
