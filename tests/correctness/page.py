@@ -6,11 +6,13 @@ The page's text is correctness.md in this folder. Its numbers and tables come fr
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from callbacks.rollout_evidence import JUMPS, RolloutEvidence
+from qerl_pl.policy.other_policy import MOST_CERTAIN, TOLERATED
 from tests.bench.report import RESULTS, ROOT, Line, table
 from tests.correctness.gaps import CAUSES, STAGES
 
@@ -18,7 +20,8 @@ TEXT = Path(__file__).parent / "correctness.md"
 PAGE = ROOT / "docs" / "correctness.md"
 ENGINES = ("transformers", "vllm")
 COLUMNS = (*ENGINES, "pretrained")
-CHECKS = {  # what an error says -> which check it comes from
+CHECKS = {  # what an error says -> which check it comes from; the first that is said counts
+    "look as if they were sampled": "other policy",
     "differ from the trainer's": "gap",
     "have a probability in the trainer": "gap",
     "more than chance explains": "numbers",
@@ -26,7 +29,6 @@ CHECKS = {  # what an error says -> which check it comes from
     "begin like others": "choice",
     "finished; ": "ends",
     "no draws from the distribution": "other sampling",
-    "look as if they were sampled": "other policy",
     "random numbers of their requests": "other draws",
     "repeat others of the same prompt": "copies",
     "does not hold the current policy": "canary, checksums",
@@ -40,6 +42,7 @@ def document() -> str:
     """Make docs/correctness.md."""
     gaps, canary, faults, real = (_read(name) for name in ("correctness", "canary", "faults", "real_checks"))
     parts = about_gaps(gaps) | about_faults(faults, _read("real_faults")) | about_jumps(real)
+    parts |= about_other_policies(_read("other_policies"), real)
     return TEXT.read_text().format(**parts, canary=canary_tables(canary))
 
 
@@ -127,12 +130,41 @@ def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
         return f"{max(line['jumps'][kind + rows][0] for line in lines for rows in ('', '_of_all')):.2f}"
 
     parts = [f"{largest(kind)} times for `{kind}` (a run stops above {most:g})" for kind, most in of_stops.items()]
+    audited = [line for line in lines if "margin" in line]
+    assert all(max(line["evidence"]["other_draws"]) <= 0 for line in audited)
     return {
         "real_rollouts": sum(line["rollouts"] for line in lines),
         "real_runs": len(lines),
-        "real_device": lines[0]["device"],
-        "real_commit": lines[0]["commit"],
+        "real_devices": " and ".join(dict.fromkeys(line["device"] for line in lines)),
+        "real_commits": ", ".join(dict.fromkeys(line["commit"] for line in lines)),
         "real_jumps": ", ".join(parts),
+        "audited_rollouts": sum(line["rollouts"] for line in audited),
+        "largest_margin": f"{max(line['margin']['max'][1] for line in audited):.2f}",
+    }
+
+
+def about_other_policies(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
+    """Make the values that the page says about the test of other policies: a row per run of ``lines`` with the parts of
+    the other policies' effects in the engine's errors, and after how many rollouts the test stopped one of the runs
+    ``real``, which have no fault."""
+    header = ["run", "rollouts", "part: without the adapter", "part: of the rollout before", "log of the bound, least"]
+    rows = []
+    for line in lines:
+        rollouts = line["rollouts"]
+        parts = ([one[name] for one in rollouts] for name in ("without_adapter", "of_before"))
+        shown = [f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})" for values in parts]
+        least = min(one["log_false_alarm"] for one in rollouts)
+        name = f"{line['name'].removeprefix('other_policies/')}, {line['fault'] or 'no fault'}"
+        rows.append([name, str(len(rollouts)), *shown, f"{least:.1f}"])
+    [alarm] = (line for line in real if "look as if they were sampled" in line["alarm"]["said"])
+    return {
+        "tolerated": f"{TOLERATED:g}",
+        "most_certain": f"{MOST_CERTAIN:g}",
+        "others": table(header, rows),
+        "false_alarm_after": alarm["rollouts"],
+        "audit_commit": alarm["commit"],
+        "others_device": lines[0]["device"],
+        "others_commit": lines[0]["commit"],
     }
 
 
