@@ -23,7 +23,7 @@ from qerl_pl.rollout import comparison
 from qerl_pl.rollout.comparison import LAST, MARGIN, Gap, gap_of, score_gaps, trainers_engine, wrong_ones
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import RolloutLoop
-from qerl_pl.rollout.probe import STRENGTHS, USABLE, find_strength
+from qerl_pl.rollout.probe import GOOD, STRENGTHS, best_strength, find_strength
 from tests.callbacks.conftest import without_callbacks
 from tests.callbacks.faults import FAULTS
 from tests.integration.conftest import VLLM, differences, load_last
@@ -234,6 +234,20 @@ class TestStrength:
                 )[comparison.PROBE]
                 assert measured.nats < 0.1 * measured.change, "samples in batches with a cache, scores of packed rows"
 
+    @pytest.mark.parametrize(
+        ("shares", "best"),
+        [
+            ({1.0: 0.03, 0.5: 0.02, 0.25: 0.039, 0.125: 0.041}, 0.25),
+            ({0.5: 0.04, 0.25: 0.06, 0.125: 0.07}, 0.25),
+            ({0.5: 0.09, 0.25: 0.07, 0.125: 0.08}, 0.25),
+            ({0.5: 0.3, 0.25: 0.11}, None),
+            ({}, None),
+        ],
+        ids=["half as good", "good enough", "best of the usable", "none is usable", "none was tried"],
+    )
+    def test_the_weakest_of_the_good_strengths_is_taken(self, shares, best):
+        assert best_strength(shares) == best
+
     def test_the_search_is_repeatable_and_has_no_result_if_rounding_hides_every_change(self, bases):
         policy = sharp_policy(bases["nvfp4"], torch.float32, 1.0)
         tokens = fixed_tokens(policy.config.vocab_size, 40)
@@ -355,7 +369,7 @@ def assert_healthy(run, run_dir: Path, *engine: str) -> None:
         assert curves[f"canary/{name}"].steps == list(range(EARLY)), name
     for name, least in (("score_gap", 0), ("probe_gap", 1e-12)):  # scores are the same computation with transformers
         assert least <= max(curves[f"canary/{name}"].values) < canary.TOLERANCE[torch.float32]
-    assert max(curves["canary/probe_share"].values) < USABLE
+    assert max(curves["canary/probe_share"].values) < GOOD
     assert len(set(curves["canary/probe_strength"].values)) == 1
     assert max(curves["aqn/sigma"].values) > 0
 
