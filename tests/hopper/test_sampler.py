@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.hopper import patches
+from tests.interpreter import interpreted
 from tests.reference.token_scores import token_scores_reference
 
 pytestmark = pytest.mark.vllm
@@ -27,15 +28,13 @@ def draw(rows: int = 3, vocabulary: int = 300) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def sampler(monkeypatch) -> ModuleType:
-    """Import qerl_pl/hopper's module for vLLM's sampler. Without a GPU its kernels run in Triton's interpreter."""
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return import_module("qerl_pl.hopper.sampler")
+def sampler() -> ModuleType:
+    """Import qerl_pl/hopper's module for vLLM's sampler."""
+    with interpreted():
+        return import_module("qerl_pl.hopper.sampler")
 
 
 def test_a_sampled_token_has_its_log_probability(sampler):
-
     logits, tokens = draw()
     found = sampler.sampled_scores(logits, 0, tokens, [0, 1, 2, 3], expanded_idx_mapping=None)
     logprobs, ranks = token_scores_reference(logits, tokens)

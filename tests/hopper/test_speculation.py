@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +12,17 @@ import torch
 
 from qerl_pl.hopper import draft_guard
 from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES
+from tests.interpreter import interpreted
 
 pytestmark = pytest.mark.vllm
 SIZES: dict[str, Any] = {"max_num_reqs": 6, "max_model_len": 40, "max_num_batched_tokens": 40}
 
 
 @pytest.fixture
-def speculation(monkeypatch) -> Any:
-    """Import qerl_pl/hopper's module for speculation. Without a GPU its kernels run in Triton's interpreter."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from qerl_pl.hopper import speculation
-
-    return speculation
+def speculation() -> Any:
+    """Import qerl_pl/hopper's module for speculation."""
+    with interpreted():
+        return import_module("qerl_pl.hopper.speculation")
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 5, 16, 17, 32, 33, 256])

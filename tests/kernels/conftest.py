@@ -7,14 +7,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.interpreter import interpreted
+
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Import the module of kernels that a test file names in its variable KERNELS. Without a GPU, TRITON_INTERPRET is
-    set first, because Triton reads it when kernels are defined."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setenv("TRITON_INTERPRET", "1")
+    """Import the module of kernels that a test file names in its variable KERNELS."""
+    with interpreted():
         yield importlib.import_module(request.module.KERNELS)
 
 

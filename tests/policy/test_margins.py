@@ -12,6 +12,7 @@ import torch
 
 from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE
 from qerl_pl.policy.margins import chance_of_far, draw_evidence, keyed_noise, margins
+from tests.interpreter import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,8 +37,7 @@ def gumbel() -> Iterator[ModuleType]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+    with interpreted(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_utils, "triton", triton)
         patch.setattr(triton_utils, "tl", language)
         patch.setattr(language, "max", largest)  # not every version of Triton's interpreter has it

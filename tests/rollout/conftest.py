@@ -34,6 +34,7 @@ from qerl_pl.rollout.base import RolloutEngine, Sampling, expected_fingerprint
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 from tests.families import tiny_config
+from tests.interpreter import interpreted
 
 VOCAB_SIZE = 64  # one that vLLM does not pad, so that embeddings are shared
 NUM_LAYERS = 2
@@ -164,11 +165,8 @@ class Setup:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_are_interpreted() -> None:
-    """Without a GPU, make this project's kernels run in Triton's interpreter: import them with TRITON_INTERPRET set.
-    Triton reads the variable when kernels are defined, so this has to happen before any test imports them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setenv("TRITON_INTERPRET", "1")
+    """Import this project's kernels before any test does, so that without a GPU they run in Triton's interpreter."""
+    with interpreted():
         for name in ("qerl_pl.kernels.lora", "qerl_pl.kernels.lora_experts", "qerl_pl.hopper.token_scores"):
             import_module(name)
 

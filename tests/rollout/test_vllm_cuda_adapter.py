@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.interpreter import interpreted
 from tests.reference import lora as reference
 from tests.reference.lora_experts import add_lora_reference
 
@@ -20,9 +21,7 @@ SLICES = (24, 8)
 def cuda() -> Iterator[object]:
     """Import the module that calls the LoRA kernels in vLLM. It needs a name of a vLLM module that is missing without a
     GPU, so there the name is added."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
+    with interpreted(), pytest.MonkeyPatch.context() as patch:
         from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
         from vllm.lora.punica_wrapper import punica_gpu
 
