@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qerl_pl.quant import formats, mxfp4, nf4, nvfp4
 from qerl_pl.quant.formats import PackedWeight
+from tests.combinations import pairwise
 from tests.reference.dequantize import dequantize_reference
 
 KERNELS = "qerl_pl.kernels.dequantize"
@@ -46,9 +47,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy's, meant here
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("global_scale", GLOBAL_SCALES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "global_scale", "dtype"), pairwise(SHAPES, GLOBAL_SCALES, DTYPES), ids=str)
 def test_nvfp4_equals_its_definition_bit_for_bit(kernels, shape, global_scale, dtype):
     if DEVICE == "cpu" and dtype == torch.bfloat16 and global_scale == GLOBAL_SCALES[1]:
         pytest.skip("Triton's interpreter gets denormals of bf16 wrong")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qerl_pl.quant import grouped
 from qerl_pl.quant.grouped import Factors, Routes, sort_rows
+from tests.combinations import pairwise
 
 KERNELS = "qerl_pl.kernels.experts"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,10 +63,9 @@ def summed_by_loops(rows: Tensor, routes: Routes, weights: Tensor | None) -> Ten
     return torch.stack(sums)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("width", [1, 64, 200])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "width", "weighted", "dtype"), pairwise(SIZES, (1, 64, 200), (True, False), DTYPES), ids=str
+)
 @pytest.mark.usefixtures("_small_blocks", "_definitions")
 def test_sums_have_the_bits_of_loops_and_of_their_definition(kernels, sizes, width, weighted, dtype):
     routes = random_routes(*sizes)
@@ -102,12 +102,14 @@ def test_swiglu_and_its_gradients_equal_their_definition(kernels, rows, width, d
 
 
 # Triton's interpreter multiplies the bits of bf16 values as if they were integers.
-@pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else DTYPES[:2], ids=str)
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("rank", "width"), [(1, 1), (8, 64), (24, 200)])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "shape", "transposed", "dtype"),
+    pairwise(SIZES, [(1, 1), (8, 64), (24, 200)], (True, False), DTYPES if DEVICE == "cuda" else DTYPES[:2]),
+    ids=str,
+)
 @pytest.mark.usefixtures("_small_blocks")
-def test_products_are_added_to_the_rows_of_their_expert(kernels, sizes, rank, width, transposed, dtype):
+def test_products_are_added_to_the_rows_of_their_expert(kernels, sizes, shape, transposed, dtype):
+    rank, width = shape
     routes = random_routes(*sizes)
     size, experts = routes.order.numel(), len(routes.ends)
     before, rows = draw(size, width, dtype=dtype), draw(size, rank, dtype=dtype)

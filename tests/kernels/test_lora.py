@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.combinations import pairwise
 from tests.reference.lora import add_lora_reference
 
 KERNELS = "qerl_pl.kernels.lora"
@@ -57,10 +58,9 @@ class Problem:
         assert excess.numel() == 0 or excess.max() <= 0, excess.max()
 
 
-@pytest.mark.parametrize(("rank", "dtype"), RANKS, ids=str)
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 17, MANY])
-def test_kernels_equal_their_definition(kernels, tokens, rank, widths, dtype):
+@pytest.mark.parametrize(("tokens", "widths", "kind"), pairwise((1, 17, MANY), WIDTHS, RANKS), ids=str)
+def test_kernels_equal_their_definition(kernels, tokens, widths, kind):
+    rank, dtype = kind
     problem = Problem(tokens, 300, rank, widths, dtype)  # more than two blocks of K, the last one short
     y = problem.y.clone()
     shrink, expand = kernels.shrink_tiles(tokens, 300, rank, len(widths)), kernels.expand_tiles(tokens, widths)
@@ -146,7 +146,9 @@ def test_blocks_cover_the_matrices_and_fit_the_gpu(kernels, tokens, size):
 def test_a_few_numbers_of_tokens_run_every_kernel(kernels, rank, size):
     inputs, widths = size
     most = kernels.MANY_TOKENS - 1 if rank > kernels.HIGH_RANK else 5 * kernels.MOST_TOKENS
-    every = [*range(1, min(most, kernels.MOST_TOKENS + 100)), *range(kernels.MOST_TOKENS + 100, most, 61)]
+    edges = range(kernels.EXPAND_TOKENS, min(most - 1, kernels.MOST_TOKENS + 100), kernels.EXPAND_TOKENS)
+    # Between multiples of EXPAND_TOKENS, tile sizes are the same, so of the larger numbers only some are tried there.
+    every = sorted({*range(1, 300), *edges, *(edge + 1 for edge in edges), *range(300, most, 61)})
     blocks = {
         tokens: (kernels.shrink_tiles(tokens, inputs, rank, len(widths)), kernels.expand_tiles(tokens, widths))
         for tokens in every

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.combinations import pairwise
 from tests.reference.lora_experts import add_lora_reference
 
 KERNELS = "qerl_pl.kernels.lora_experts"
@@ -93,10 +94,12 @@ class Problem:
         return out
 
 
-@pytest.mark.parametrize(("rank", "dtype"), RANKS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 40])
-@pytest.mark.parametrize(("widths", "weighted"), [((40, 40), False), ((150,), True), ((33, 33), True)], ids=str)
-def test_the_kernel_equals_its_definition(kernels, widths, weighted, tokens, rank, dtype):
+PARTS = [((40, 40), False), ((150,), True), ((33, 33), True)]
+
+
+@pytest.mark.parametrize(("part", "tokens", "kind"), pairwise(PARTS, (1, 7, 40), RANKS), ids=str)
+def test_the_kernel_equals_its_definition(kernels, part, tokens, kind):
+    (widths, weighted), (rank, dtype) = part, kind
     problem = Problem(tokens, 3, 5, 300, widths, rank, dtype, weighted=weighted)
     problem.check(problem.added(kernels))
 
@@ -110,13 +113,13 @@ def test_one_expert_per_token_and_more_ids_than_a_thread_block_reads(kernels, we
         problem.check(problem.added(kernels))
 
 
-@pytest.mark.parametrize("programs", [1, 20, 1000])
-def test_the_number_of_thread_blocks_changes_no_bit(kernels, programs, monkeypatch):
+def test_the_number_of_thread_blocks_changes_no_bit(kernels, monkeypatch):
     problem = Problem(9, 2, 4, 530, (300, 300), 24, DTYPES[1])
     expected = problem.added(kernels)
     problem.check(expected)
-    monkeypatch.setattr(kernels, "PROGRAMS", programs)
-    assert torch.equal(problem.added(kernels), expected)
+    for programs in (1, 20, 1000):
+        monkeypatch.setattr(kernels, "PROGRAMS", programs)
+        assert torch.equal(problem.added(kernels), expected), programs
 
 
 def test_a_row_has_the_same_bits_in_every_batch(kernels):

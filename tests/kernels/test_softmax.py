@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.policy.logprobs import logit_gradient_reference, statistics_reference, token_logprobs
+from tests.combinations import pairwise
 
 KERNELS = "qerl_pl.kernels.softmax"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,10 +64,11 @@ def test_statistics_do_not_overflow(kernels, small_blocks, offset):
     torch.testing.assert_close(log_partition.double(), expected[2], rtol=1e-6, atol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.013])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "temperature", "with_entropy", "dtype"),
+    pairwise(SHAPES, (1.0, 0.6, 1.013), (True, False), (torch.float32, torch.bfloat16)),
+    ids=str,
+)
 def test_gradients_equal_their_definition(kernels, small_blocks, shape, temperature, with_entropy, dtype):
     logits, targets = draw(*shape)
     _, entropy, log_partition = statistics_reference(logits.double(), targets, temperature)
