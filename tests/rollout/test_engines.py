@@ -95,7 +95,7 @@ class TestSampling:
     def test_a_stop_string_ends_a_completion_as_an_end_token_does(self, setup):
         """The tokenizer writes token 8 as "w8" and so on. The first stop string is the text of one token, the second
         that of two tokens."""
-        plain = Sampling(60, max_tokens=12, temperature=1.5)
+        plain = Sampling(30, max_tokens=12, temperature=1.5)
         [whole] = setup.engine.generate(PROMPTS[1:2], plain, seed=4)
         pairs = Counter(pair for completion in whole for pair in itertools.pairwise(completion.tokens))
         first, second = next(

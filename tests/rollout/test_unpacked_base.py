@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "tolerance"), [("nf4", torch.bfloat16, 0.05), ("mxfp4", torch.float32, 1e-5)], ids=str
+    ("form", "dtype", "tolerance"),
+    [pytest.param("nf4", torch.bfloat16, 0.05, marks=pytest.mark.long), ("mxfp4", torch.float32, 1e-5)],
+    ids=str,
 )
 def test_vllm_samples_from_the_policy_on_a_base_that_it_cannot_read(
     checkpoints, tmp_path, caplog, form, dtype, tolerance

@@ -183,25 +183,16 @@ def test_a_base_whose_fused_linears_have_scales_of_their_own_is_refused_on_a_gpu
 
 
 @pytest.mark.vllm
-def test_a_start_that_fails_does_not_spoil_the_next(checkpoints):
+def test_starts_that_fail_before_or_after_vllm_runs_are_none_and_do_not_spoil_the_next(checkpoints, monkeypatch):
     policy, group = make_policy(checkpoints["dense"]), dist.is_initialized()
+    adapter = random_adapter(policy, seed=1)
+    policy.load_adapter_state(adapter)
     too_small = VLLMEngine(block_size=BLOCK_SIZE, kv_cache_bytes=1024)
     with pytest.raises(ValueError, match=r"(?i)cache"):
         too_small.start(policy, max_model_len=MAX_MODEL_LEN)
     with pytest.raises(RuntimeError, match="not running"):
         too_small.generate(PROMPTS, SAMPLING, seed=1)
     assert dist.is_initialized() == group
-    engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
-    engine.close()
-
-
-@pytest.mark.vllm
-def test_a_start_that_fails_once_vllm_runs_is_none(checkpoints, monkeypatch):
-    policy = make_policy(checkpoints["dense"])
-    adapter = random_adapter(policy, seed=1)
-    policy.load_adapter_state(adapter)
     engine = make_engine("vllm")
     with monkeypatch.context() as patch:
         patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
@@ -212,6 +203,7 @@ def test_a_start_that_fails_once_vllm_runs_is_none(checkpoints, monkeypatch):
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     setup = Setup(engine, policy, adapter, adapter, policy.norm_weights())
     assert engine.fingerprint() == setup.expected_fingerprint()
+    assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
     engine.close()
 
 
