@@ -37,9 +37,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder / "nvfp4"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def policy(base: Path) -> Policy:
-    """Load a policy with an adapter that is not zero."""
+    """Load a policy with an adapter that is not zero, which no test changes."""
     policy = load_policy(str(base), dtype=torch.float32, lora=LoraSettings(rank=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     for tensor in policy.adapter_state().values():
@@ -109,9 +109,11 @@ def test_packed_rows_say_what_transformers_says_of_each_row_with_its_own_masks(p
     stats = policy.token_stats(tokens, mask, temperature=TEMPERATURE)
     stats.logprobs.sum().backward()
     found = gradients(policy)
-    policy.causal_lm.set_attn_implementation("eager")
+    attention = policy.causal_lm.config._attn_implementation
     for number, row in enumerate(some):
+        policy.causal_lm.set_attn_implementation("eager")
         logits = policy.model(input_ids=row.unsqueeze(0)).logits[0, :-1] / TEMPERATURE
+        policy.causal_lm.set_attn_implementation(attention)
         expected = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
         torch.testing.assert_close(stats.logprobs[number, 1 : len(row)], expected, rtol=0, atol=2e-5)
         entropy = torch.distributions.Categorical(logits=logits).entropy()

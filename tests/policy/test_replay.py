@@ -14,6 +14,7 @@ from qerl_pl.model.layers import num_recurrent_layers
 from qerl_pl.objective import Objective
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, load_policy
+from qerl_pl.policy.recompute import recompute_of
 from qerl_pl.quant.experts import UNSEEN, choose, mixtures
 from qerl_pl.rollout.scored import collate
 from tests.rollout.conftest import random_adapter, save_mixture
@@ -32,16 +33,15 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder / "nvfp4"
 
 
-def load(base: Path, recompute: Any = "none") -> Policy:
-    lora = LoraSettings(rank=4)
-    policy = load_policy(str(base), dtype=torch.float32, lora=lora, seed=0, gradient_checkpointing=recompute)
+@pytest.fixture(scope="module")
+def policy(base: Path) -> Policy:
+    """Load a policy that no test changes, except for its setting of gradient checkpointing."""
+    policy = load_policy(str(base), dtype=torch.float32, lora=LoraSettings(rank=4), seed=0)
     policy.load_adapter_state(random_adapter(policy, seed=1))
     return policy
 
 
-@pytest.fixture(params=["none", "selective", 2, "blocks", "offload"])
-def policy(base: Path, request: pytest.FixtureRequest) -> Policy:
-    return load(base, request.param)
+SETTINGS: list[Any] = ["offload", "blocks", 2, "selective", "none"]  # the last stays for the next test
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -88,40 +88,50 @@ def random_routes(seed: int) -> Tensor:
     return routes.to(torch.uint8)
 
 
-def test_replaying_the_policys_own_experts_changes_no_bit(policy):
-    expected, gradient, none = outcome(policy, None)
-    assert none is None
-    found, found_gradient, others = outcome(policy, own_routes(policy, rows()[0]))
-    assert torch.equal(found, expected)
-    assert torch.equal(found_gradient, gradient)
+def recomputed(policy: Policy, setting: Any) -> Policy:
+    how = recompute_of(setting, num_layers=policy.num_layers)
+    assert how is not None
+    policy.set_recompute(how)
+    return policy
+
+
+def test_replaying_the_policys_own_experts_changes_no_bit_whatever_is_recomputed(policy):
+    routes = own_routes(policy, rows()[0])
     computed = torch.arange(15) < torch.tensor([sum(both) - 1 for both in LENGTHS]).unsqueeze(1)
-    assert others is not None
-    assert torch.equal(others, torch.where(computed, 0, UNSEEN).unsqueeze(2).expand(4, 15, 3).to(torch.uint8))
+    expected, gradient, none = outcome(recomputed(policy, "none"), None)
+    assert none is None
+    for setting in SETTINGS:
+        found, found_gradient, others = outcome(recomputed(policy, setting), routes)
+        assert torch.equal(found, expected), setting
+        assert torch.equal(found_gradient, gradient), setting
+        assert others is not None
+        assert torch.equal(others, torch.where(computed, 0, UNSEEN).unsqueeze(2).expand(4, 15, 3).to(torch.uint8))
 
 
-def test_given_experts_give_the_same_gradient_whatever_is_recomputed_and_shared(base, policy, monkeypatch):
+def test_given_experts_give_the_same_gradient_whatever_is_recomputed_and_shared(policy, monkeypatch):
     routes = random_routes(0)
-    expected, gradient, expected_others = outcome(load(base), routes)
-    live = outcome(policy, None)[0]
-    assert (expected - live).abs().max() > 0.1  # the experts matter
-    found, found_gradient, _ = outcome(policy, routes)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm()
+    expected, gradient, expected_others = outcome(recomputed(policy, "none"), routes)
+    assert (expected - outcome(policy, None)[0]).abs().max() > 0.1  # the experts matter
+    assert expected_others is not None
+    for setting in SETTINGS:
+        found, found_gradient, _ = outcome(recomputed(policy, setting), routes)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm(), setting
     if num_recurrent_layers(policy.config):  # with which rows cannot share a prompt
         return
     monkeypatch.setattr("qerl_pl.policy.packing.shares_prompts", lambda model: True)
-    found, found_gradient, others = outcome(policy, routes)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm()
-    assert others is not None
-    assert expected_others is not None
-    assert (others[1, :9] == UNSEEN).all()  # the prompt is computed in row 0
-    seen = others != UNSEEN
-    assert torch.equal(others[seen], expected_others[seen])
+    for setting in SETTINGS:
+        found, found_gradient, others = outcome(recomputed(policy, setting), routes)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert (found_gradient - gradient).norm() < 1e-5 * gradient.norm(), setting
+        assert others is not None
+        assert (others[1, :9] == UNSEEN).all()  # the prompt is computed in row 0
+        seen = others != UNSEEN
+        assert torch.equal(others[seen], expected_others[seen])
 
 
-def test_one_row_alone_has_the_log_probabilities_of_the_batch(base):
-    policy, routes, (tokens, mask) = load(base), random_routes(1), rows()
+def test_one_row_alone_has_the_log_probabilities_of_the_batch(policy):
+    routes, (tokens, mask) = random_routes(1), rows()
     whole = policy.token_stats(tokens, mask, temperature=1.0, routes=routes).logprobs
     for row in range(4):
         part = slice(row, row + 1)
@@ -141,8 +151,7 @@ def experience(routes: Tensor | None) -> Experience:
     return collate(prompts, completions, scored=flags, advantages=torch.tensor([1.0, -1.0, 0.0, 0.0]), in_loss=flags)
 
 
-def test_an_update_with_the_policys_own_experts_is_the_one_without(base):
-    policy = load(base)
+def test_an_update_with_the_policys_own_experts_is_the_one_without(policy):
     routes = own_routes(policy, rows()[0])
     plain, gradient = updated(policy, experience(None), Objective())
     report, replayed = updated(policy, experience(routes), Objective())
@@ -162,8 +171,7 @@ def test_an_update_with_the_policys_own_experts_is_the_one_without(base):
     )
 
 
-def test_some_changed_experts_are_counted_and_used(base):
-    policy = load(base)
+def test_some_changed_experts_are_counted_and_used(policy):
     routes = own_routes(policy, rows()[0])
     changed = routes.clone()
     last = routes[0, 2, 2]  # in the last block, so that no later router sees another input
@@ -177,8 +185,7 @@ def test_some_changed_experts_are_counted_and_used(base):
 
 @pytest.mark.parametrize("objective", [Objective(), Objective(kl_coefficient=0.1)])
 @pytest.mark.parametrize("fault", ["shifted by a token", "exchanged layers", "of another row"])
-def test_experts_of_other_tokens_or_layers_stop_the_update_before_its_first_step(base, fault, objective):
-    policy = load(base)
+def test_experts_of_other_tokens_or_layers_stop_the_update_before_its_first_step(policy, fault, objective):
     routes = own_routes(policy, rows()[0])
     wrong = {
         "shifted by a token": routes.roll(1, dims=1),
