@@ -3,6 +3,7 @@ among several, and raises false alarms no more often than stated."""
 
 import math
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -14,13 +15,19 @@ END = 0
 MOST = 12
 
 
+@cache
+def weights_at(prompt: int, place: int, before: tuple[int, ...]) -> list[float]:
+    """Return the weights of the four tokens at a place of a completion, given the token before, if there is one."""
+    chain = random.Random(f"{prompt} {place} {before}")
+    return [chain.random() ** 6 for _ in range(4)]
+
+
 def draw(rng: random.Random, prompt: int) -> tuple[list[int], list[float]]:
     """Draw a completion of tokens 1 to 3 and an end token from a small Markov chain. A token's probabilities depend on
     the prompt, on the token's place and on the token before. Returns the tokens and their log-probabilities."""
     tokens, logprobs = [], []
     for place in range(MOST):
-        chain = random.Random(f"{prompt} {place} {tokens[-1:]}")
-        weights = [chain.random() ** 6 for _ in range(4)]
+        weights = weights_at(prompt, place, tuple(tokens[-1:]))
         token = rng.choices(range(4), weights)[0]
         tokens.append(token)
         logprobs.append(math.log(weights[token] / sum(weights)))
