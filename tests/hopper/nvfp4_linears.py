@@ -38,9 +38,9 @@ E2M1 = torch.tensor(E2M1_CODES)
 
 
 def few(variants: Sequence[Any]) -> list[Any]:
-    """Return a kernel's variants as test parameters, three of every four marked ``long``, because compiling a variant
+    """Return a kernel's variants as test parameters, seven of every eight marked ``long``, because compiling a variant
     takes seconds."""
-    return [pytest.param(each, marks=[pytest.mark.long] if at % 4 else []) for at, each in enumerate(variants)]
+    return [pytest.param(each, marks=[pytest.mark.long] if at % 8 else []) for at, each in enumerate(variants)]
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

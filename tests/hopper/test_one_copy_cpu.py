@@ -131,7 +131,7 @@ def test_a_base_that_is_overwritten_is_seen(engine, policy):
     engine.fingerprint()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.long), True])
 def test_closing_and_failed_starts_leave_the_trainers_base_where_it_is(engine, policy, monkeypatch, fails):
     samples = engine.generate(PROMPTS, SAMPLING, 5)
     engine.close()
@@ -147,15 +147,18 @@ def test_closing_and_failed_starts_leave_the_trainers_base_where_it_is(engine, p
     assert engine.generate(PROMPTS, SAMPLING, 5) == samples
 
 
-@pytest.mark.parametrize("change", ["weight_packed", "weight_scale", "weight_global_scale"])
-def test_of_the_trainers_linears_the_engine_reads_the_tensor_scales_alone(engine, unpadded, tmp_path, change):
+@pytest.mark.parametrize("changes", [("weight_packed", "weight_scale"), ("weight_global_scale",)], ids=str)
+def test_of_the_trainers_linears_the_engine_reads_the_tensor_scales_alone(engine, unpadded, tmp_path, changes):
     engine.close()
     shutil.copytree(unpadded, tmp_path / "base")
     other = make_policy(str(tmp_path / "base"))
     one_copy.put_in_tile_order(other.packed_linears())
-    rewrite(tmp_path / "base", f"model.layers.1.mlp.up_proj.{change}", lambda tensor: tensor.view(torch.uint8).zero_())
+    for name in changes:
+        rewrite(
+            tmp_path / "base", f"model.layers.1.mlp.up_proj.{name}", lambda values: values.view(torch.uint8).zero_()
+        )
     another = VLLMEngine(block_size=32, max_num_seqs=8, kv_cache_bytes=2**20)
-    if change == "weight_global_scale":
+    if "weight_global_scale" in changes:
         with pytest.raises(ValueError, match=r"base has changed.*layers\.1\.mlp\.gate_up_proj"):
             another.start(other, max_model_len=MAX_MODEL_LEN)
         return
