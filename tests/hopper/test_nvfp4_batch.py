@@ -52,27 +52,27 @@ def test_the_source_compiles_for_every_variant(variant):
     assert driver.compiled(nvfp4_batch.kernel(variant)).startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_an_sm_has_room_for_a_block_and_copies_run_ahead(variant):
-    assert variant.shared_bytes <= SHARED_OF_BLOCK
-    assert variant.stage_bytes % 1024 == 0, "tiles begin where wgmma can read them"
-    assert variant.stages >= (3 if variant.tokens == 256 else 4)
-    kept = variant.stages * (variant.stage_bytes + 16) + 4 * variant.tiles * 256  # barriers, bf16 scales
-    assert kept <= variant.shared_bytes
-    assert variant.tokens * (64 * variant.tiles + 4) * 4 <= variant.shared_bytes, "the sums"
+def test_an_sm_has_room_for_a_block_and_copies_run_ahead():
+    for variant in VARIANTS:
+        assert variant.shared_bytes <= SHARED_OF_BLOCK, variant
+        assert variant.stage_bytes % 1024 == 0, "tiles begin where wgmma can read them"
+        assert variant.stages >= (3 if variant.tokens == 256 else 4), variant
+        kept = variant.stages * (variant.stage_bytes + 16) + 4 * variant.tiles * 256  # barriers, bf16 scales
+        assert kept <= variant.shared_bytes, variant
+        assert variant.tokens * (64 * variant.tiles + 4) * 4 <= variant.shared_bytes, "the sums"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape, tokens):
+def test_every_block_has_work_and_split_sums_are_computed_at_a_time(shape):
     outputs, inputs = shape
-    variant, splits, blocks = chosen(tokens, outputs, inputs)
-    token_tiles = -(-tokens // variant.tokens)
-    assert token_tiles <= 2 or tokens > 256
-    assert 1 <= splits <= -(-inputs // 128)
-    assert splits == 1 or tokens > 256 or blocks * token_tiles <= costs.CONCURRENT_CLUSTERS[splits]
-    *others, last = widths(Schedule(variant, splits, blocks), outputs)
-    assert sum(others) < outputs // 64 <= sum(others) + last
+    for tokens in TOKENS:
+        variant, splits, blocks = schedule = chosen(tokens, outputs, inputs)
+        token_tiles = -(-tokens // variant.tokens)
+        assert token_tiles <= 2 or tokens > 256, tokens
+        assert 1 <= splits <= -(-inputs // 128), tokens
+        assert splits == 1 or tokens > 256 or blocks * token_tiles <= costs.CONCURRENT_CLUSTERS[splits], tokens
+        *others, last = widths(schedule, outputs)
+        assert sum(others) < outputs // 64 <= sum(others) + last, tokens
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (27648, 5120), (5120, 27648)], ids=str)

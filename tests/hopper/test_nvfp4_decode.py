@@ -3,7 +3,7 @@ layout of the library Humming, and its product is right."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -36,24 +36,26 @@ def test_an_error_of_the_compiler_is_shown():
         driver.compiled(kernel)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_an_sm_has_room_for_the_blocks(variant):
-    assert variant.shared_bytes <= SHARED_OF_BLOCK
-    assert variant.blocks * (variant.shared_bytes + 1024) <= SHARED
-    assert variant.tokens * 32 * variant.k_blocks * variant.groups % 1024 == 0, "tiles begin where wgmma can read them"
+def test_an_sm_has_room_for_the_blocks():
+    for variant in VARIANTS:
+        assert variant.shared_bytes <= SHARED_OF_BLOCK, variant
+        assert variant.blocks * (variant.shared_bytes + 1024) <= SHARED, variant
+        tile = variant.tokens * 32 * variant.k_blocks * variant.groups
+        assert tile % 1024 == 0, f"tiles of {variant} begin where wgmma can read them"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64])
-def test_every_block_has_work_and_a_cluster_is_portable(shape, tokens):
-    schedule = choose_schedule(tokens, *shape)
-    if schedule is None:
-        assert tokens > 32
-        return
-    assert tokens <= schedule.variant.tokens < (2 if shape[1] % 128 == 0 else 4) * max(tokens, 8)
-    assert shape[1] % 128 == 0 or schedule.variant.groups * schedule.variant.k_blocks == 4, "stages end where K ends"
-    assert 1 <= schedule.splits <= 8
-    assert schedule.splits <= max(1, shape[1] // 16 // (schedule.variant.k_blocks * schedule.variant.groups))
+def test_every_block_has_work_and_a_cluster_is_portable(shape):
+    for tokens in (1, 8, 9, 16, 17, 32, 33, 64):
+        schedule = choose_schedule(tokens, *shape)
+        if schedule is None:
+            assert tokens > 32
+            continue
+        variant, splits = schedule
+        assert tokens <= variant.tokens < (2 if shape[1] % 128 == 0 else 4) * max(tokens, 8)
+        assert shape[1] % 128 == 0 or variant.groups * variant.k_blocks == 4, f"{tokens}: stages end where K ends"
+        assert 1 <= splits <= 8, tokens
+        assert splits <= max(1, shape[1] // 16 // (variant.k_blocks * variant.groups)), tokens
 
 
 @pytest.mark.parametrize(
@@ -92,20 +94,20 @@ def test_the_kernel_finds_the_bias_in_hummings_order():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 8, 32, 64])
-@pytest.mark.parametrize("blocks", [1, 3, 112, 592])
-def test_what_is_fetched_ahead_lies_in_the_next_weight(shape, tokens, blocks):
+def test_what_is_fetched_ahead_lies_in_the_next_weight(shape):
     outputs, inputs = shape
     weight = torch.empty(inputs // 16, 2 * outputs, dtype=torch.int32, device="meta")
-    _, parts, stride, fetching, size = nvfp4_decode._fetched(weight, tokens, blocks)
-    assert fetching * size <= costs.FETCHED_AHEAD
-    assert parts * stride <= weight.nbytes
-    places = sorted(block % parts * stride + block // parts * size for block in range(fetching))  # as the source has it
-    assert all(one + size <= other for one, other in pairwise(places)), "nothing is fetched twice"
-    assert all(place % 16 == 0 and place + size <= weight.nbytes for place in places)
-    if (schedule := choose_schedule(tokens, outputs, inputs)) and blocks > 100 and weight.nbytes > 2**20:
-        assert {place // stride for place in places} == set(range(schedule.splits)), "the start of each part"
-        assert fetching * size > 0.8 * min(costs.FETCHED_AHEAD, parts * stride)
+    for tokens, blocks in product((1, 8, 32, 64), (1, 3, 112, 592)):
+        _, parts, stride, fetching, size = nvfp4_decode._fetched(weight, tokens, blocks)
+        assert fetching * size <= costs.FETCHED_AHEAD, (tokens, blocks)
+        assert parts * stride <= weight.nbytes, (tokens, blocks)
+        # as the source has it
+        places = sorted(block % parts * stride + block // parts * size for block in range(fetching))
+        assert all(one + size <= other for one, other in pairwise(places)), "nothing is fetched twice"
+        assert all(place % 16 == 0 and place + size <= weight.nbytes for place in places), (tokens, blocks)
+        if (schedule := choose_schedule(tokens, outputs, inputs)) and blocks > 100 and weight.nbytes > 2**20:
+            assert {place // stride for place in places} == set(range(schedule.splits)), "the start of each part"
+            assert fetching * size > 0.8 * min(costs.FETCHED_AHEAD, parts * stride), (tokens, blocks)
 
 
 @on_gpu
