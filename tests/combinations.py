@@ -7,6 +7,15 @@ from typing import Any
 import pytest
 
 
+def first_of(name: str, values: Sequence[Any]) -> Any:
+    """Parametrize the fixture ``name`` with values of which all but the first are marked ``long``, for tests of code
+    that does not depend on the value."""
+    first, *others = values
+    return pytest.mark.parametrize(
+        name, [first, *(pytest.param(value, marks=pytest.mark.long) for value in others)], indirect=True
+    )
+
+
 def pairwise(*choices: Sequence[Any]) -> list[Any]:
     """List all combinations of the values of several parameters, most of them marked ``long``: every pair of values of
     two parameters also occurs in a combination without the mark."""

@@ -41,6 +41,7 @@ from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.quantize import quantize_checkpoint
+from tests.combinations import first_of, pairwise
 from tests.families import MIXTURES, tiny_config
 from tests.packed import frozen_linear
 from tests.quant.test_quantize import interrupted_at
@@ -123,19 +124,20 @@ def expert_weights(made: Mixture) -> list[tuple[Tensor, Tensor, Tensor]]:
     return list(zip(gate, up, down, strict=True))
 
 
-@pytest.mark.parametrize("fmt", [NVFP4, MXFP4, None])
-@pytest.mark.parametrize(("number", "chosen", "tokens"), [(5, 2, 33), (3, 3, 7), (8, 1, 5), (1, 1, 1)])
+WAYS = [
+    (True, False, SOFTMAX),
+    (False, False, SOFTMAX),
+    (True, True, SOFTMAX),
+    (True, True, SIGMOID),
+    (False, False, SIGMOID),
+]
+
+
 @pytest.mark.parametrize(
-    ("normalised", "shared", "names"),
-    [
-        (True, False, SOFTMAX),
-        (False, False, SOFTMAX),
-        (True, True, SOFTMAX),
-        (True, True, SIGMOID),
-        (False, False, SIGMOID),
-    ],
+    ("sizes", "way", "fmt"), pairwise([(5, 2, 33), (3, 3, 7), (8, 1, 5), (1, 1, 1)], WAYS, [NVFP4, MXFP4, None])
 )
-def test_values_and_gradients_are_those_of_loops_over_tokens(number, chosen, tokens, normalised, shared, names, fmt):
+def test_values_and_gradients_are_those_of_loops_over_tokens(sizes, way, fmt):
+    (number, chosen, tokens), (normalised, shared, names) = sizes, way
     made = random_mixture(number, chosen, normalised=normalised, fmt=fmt, shared=shared, names=names)
     x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     same = x.detach()[0].double().requires_grad_()
@@ -297,6 +299,7 @@ def test_stacked_tensors_are_read_as_those_of_each_expert(folder, tmp_path):
     assert tensors_of(tmp_path / "nvfp4").keys() == tensors_of(folder / "nvfp4").keys()
 
 
+@first_of("folder", MIXTURES)
 def test_a_mixture_is_quantised_with_calibration_better_than_without_and_goes_on_after_a_kill(
     folder, tmp_path, monkeypatch
 ):
@@ -318,6 +321,7 @@ def test_a_mixture_is_quantised_with_calibration_better_than_without_and_goes_on
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@first_of("folder", MIXTURES)
 @pytest.mark.parametrize("together", [1, 3 * 64 * 128])
 def test_experts_are_packed_alike_and_reported_in_order_whatever_number_is_packed_at_once(
     folder, tmp_path, monkeypatch, together

@@ -21,12 +21,14 @@ from qerl_pl.quant.convert import convert_checkpoint
 from qerl_pl.quant.experts import packed_experts
 from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.published import conversion_reasons
+from tests.combinations import first_of
 from tests.families import WHOLE, tiny_config, with_vision
 from tests.quant.published import compressed, edit_config
 from tests.rollout.conftest import save_dense
 from tests.test_export import make_run
 
 ROW = torch.arange(8, 40).unsqueeze(0)
+of_one_family = first_of("whole", [*WHOLE])
 
 
 @pytest.fixture(params=WHOLE)
@@ -64,6 +66,7 @@ def test_the_text_model_alone_computes_what_the_whole_does(whole, expected, capl
     assert prepared_base(str(folder)) == str(folder)
 
 
+@of_one_family
 def test_quantisation_reads_the_text_model_of_a_folder(whole, caplog):
     with caplog.at_level(logging.INFO):
         folder = Path(prepared_base(str(whole), quantization=Quantization()))
@@ -73,11 +76,13 @@ def test_quantisation_reads_the_text_model_of_a_folder(whole, caplog):
     assert conversion_reasons(folder) == []
 
 
+@of_one_family
 def test_the_command_says_what_it_leaves_out(whole, tmp_path, capsys):
     assert command(["quantize", "--model", str(whole), "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.count(NOT_USED) == 1
 
 
+@of_one_family
 def test_an_export_names_the_text_model_that_its_adapter_fits(whole, tmp_path):
     digest = base_digest(Path(prepared_base(str(whole))))
     run = make_run(tmp_path / "run", str(whole), torch.ones(4, 128), digest=digest)
@@ -142,6 +147,7 @@ def test_what_cannot_be_a_base_is_refused_in_one_line(tmp_path, changes, message
     assert "\n" not in str(refused.value)
 
 
+@of_one_family
 def test_half_of_a_checkpoint_is_refused_and_nothing_is_written(whole, tmp_path):
     tensors = load_file(whole / "model.safetensors")
     place = r"model\.layers\.1\.mlp\.(experts\.0\.)?up_proj\.weight"

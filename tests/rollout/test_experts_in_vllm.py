@@ -26,6 +26,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling, checked_routes
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.training.routing import MOST_OTHERS
+from tests.combinations import first_of
 from tests.families import MIXTURES, tiny_config
 from tests.rollout.conftest import (
     BLOCK_SIZE,
@@ -54,11 +55,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-FIRST, *OTHERS = MIXTURES
-of_one_family = pytest.mark.parametrize(
-    "base", [FIRST, *(pytest.param(family, marks=pytest.mark.long) for family in OTHERS)], indirect=True
-)
-"""For tests of code that does not depend on the family."""
+of_one_family = first_of("base", MIXTURES)
 
 
 @pytest.fixture(scope="module", params=["nvfp4", pytest.param("dense", marks=pytest.mark.long)])
