@@ -29,6 +29,7 @@ def rewards_and_scored(draw) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
+@settings(max_examples=40)
 @given(case=rewards_and_scored(), garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
 def test_advantages_equal_the_loops_whatever_an_unscored_row_holds(baseline, case, garbage):
     rewards, scored = case
@@ -51,6 +52,7 @@ def test_equal_rewards_give_exact_zeros(baseline, eps, reward, completions):
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
+@settings(max_examples=40)
 @given(case=rewards_and_scored())
 def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_the_rewards(baseline, case):
     rewards, scored = case
@@ -100,6 +102,7 @@ def rewards_and_penalties(draw) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
+@settings(max_examples=40)
 @given(case=rewards_and_penalties(), coefficient=st.floats(0, 10))
 def test_what_a_penalty_moves_is_linear_in_its_coefficient_and_sums_to_zero(baseline, case, coefficient):
     rewards, penalty, scored = case
@@ -113,6 +116,7 @@ def test_what_a_penalty_moves_is_linear_in_its_coefficient_and_sums_to_zero(base
 
 
 @pytest.mark.parametrize("baseline", ["centered", "leave_one_out"])
+@settings(max_examples=40)
 @given(case=rewards_and_penalties())
 def test_a_penalty_off_linear_advantages_is_one_off_the_rewards(baseline, case):
     rewards, penalty, scored = case

@@ -74,6 +74,7 @@ def test_bounds_that_reject_equal_policies_are_refused(bounds):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=40)
 @given(case=log_ratios())
 def test_equal_policies_need_no_correction(mode, level, case):
     values, mask = case
