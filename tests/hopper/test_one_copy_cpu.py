@@ -24,6 +24,7 @@ from tests.rollout.conftest import (
     MAX_MODEL_LEN,
     assert_sampled_by_its_policy,
     make_policy,
+    out_of_memory,
     random_adapter,
     rewrite,
     some_prompts,
@@ -137,7 +138,7 @@ def test_closing_and_failed_starts_leave_the_trainers_base_where_it_is(engine, p
     engine.close()
     if fails:
         with monkeypatch.context() as patch:
-            patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
+            patch.setattr(vllm_worker, "write_adapter", out_of_memory)
             with pytest.raises(torch.OutOfMemoryError):
                 engine.start(policy, max_model_len=MAX_MODEL_LEN)
         with pytest.raises(ValueError, match=r"(?i)cache"):
@@ -166,7 +167,3 @@ def test_of_the_trainers_linears_the_engine_reads_the_tensor_scales_alone(engine
     assert_shared(another, other)
     assert_sampled_by_its_policy(another, PROMPTS, SAMPLING)
     another.close()
-
-
-def _out_of_memory(*args: object) -> None:
-    raise torch.OutOfMemoryError("no room for the adapter")

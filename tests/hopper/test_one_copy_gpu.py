@@ -18,6 +18,7 @@ from tests.rollout.conftest import (
     MAX_MODEL_LEN,
     assert_sampled_by_its_policy,
     make_policy,
+    out_of_memory,
     random_adapter,
     some_prompts,
 )
@@ -94,17 +95,13 @@ def test_a_start_that_fails_after_the_base_was_adopted_leaves_nothing_behind(eng
     dense = {name: linear.dense(torch.bfloat16) for name, linear in policy.packed_linears().items()}
     engine.close()
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
+        patch.setattr(vllm_worker, "write_adapter", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             engine.start(policy, max_model_len=MAX_MODEL_LEN)
     assert not vllm_memory.left(), held_in_vllms_pool()
     assert_unchanged(engine, dense, policy)
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     assert_sampled_by_its_policy(engine, PROMPTS, SAMPLING)
-
-
-def _out_of_memory(*args: object) -> None:
-    raise torch.OutOfMemoryError("no room for the adapter")
 
 
 @pytest.mark.parametrize("level", [0, 1])

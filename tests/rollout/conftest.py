@@ -207,13 +207,13 @@ def make_engine(name: str) -> RolloutEngine:
 
 
 @contextmanager
-def started_engine(policy: Policy, name: str = "vllm") -> Iterator[Setup]:
-    """Give a policy a random adapter, and start an engine that samples from it. The engine is closed at the end of the
-    context."""
+def started_engine(policy: Policy, engine: RolloutEngine | None = None) -> Iterator[Setup]:
+    """Give a policy a random adapter, and start an engine that samples from it, vLLM unless another one is given. The
+    engine is closed at the end of the context."""
     adapter = random_adapter(policy, seed=1)
     policy.load_adapter_state(adapter)
     norms = {name: weight.clone() for name, weight in policy.norm_weights().items()}
-    engine = make_engine(name)
+    engine = engine or make_engine("vllm")
     engine.start(policy, max_model_len=MAX_MODEL_LEN)
     try:
         yield Setup(engine, policy, adapter, random_adapter(policy, seed=2), norms)
@@ -241,7 +241,8 @@ def running(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iter
     share global state, which the first one that closes removes."""
     name, form = request.param
     checkpoint, train_norms = FORMS[form]
-    with started_engine(make_policy(checkpoints[checkpoint], train_norms=train_norms), name) as setup:
+    policy = make_policy(checkpoints[checkpoint], train_norms=train_norms)
+    with started_engine(policy, make_engine(name)) as setup:
         yield setup
 
 
@@ -313,6 +314,10 @@ def assert_sampled_by_its_policy(engine: VLLMEngine, prompts: list[list[int]], s
             apart.append((torch.tensor(completion.logprobs) - own.detach().cpu()).abs())
     assert torch.cat(apart).mean() < 0.1
     assert torch.cat(apart).max() < 1.5
+
+
+def out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("no room for the adapter")
 
 
 def rewrite(base: Path, name: str, write: Callable[[torch.Tensor], object]) -> None:

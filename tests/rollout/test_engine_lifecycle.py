@@ -10,7 +10,7 @@ import torch
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine, Sampling
-from tests.rollout.conftest import MAX_MODEL_LEN, make_policy, some_prompts, started_engine
+from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, some_prompts, started_engine
 
 PROMPTS = some_prompts(1, 40)
 SAMPLING = Sampling(num_completions=2, max_tokens=6)
@@ -18,7 +18,7 @@ SAMPLING = Sampling(num_completions=2, max_tokens=6)
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def started(request: pytest.FixtureRequest, checkpoints: dict[str, str]) -> Iterator[tuple[RolloutEngine, Policy]]:
-    with started_engine(make_policy(checkpoints["dense"]), request.param) as setup:
+    with started_engine(make_policy(checkpoints["dense"]), make_engine(request.param)) as setup:
         yield setup.engine, setup.policy
 
 

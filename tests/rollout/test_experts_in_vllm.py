@@ -35,11 +35,11 @@ from tests.rollout.conftest import (
     assert_change_is_noticed,
     first_mixture,
     make_engine,
-    random_adapter,
     rewrite,
     save_dense,
     save_mixture,
     some_prompts,
+    started_engine,
 )
 from tests.rollout.expert_faults import KERNELS, SLOTS, expert_adapters, heal
 from tests.rollout.test_families_in_vllm import gaps
@@ -60,13 +60,8 @@ of_one_family = first_of("base", MIXTURES)
 
 @pytest.fixture(scope="module", params=["nvfp4", pytest.param("dense", marks=pytest.mark.long)])
 def setup(request: pytest.FixtureRequest, base: Path) -> Iterator[Setup]:
-    policy = load_policy(str(base / request.param), dtype=torch.float32, lora=LORA, seed=0)
-    adapter = random_adapter(policy, seed=1)
-    policy.load_adapter_state(adapter)
-    engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    yield Setup(engine, policy, adapter, adapter, {})
-    engine.close()
+    with started_engine(load_policy(str(base / request.param), dtype=torch.float32, lora=LORA, seed=0)) as setup:
+        yield setup
 
 
 def most(setup: Setup) -> float:
@@ -106,8 +101,6 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     save_mixture(folder, family, num_hidden_layers=4)
     policy = load_policy(str(folder / "nvfp4"), dtype=torch.float32, lora=LORA, seed=0)
     policy.replays_routes = True
-    adapter = random_adapter(policy, seed=1)
-    policy.load_adapter_state(adapter)
     engine = VLLMEngine(
         block_size=BLOCK_SIZE,
         max_num_seqs=64,
@@ -115,9 +108,8 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         kv_cache_bytes=10 * 2**16,
         enable_prefix_caching=caching,
     )
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    yield Setup(engine, policy, adapter, adapter, {})
-    engine.close()
+    with started_engine(policy, engine) as setup:
+        yield setup
 
 
 def replayed(policy: Policy, prompt: list[int], row: Completion) -> tuple[Tensor, Tensor]:
@@ -227,7 +219,7 @@ def test_a_fault_in_the_adapters_of_experts_is_named_before_the_rollout_is_used(
         checked(setup)
     heal(expert_adapters(setup.engine))
     setup.engine.load_adapter(setup.adapter)
-    assert setup.engine.fingerprint() == setup.expected_fingerprint(norms=setup.policy.norm_weights())
+    assert setup.engine.fingerprint() == setup.expected_fingerprint()
 
 
 @of_one_family
@@ -252,14 +244,9 @@ def test_the_plan_counts_the_bytes_of_the_slots_of_experts(setup):
 @of_one_family
 def test_slots_of_experts_have_the_rank_that_is_needed(base):
     lora = LoraSettings(rank=12, expert_rank=1)
-    policy = load_policy(str(base / "nvfp4"), dtype=torch.float32, lora=lora, seed=0)
-    adapter = random_adapter(policy, seed=1)
-    policy.load_adapter_state(adapter)
-    engine = make_engine("vllm")
-    engine.start(policy, max_model_len=MAX_MODEL_LEN)
-    assert [stack.shape[2] for stack in expert_adapters(engine).w2_lora_a_stacked] == [8]
-    assert_same(Setup(engine, policy, adapter, adapter, {}))
-    engine.close()
+    with started_engine(load_policy(str(base / "nvfp4"), dtype=torch.float32, lora=lora, seed=0)) as setup:
+        assert [stack.shape[2] for stack in expert_adapters(setup.engine).w2_lora_a_stacked] == [8]
+        assert_same(setup)
 
 
 def flip(weight: Tensor) -> None:
@@ -299,7 +286,7 @@ def test_a_change_of_one_expert_or_the_router_stops_the_rollout(setup, fault):
         pytest.skip("the family has no shared expert")
     assert isinstance(setup.engine, VLLMEngine)
     assert_change_is_noticed(setup.engine, ending, change, message)
-    assert setup.engine.fingerprint() == setup.expected_fingerprint(norms=setup.policy.norm_weights())
+    assert setup.engine.fingerprint() == setup.expected_fingerprint()
 
 
 CHANGES: dict[str, tuple[str, Callable[[Tensor], object]]] = {

@@ -24,6 +24,7 @@ from tests.rollout.conftest import (
     Setup,
     make_engine,
     make_policy,
+    out_of_memory,
     random_adapter,
     some_prompts,
     started_engine,
@@ -195,7 +196,7 @@ def test_starts_that_fail_before_or_after_vllm_runs_are_none_and_do_not_spoil_th
     assert dist.is_initialized() == group
     engine = make_engine("vllm")
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_worker, "write_adapter", _out_of_memory)
+        patch.setattr(vllm_worker, "write_adapter", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             engine.start(policy, max_model_len=MAX_MODEL_LEN)
     with pytest.raises(RuntimeError, match="not running"):
@@ -205,10 +206,6 @@ def test_starts_that_fail_before_or_after_vllm_runs_are_none_and_do_not_spoil_th
     assert engine.fingerprint() == setup.expected_fingerprint()
     assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
     engine.close()
-
-
-def _out_of_memory(*args: object) -> None:
-    raise torch.OutOfMemoryError("no room for the adapter")
 
 
 @pytest.mark.vllm
