@@ -234,13 +234,6 @@ def test_the_statistics_are_sums_over_valid_tokens():
     assert float(result.k3) == pytest.approx(math.exp(0.3) + math.exp(-0.2) - 2 - 0.1)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_one_token_on_two_ranks_is_not_taken_for_an_empty_batch(aggregation):
-    mask = torch.tensor([[True, False]])
-    divisor = count_divisor(mask, aggregation, max_tokens=1) / 2  # gradients are averaged over two ranks
-    assert row_weights(mask, aggregation, divisor).tolist() == [2.0]
-
-
 GOOD = {
     "logprobs": torch.zeros(2, 3),
     "old_logprobs": torch.zeros(2, 3),
