@@ -191,8 +191,11 @@ def test_each_linear_is_told_the_weight_after_its_own(calls):
     assert {name for name, _ in first.named_parameters()} == {"weight", "weight_scale", "weight_scale_2"}
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("rank", [0, 16, 72])
+@pytest.mark.parametrize(
+    ("rank", "compile"),
+    [(0, False), (16, True), (72, False)]
+    + [pytest.param(rank, compile, marks=pytest.mark.long) for rank, compile in ((0, True), (16, False), (72, True))],
+)
 def test_a_gated_linear_returns_silu_of_gate_times_up_for_any_number_of_tokens(calls, compile, rank):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.activation import SiluAndMul
@@ -264,8 +267,11 @@ def sums(wrapped: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return add_lora_reference(product(x.float(), bias), x, a, b, wrapped.punica_wrapper._token_lora_indices)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(288, 256), (256, 112), (8, 16)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "compile"),
+    [(288, 256, False), (256, 112, True), (8, 16, False)]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in ((288, 256, True), (256, 112, False), (8, 16, True))],
+)
 def test_a_shape_that_the_native_kernels_do_not_take_is_dequantised(calls, outputs, inputs, compile):
     bias = torch.randn(outputs).bfloat16()
     kernel, layer = prepared(bias, outputs, inputs)

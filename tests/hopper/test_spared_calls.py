@@ -92,7 +92,7 @@ def test_a_spared_manager_holds_the_same_blocks_at_every_step(seed, caching):
     assert refused, "a full cache belongs to what is tested"
 
 
-@pytest.mark.parametrize("most_drafts", [0, 1, 7])
+@pytest.mark.parametrize("most_drafts", [0, pytest.param(1, marks=pytest.mark.long), 7])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_spared_scheduler_schedules_the_same_steps(core, most_drafts, seed):  # noqa: F811
     """vLLM's scheduler, and the same scheduler in which this project skips calls, get the same requests and have to

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from qerl_pl.rewards.math import NumericAnswer
+from qerl_pl.rewards.math import MathAnswer
 from tests.bench.report import RESULTS
 from tests.rewards.agreement import SETS, Scorer, confusion, make_scorers, read_cases
 
@@ -18,10 +18,12 @@ Scorers = dict[str, Scorer]
 @pytest.fixture(scope="module")
 def scorers() -> Iterator[Scorers]:
     made = make_scorers(time_limit=1.0)
+    math, dapo = made["math"], made["dapo"]
+    assert isinstance(math, MathAnswer)
+    assert isinstance(dapo, MathAnswer)
+    dapo.verifier = math.verifier
     yield made
-    for scorer in made.values():
-        if not isinstance(scorer, NumericAnswer):
-            scorer.close()
+    math.close()
 
 
 @pytest.fixture(scope="module")

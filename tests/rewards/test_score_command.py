@@ -36,8 +36,8 @@ def score(files, *arguments: str) -> int:
     [
         (["--reward", "gsm8k"], [1, 0, 1, None, 1]),
         (["--reward=math"], [1, 0, 1, None, 1]),
-        (["--reward", "math", "--reward.fallback", "none"], [1, 0, 0, None, 0]),
-        (["--reward", "dapo"], [0, 0, 0, None, 1]),
+        (["--reward", "math", "--reward.fallback", "none", "--reward.num_workers", "1"], [1, 0, 0, None, 0]),
+        (["--reward", "dapo", "--reward.num_workers", "1"], [0, 0, 0, None, 1]),
         (["--reward", "qerl_pl.rewards.math.NumericAnswer", "--reward.marker=boxed"], [1, 0, 0, None, 0]),
         (["--reward", "qerl_pl.rewards.format.think_answer_format"], [0, 0, 0, 0, 0]),
     ],

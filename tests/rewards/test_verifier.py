@@ -203,17 +203,14 @@ def test_no_worker_outlives_its_parent(ending):
     assert not wait_until_gone(pids)
 
 
-def test_a_row_that_eats_memory_is_unscored_and_ends_its_worker():
+def test_a_row_that_eats_memory_is_unscored_and_ends_its_worker_which_has_no_torch():
     # The limit of memory, 1 MiB, is less than the Python interpreter takes, so every row exceeds it.
-    script = "import qerl_pl.rewards.worker as worker; worker.HEAVY = 2**20; worker.main()"
+    script = "import sys, qerl_pl.rewards.worker as worker; worker.HEAVY = 2**20; worker.main()"
+    script += "; sys.exit('torch' in sys.modules)"
     row = '["5", "5", 1.0]\n'
     done = subprocess.run([sys.executable, "-c", script], input=2 * row, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, "a worker has imported torch"
     assert done.stdout.splitlines() == ['"ready"', '[null, "the comparison took more than 1 MiB", "memory"]']
-
-
-def test_workers_import_no_torch():
-    script = "import sys, qerl_pl.rewards.worker, qerl_pl.rewards.equivalence; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
 @pytest.mark.slow
@@ -221,6 +218,7 @@ def test_a_worker_that_cannot_start_is_an_error_and_not_a_hang(tmp_path, monkeyp
     verifier = Verifier(num_workers=1)
     (tmp_path / "math_verify.py").write_text("raise ImportError('broken on purpose')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("qerl_pl.rewards.verifier.MAX_FAILED_STARTS", 1)
     with pytest.raises(RuntimeError, match=r"qerl_pl\.rewards\.worker"):
         verifier.judge([("1", "1")])
     monkeypatch.delenv("PYTHONPATH")

@@ -145,7 +145,7 @@ def test_the_engine_returns_the_experts_of_every_token_of_prompt_and_completion(
     assert torch.cat(gaps).max() <= most(deep)
     # stop strings end the few sequences of the model with delta nets before its cache is full
     assert preempted or (stop and num_recurrent_layers(deep.policy.config))
-    if not stop:
+    if not stop and deep.engine.enable_prefix_caching:
         again = deep.engine.generate(prompts, sampling, 3)
         pairs = zip(chain(*groups), chain(*again), strict=True)
         assert all(row.routes is not None and row.routes.equal(other.routes) for row, other in pairs)

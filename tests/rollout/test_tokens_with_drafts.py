@@ -40,14 +40,14 @@ class Case(NamedTuple):
 
 PROMPTS = some_prompts(1, 20, 40, 70)
 CASES = {
-    "plain": Case(PROMPTS, Sampling(4, 48)),
-    "base": Case(PROMPTS, Sampling(4, 48), adapter=False),
-    "preempted": Case(some_prompts(20, 30, 33, 64), Sampling(12, 90)),
-    "cool": Case(PROMPTS, Sampling(6, 48, temperature=0.4)),
+    "plain": Case(PROMPTS, Sampling(3, 48)),
+    "base": Case(PROMPTS, Sampling(2, 48), adapter=False),
+    "preempted": Case(some_prompts(20, 30, 33, 64), Sampling(10, 90)),
+    "cool": Case(PROMPTS, Sampling(3, 48, temperature=0.4)),
     "greedy": Case(PROMPTS, Sampling(1, 64, temperature=0)),
-    "top_k and top_p": Case(PROMPTS, Sampling(4, 48, top_k=9, top_p=0.8)),
-    "stop strings": Case(PROMPTS, Sampling(6, 64, stop=("w11 w", "w23"))),
-    "longest": Case(some_prompts(MAX_MODEL_LEN - 30), Sampling(24, 30)),
+    "top_k and top_p": Case(PROMPTS, Sampling(2, 48, top_k=9, top_p=0.8)),
+    "stop strings": Case(PROMPTS, Sampling(4, 64, stop=("w11 w", "w23"))),
+    "longest": Case(some_prompts(MAX_MODEL_LEN - 30), Sampling(16, 30)),
     "one token": Case(PROMPTS, Sampling(3, 1)),
     "two tokens": Case(PROMPTS, Sampling(3, 2)),
 }
