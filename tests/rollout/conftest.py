@@ -232,7 +232,7 @@ FORMS = {"dense": ("dense", False), "nvfp4": ("nvfp4", False), "trained norms": 
         pytest.param(("transformers", "nvfp4"), id="transformers-nvfp4", marks=pytest.mark.long),
         pytest.param(("transformers", "trained norms"), id="transformers-trained norms"),
         pytest.param(("vllm", "dense"), id="vllm-dense", marks=[pytest.mark.vllm, pytest.mark.long]),
-        pytest.param(("vllm", "nvfp4"), id="vllm-nvfp4", marks=pytest.mark.vllm),
+        pytest.param(("vllm", "nvfp4"), id="vllm-nvfp4", marks=[pytest.mark.vllm, pytest.mark.long]),
         pytest.param(("vllm", "trained norms"), id="vllm-trained norms", marks=pytest.mark.vllm),
     ],
 )
