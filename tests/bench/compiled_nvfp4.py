@@ -87,9 +87,8 @@ def main_loop(code: str) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
     args = parser_with(__doc__, tokens=[1, 128, 256, 512]).parse_args(argv)
-    for ids in ("i32", "i64"):
-        POINTERS["ids"] = ids
-        compiled(grouped_nvfp4._find_kernel, {"PER_ROW": True, "BLOCK": 64, "PDL": True})
+    for POINTERS["ids"] in ("i32", "i64"):
+        compiled(grouped_nvfp4._find_kernel, {"PER_ROW": True, "BLOCK": 1024, "PDL": True}, num_warps=8)
     for tokens in args.tokens:
         tile = grouped_nvfp4.choose_tile(8 * tokens, 128)
         for part, slices in (("gate and up", 2), ("down", 1)):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from qerl_pl.kernels.launching import has_pdl, launch, pdl_options
 
-SCANNED = 1024
+SCANNED = 4096
 """Most ids of experts that a thread block of ``find_rows`` reads at a time."""
 
 _SIGNS = tl.constexpr(0x80008000 - 2**32)
@@ -82,7 +82,7 @@ def choose_tile(num_rows: int, num_experts: int) -> Tile:
         return Tile(16, 64)
     if average <= 10:
         return Tile(16)
-    return Tile(32, registers=168) if average <= 22 else Tile(64, warps=8, stages=3)
+    return Tile(32, registers=168) if average <= 22 else Tile(64, 256, warps=8, stages=3)
 
 
 def find_rows(ids: Tensor, num_experts: int) -> Rows:
@@ -95,10 +95,10 @@ def find_rows(ids: Tensor, num_experts: int) -> Rows:
     expert, count = torch.empty(2, slots, dtype=torch.int32, device=ids.device)
     row = torch.empty(slots, num_rows, dtype=torch.int32, device=ids.device)
     if num_rows:
-        constants = {"PER_ROW": slots < num_experts, "BLOCK": min(SCANNED, max(32, triton.next_power_of_2(num_rows)))}
-        arguments = expert, count, row, ids, num_rows, num_experts
-        constants["PDL"] = has_pdl(ids)
-        launch(_find_kernel, (slots,), arguments, constants, num_warps=4, **pdl_options(ids))
+        block = min(SCANNED, max(32, triton.next_power_of_2(num_rows)))
+        constants = {"PER_ROW": slots < num_experts, "BLOCK": block, "PDL": has_pdl(ids)}
+        arguments, warps = (expert, count, row, ids, num_rows, num_experts), min(8, max(1, block // 128))
+        launch(_find_kernel, (slots,), arguments, constants, num_warps=warps, **pdl_options(ids))
     return Rows(expert, count, row, ids.shape[1])
 
 
