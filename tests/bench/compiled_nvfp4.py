@@ -25,17 +25,17 @@ from tests.bench.harness import emit, parser_with
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {"y": "bf16", "x": "bf16", "factors0": "fp32", "factors1": "fp32", "shares": "fp32"}
 POINTERS |= {"words0": "i32", "words1": "i32", "scales0": "u8", "scales1": "u8"}
-POINTERS |= {"experts": "i32", "counts": "i32", "rows": "i32", "ids": "i32"}
+POINTERS |= {"experts": "i32", "counts": "i32", "rows": "i32"}
 ALU = {"LOP3", "SHF", "PRMT", "IADD3", "VIADD", "ISETP", "SEL", "PLOP3", "LEA"}
 """Integer operations; multiplications are not among them, because other units compute them."""
 
 
-def compiled(kernel: Any, constants: dict[str, Any], **options: Any) -> Any:
-    """Compile a kernel of ``grouped_nvfp4``, if all addresses and sizes except the number of rows are multiples of 16,
-    which is true of the models that are measured."""
-    signature, names = {}, kernel.arg_names
+def compiled(kernel: Any, constants: dict[str, Any], *, ids: str = "i32", **options: Any) -> Any:
+    """Compile a kernel of ``grouped_nvfp4`` for the case that addresses and sizes, except the number of rows, are
+    multiples of 16, as those of the models that are measured are. ``ids`` is the dtype of the experts' ids."""
+    signature, names, pointers = {}, kernel.arg_names, POINTERS | {"ids": ids}
     for name in names:
-        signature[name] = "constexpr" if name in constants else f"*{POINTERS[name]}" if name in POINTERS else "i32"
+        signature[name] = "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i32"
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = [index for index, name in enumerate(names) if name not in {*constants, "num_rows", "num_experts"}]
     attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
@@ -47,7 +47,7 @@ def compiled_product(tile: Tile, slices: int, *, weighted: bool) -> Any:
     """Compile the kernel that multiplies."""
     constants = {"SLICES": slices, "CHOSEN": 1 if weighted else 8, "WEIGHTED": weighted, "WHOLE": True}
     constants |= {"BLOCK_T": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs, "ASM": True, "PDL": True}
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
     return compiled(grouped_nvfp4._multiply_kernel, constants, **options)
 
 
@@ -87,8 +87,8 @@ def main_loop(code: str) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """Print the results."""
     args = parser_with(__doc__, tokens=[1, 128, 256, 512]).parse_args(argv)
-    for POINTERS["ids"] in ("i32", "i64"):
-        compiled(grouped_nvfp4._find_kernel, {"PER_ROW": True, "BLOCK": 1024, "PDL": True}, num_warps=8)
+    for ids in ("i32", "i64"):
+        compiled(grouped_nvfp4._find_kernel, {"PER_ROW": True, "BLOCK": 1024, "PDL": True}, ids=ids, num_warps=8)
     for tokens in args.tokens:
         tile = grouped_nvfp4.choose_tile(8 * tokens, 128)
         for part, slices in (("gate and up", 2), ("down", 1)):
