@@ -210,6 +210,7 @@ def test_real_shapes_captured_and_repeated(kernels, part, tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_code_for_hopper_keeps_its_loop_short():
     """A thread's instructions per weight, registers and memory stay where reading the weights takes longer than
     unpacking them, and four thread blocks fit on an SM. The loop does not use the stack, on which other parts of the
