@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from tests.integration.conftest import ROOT, TOY, bases, run, short
+from tests.integration.conftest import bases, callbacks, run, short
 
 __all__ = ["bases", "run", "short", "with_arguments", "without_callbacks"]
 
@@ -25,12 +25,6 @@ def with_arguments(class_path: str, arguments: dict[str, object], folder: Path) 
     [callback] = (callback for callback in changed if callback["class_path"] == class_path)
     callback["init_args"] = arguments
     return given_callbacks(changed, folder / f"with-{class_path}.yaml")
-
-
-def callbacks() -> list[dict[str, Any]]:
-    """Read the callbacks of a toy run."""
-    base, toy = (yaml.safe_load(path.read_text())["trainer"] for path in (ROOT / "configs" / "base.yaml", TOY))
-    return [*base["callbacks"], *toy["callbacks+"]]
 
 
 def given_callbacks(chosen: list[dict[str, Any]], file: Path) -> str:

@@ -24,9 +24,8 @@ from qerl_pl.rollout.comparison import LAST, MARGIN, Gap, gap_of, score_gaps, tr
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.loop import RolloutLoop
 from qerl_pl.rollout.probe import GOOD, STRENGTHS, best_strength, find_strength
-from tests.callbacks.conftest import without_callbacks
 from tests.callbacks.faults import FAULTS
-from tests.integration.conftest import VLLM, differences, load_last
+from tests.integration.conftest import UNCHECKED, VLLM, differences, load_last
 from tests.random_models import fixed_tokens
 
 NOISES = [NormNoise(), NormNoise(0.05, seed=3)]
@@ -377,9 +376,7 @@ def assert_healthy(run, run_dir: Path, *engine: str) -> None:
 @pytest.mark.slow
 def test_a_healthy_run_passes_and_is_what_it_is_without_its_checks(run, tmp_path):
     assert_healthy(run, tmp_path / "with")
-    checks = ("canary.SyncCanary", "ledger.MismatchLedger", "rollout_evidence.RolloutEvidence")
-    without = without_callbacks(tmp_path, *(f"callbacks.{check}" for check in checks))
-    run("fit", tmp_path / "without", "--trainer.max_steps", "5", "-c", without)
+    run("fit", tmp_path / "without", "--trainer.max_steps", "5", *UNCHECKED)
     measured = ("canary/", "ledger/", "evidence/")
     assert not [tag for tag in read_curves(tmp_path / "without") if tag.startswith(measured)]
     states = [load_last(tmp_path / name) for name in ("with", "without")]

@@ -1,11 +1,13 @@
 """Runs of the whole program on a policy with random weights."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import train
 from qerl_pl.__main__ import main as command
@@ -19,6 +21,23 @@ NOT_EXACT = ("time/", "throughput/", "memory/", "epoch")  # seconds and bytes; a
 SHORT = ("--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")  # 4 steps, the fewest with the toy's noise
 VLLM = ("--model.engine", "qerl_pl.rollout.vllm.VLLMEngine")
 IN_BACKGROUND = ("--trainer.callbacks+=tests.integration.toy.InBackground",)
+CHECKS = tuple(
+    f"callbacks.{name}" for name in ("canary.SyncCanary", "ledger.MismatchLedger", "rollout_evidence.RolloutEvidence")
+)
+
+
+def callbacks() -> list[dict[str, Any]]:
+    """Read the callbacks of a toy run."""
+    base, toy = (yaml.safe_load(path.read_text())["trainer"] for path in (ROOT / "configs" / "base.yaml", TOY))
+    return [*base["callbacks"], *toy["callbacks+"]]
+
+
+UNCHECKED = (
+    "--trainer.callbacks",
+    json.dumps([callback for callback in callbacks() if callback["class_path"] not in CHECKS]),
+)
+"""Arguments of a run without the callbacks that compare engine and trainer, which take half of the time of a toy run
+and change nothing else (``test_a_healthy_run_passes_and_is_what_it_is_without_its_checks``)."""
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from datamodules.prompts import PromptDataModule
 from qerl_pl.common import clock
 from qerl_pl.common.clock import template_clock
 from qerl_pl.tools.export import export_adapter
-from tests.integration.conftest import load_last
+from tests.integration.conftest import UNCHECKED, load_last
 
 # How the templates of supported families write the date.
 WRITES = {
@@ -146,7 +146,15 @@ def test_other_prompts_on_another_day_are_explained_where_the_checkpoint_has_no_
 
 @pytest.mark.slow
 def test_a_run_and_the_evaluations_of_its_checkpoints_keep_the_date_of_its_first_start(run, dated, day, tmp_path):
-    base = ("--model.base", str(dated), "--data.max_prompt_tokens", "128", "--model.micro_batch_tokens", "400")
+    base = (
+        "--model.base",
+        str(dated),
+        "--data.max_prompt_tokens",
+        "128",
+        "--model.micro_batch_tokens",
+        "400",
+        *UNCHECKED,
+    )
     steps = (*base, "--trainer.max_steps", "4", "--trainer.limit_val_batches", "0")
     run("fit", tmp_path / "straight", *steps)
     run("fit", tmp_path / "stopped", *steps, "--trainer.max_time", "00:00:00:01")  # ends after some step

@@ -7,7 +7,7 @@ import pytest
 
 from qerl_pl.results.curves import read_curves
 from qerl_pl.tools.tiny import make_tiny
-from tests.integration.conftest import assert_same_run, launch
+from tests.integration.conftest import UNCHECKED, assert_same_run, launch
 
 TAUGHT = ("--trainer.max_steps", "4", "--model.objective", "{preset: grpo, teacher: {divergence: reverse}}")
 
@@ -22,7 +22,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.mark.slow
 def test_a_run_without_rewards_logs_none_and_its_coefficient_falls(run, teacher, tmp_path, capsys):
     falling = ("--model.objective.teacher.rollouts", "3", "--model.rewards", "[]")
-    run("fit", tmp_path / "run", *TAUGHT, *falling, *teacher)
+    run("fit", tmp_path / "run", *TAUGHT, *UNCHECKED, *falling, *teacher)
     curves = read_curves(tmp_path / "run")
     assert not {"train/reward", "val/reward", "rollout/groups_with_signal"} & curves.keys()
     assert curves["teacher/kl"].steps == [0, 1, 2]
@@ -42,7 +42,7 @@ def test_a_run_without_rewards_logs_none_and_its_coefficient_falls(run, teacher,
 def test_the_base_before_it_was_quantised_is_a_teacher(run, bases, tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     dense = ("--model.base", str(bases["dense"]), "--model.quantize", "nvfp4", "--model.teacher", "{base: dense}")
-    run("fit", tmp_path / "run", *TAUGHT, *dense, "--trainer.limit_val_batches", "0")
+    run("fit", tmp_path / "run", *TAUGHT, *UNCHECKED, *dense, "--trainer.limit_val_batches", "0")
     curves = read_curves(tmp_path / "run")
     assert 0 < curves["teacher/divergence"].values[0] < 0.1
     assert curves["teacher/agreement"].values[0] > 0.5

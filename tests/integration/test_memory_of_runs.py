@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm import memory as vllm_memory
 from qerl_pl.tools.plan import planned_run, read_settings, shape_of
-from tests.integration.conftest import SHORT, VLLM, arguments, load_last
+from tests.integration.conftest import SHORT, UNCHECKED, VLLM, arguments, load_last
 from tests.rollout.leaks import held_in_vllms_pool
 
 
@@ -32,7 +32,7 @@ class SmallDevice(Callback):
 def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, short, tmp_path):
     small = ("--trainer.callbacks+=tests.integration.test_memory_of_runs.SmallDevice", "--trainer.callbacks.tokens=120")
     with pytest.warns(RuntimeWarning, match="going on with 100"):
-        run("fit", tmp_path / "small", *SHORT, *small)
+        run("fit", tmp_path / "small", *SHORT, *UNCHECKED, *small)
     assert read_curves(short)["train/micro_batch_tokens"].values == [200] * 4
     assert read_curves(tmp_path / "small")["train/micro_batch_tokens"].values == [100] * 4, "it is remembered"
     large, small = (load_last(run_dir)["state_dict"] for run_dir in (short, tmp_path / "small"))
@@ -54,8 +54,8 @@ def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, short, tmp_p
     ids=["transformers", "vllm"],
 )
 def test_the_command_plans_what_a_run_plans(more, bases, run, tmp_path):
-    cli = run("fit", tmp_path, *SHORT, *more)
-    _, *settings = arguments("fit", bases["nvfp4"], tmp_path, *SHORT, *more)
+    cli = run("fit", tmp_path, *SHORT, *UNCHECKED, *more)
+    _, *settings = arguments("fit", bases["nvfp4"], tmp_path, *SHORT, *UNCHECKED, *more)
     config = read_settings(settings)
     planned = planned_run(config)
     experts = planned.rank_of_experts(shape_of(config["model"]))  # which a run that has read its base knows

@@ -13,7 +13,7 @@ import yaml
 from callbacks.graceful_stop import GracefulStop
 from qerl_pl.results.curves import read_curves
 from tests.bench import bench_resume
-from tests.integration.conftest import IN_BACKGROUND, VLLM, assert_same_run, launch, load_last
+from tests.integration.conftest import IN_BACKGROUND, UNCHECKED, VLLM, assert_same_run, launch, load_last
 
 KILLS = 2  # each costs the start of a process
 
@@ -106,7 +106,7 @@ def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_whole_step(run, tmp_pa
         "--trainer.callbacks.times=2",
     )
     with pytest.raises(SystemExit):
-        run("fit", tmp_path, *ctrl_c)
+        run("fit", tmp_path, *UNCHECKED, *ctrl_c)
     assert load_last(tmp_path)["global_step"] == 2  # the third step was over but not yet on record when the keys came
 
 
@@ -139,14 +139,8 @@ def test_several_updates_of_mini_batches_and_an_optimizer_of_8_bits_resume_exact
     adam = "--model.optimizer"
     updates = (adam, "bitsandbytes.optim.AdamW8bit", f"{adam}.lr", "1e-2", f"{adam}.min_8bit_size", "1")
     updates += ("--model.updates_per_rollout", "2", "--model.mini_batches", "2", "--trainer.max_steps", "16")
-    updates += (
-        "--trainer.limit_val_batches",
-        "0",
-        "--model.lora.train_norms",
-        "true",
-        "--model.lora.dropout",
-        "0.1",
-    )  # which draws from torch's global stream
+    updates += ("--trainer.limit_val_batches", "0", *UNCHECKED, "--model.lora.train_norms", "true")
+    updates += ("--model.lora.dropout", "0.1")  # which draws from torch's global stream
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
     run("fit", tmp_path / "straight", *updates)
     run("fit", tmp_path / "stopped", *updates, *ctrl_c)
@@ -162,9 +156,10 @@ def test_several_updates_of_mini_batches_and_an_optimizer_of_8_bits_resume_exact
 @pytest.mark.slow
 def test_settings_of_the_optimizer_are_those_of_the_start_that_goes_on(finished, run, tmp_path, caplog):
     lower = ("--model.optimizer.init_args.lr", "1e-4")
-    run("fit", tmp_path / "stopped", "--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=3")
+    ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=3")
+    run("fit", tmp_path / "stopped", *UNCHECKED, *ctrl_c)
     with caplog.at_level(logging.INFO):
-        run("fit", tmp_path / "stopped", *lower, "--ckpt_path", "last")
+        run("fit", tmp_path / "stopped", *UNCHECKED, *lower, "--ckpt_path", "last")
     assert "model.optimizer: lr is 0.0001 from here on; the checkpoint had 0.005" in caplog.text
     rates, usual = (read_curves(run_dir)["lr-AdamW"].values for run_dir in (tmp_path / "stopped", finished))
     assert rates[:4] == usual[:4]
@@ -176,7 +171,7 @@ def test_a_scalar_belongs_to_the_step_that_measured_it_and_not_to_later_ones(run
     # Each rollout has one prompt with two completions of one token. Their rewards are often equal, so many steps have
     # no gradient and measure nothing about the update.
     rare = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2", "--data.batch_size", "1")
-    rare += ("--trainer.limit_val_batches", "0", "--trainer.max_steps", "10")
+    rare += ("--trainer.limit_val_batches", "0", "--trainer.max_steps", "10", *UNCHECKED)
     run("fit", tmp_path / "straight", *rare)
     curves = read_curves(tmp_path / "straight")
     signal = dict(zip(*curves["rollout/groups_with_signal"][:2], strict=True))
@@ -210,7 +205,7 @@ def test_a_start_says_what_it_changes_though_the_runs_own_file_was_edited_or_is_
 def test_dynamic_sampling_drops_groups_without_signal_and_resumes_exactly(run, tmp_path):
     # Groups have two completions of one token, so the rewards of many groups are equal.
     often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
-    dynamic = (*often_equal, "--model.dynamic_sampling.max_refills", "3", "--trainer.max_steps", "5")
+    dynamic = (*often_equal, "--model.dynamic_sampling.max_refills", "3", "--trainer.max_steps", "5", *UNCHECKED)
     ctrl_c = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
     run("fit", tmp_path / "straight", *dynamic)
     run("fit", tmp_path / "stopped", *dynamic, *ctrl_c)

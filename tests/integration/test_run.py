@@ -20,7 +20,7 @@ from qerl_pl.policy.policy import load_policy
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.token_file import read_tokens
 from qerl_pl.tools.model_card import model_card
-from tests.integration.conftest import IN_BACKGROUND, ROOT, SHORT, VLLM, load_last
+from tests.integration.conftest import IN_BACKGROUND, ROOT, SHORT, UNCHECKED, VLLM, load_last
 from tests.integration.test_families import assert_stock_libraries_agree
 
 DATA = Path(os.environ.get("QERL_DATA", ROOT.parent / "shared" / "data"))
@@ -81,7 +81,7 @@ def test_the_page_on_metrics_explains_every_scalar_of_a_run(finished):
 
 @pytest.mark.slow
 def test_unscored_completions_stop_a_run_or_are_counted_by_cause(run, tmp_path):
-    more = ("--model.rewards+", "{name: odd, reward: tests.integration.toy.undecided}", *SHORT)
+    more = ("--model.rewards+", "{name: odd, reward: tests.integration.toy.undecided}", *SHORT, *UNCHECKED)
     with pytest.raises(RuntimeError, match=r"50\.0%.*the most frequent reason: the reward does not say why"):
         run("fit", tmp_path / "a", *more)
     run("fit", tmp_path / "b", *more, "--model.max_unscored_share", "0.5")
@@ -110,13 +110,13 @@ def test_a_step_that_would_spoil_the_policy_is_not_taken_and_the_run_goes_on_fro
 ):
     spoil = ("--trainer.callbacks+", "tests.integration.toy.SpoilGradient", "--trainer.callbacks.at", "2")
     with pytest.raises(CheckFailed, match=found) as error:
-        run("fit", tmp_path, *SHORT, *how, *spoil, "--trainer.callbacks.factor", factor)
+        run("fit", tmp_path, *SHORT, *UNCHECKED, *how, *spoil, "--trainer.callbacks.factor", factor)
     file = tmp_path / "faults" / "rollout_000002_rank_0.jsonl"
     assert str(file) in str(error.value)
     assert all(row["prompt"] and row["completion"] for row in records(file))
     left_out = how == IN_BACKGROUND  # while the checkpoint of the step before is written
     assert load_last(tmp_path)["global_step"] in (2 - left_out, 2)
-    run("fit", tmp_path, *SHORT, *how, "--ckpt_path", "last")
+    run("fit", tmp_path, *SHORT, *UNCHECKED, *how, "--ckpt_path", "last")
     left, right = (load_last(run_dir)["state_dict"] for run_dir in (tmp_path, short))
     assert all(torch.equal(left[name], right[name]) for name in left)
 
@@ -124,7 +124,7 @@ def test_a_step_that_would_spoil_the_policy_is_not_taken_and_the_run_goes_on_fro
 @pytest.mark.slow
 def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
     batch = ("--data.batch_size", "8", "--model.sampling.num_completions", "16", "--model.micro_batch_tokens", "4000")
-    batch += ("--model.sampling.max_tokens", "10", "--trainer.limit_val_batches", "0")
+    batch += ("--model.sampling.max_tokens", "10", "--trainer.limit_val_batches", "0", *UNCHECKED)
     run("fit", tmp_path, *batch, "--trainer.max_steps", "16", "--model.optimizer.init_args.lr", "3e-2")
     rewards = read_curves(tmp_path)["train/low_tokens"].values
     # The mean reward rises only from 0.45 to 0.54. The model ends with a norm and an output matrix of small random
@@ -134,7 +134,7 @@ def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
-    run("fit", tmp_path / "file", "--trainer.max_steps", "4")
+    run("fit", tmp_path / "file", "--trainer.max_steps", "4", *UNCHECKED)
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("rollout ")]
     reward = r"reward -?[\d.]+, [\d.]+ s, 0:\d\d:\d\d left"
@@ -146,7 +146,7 @@ def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
     assert any(re.fullmatch(end, line) for line in printed.splitlines())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
-    run("fit", tmp_path / "terminal", "--trainer.max_steps", "4")
+    run("fit", tmp_path / "terminal", "--trainer.max_steps", "4", *UNCHECKED)
     shown = capsys.readouterr().out
     assert "rollout 1 of 4" not in shown
     assert "low_tokens 0." in shown
@@ -157,11 +157,11 @@ def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_prediction_writes_every_completion_of_the_trained_policy(run, finished, tmp_path):
-    run("predict", tmp_path, "--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
+    run("predict", tmp_path, *UNCHECKED, "--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
     rows = records(next((tmp_path / "predict" / "arithmetic-last" / "completions").glob("predict-*.jsonl")))
     assert len(rows) == 6
     assert {"prompt", "completion", "answer", "reward", "finished"} <= rows[0].keys()
-    run("predict", tmp_path / "base")
+    run("predict", tmp_path / "base", *UNCHECKED)
     base = records(next((tmp_path / "base" / "predict" / "arithmetic" / "completions").glob("predict-*.jsonl")))
     assert [row["completion"] for row in rows] != [row["completion"] for row in base], "the adapter was not applied"
 
@@ -269,7 +269,7 @@ def test_stock_vllm_answers_with_a_merged_model_as_stock_transformers_does(finis
 
 @pytest.mark.slow
 def test_training_after_an_evaluation_in_one_process_validates_what_it_trains(run, tmp_path):
-    cli = run("validate", tmp_path, "--trainer.max_steps", "4")
+    cli = run("validate", tmp_path, "--trainer.max_steps", "4", *UNCHECKED)
     before, seen = [row["completion"] for row in cli.model.evaluated], []
     follow = LambdaCallback(on_validation_end=lambda trainer, module: seen.append(list(module.evaluated)))
     cli.trainer.callbacks.append(follow)
@@ -283,7 +283,7 @@ def test_training_after_an_evaluation_in_one_process_validates_what_it_trains(ru
 @pytest.mark.slow
 def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished, tmp_path, capsys):
     sampling = "{num_completions: 3, max_tokens: 8, temperature: 0.7}"
-    more = ("--model.val_sampling", sampling, "--data.val_batch_size", "2")
+    more = ("--model.val_sampling", sampling, "--data.val_batch_size", "2", *UNCHECKED)
     checkpoint = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
     run("test", tmp_path, *more, *checkpoint)
     assert "pass@3" in capsys.readouterr().out
@@ -315,6 +315,6 @@ def test_stop_strings_hold_in_training_and_evaluation_and_end_completions(run, t
     """The stop strings are the ten digits. In the quickstart's tokenizer each digit is a token, so a random policy soon
     samples one."""
     stop = [*"0123456789"]
-    cli = run("fit", tmp_path / "run", *SHORT, "--data.stop", json.dumps(stop))
+    cli = run("fit", tmp_path / "run", *SHORT, *UNCHECKED, "--data.stop", json.dumps(stop))
     assert cli.model.sampling.stop == cli.model.settings.evaluation.stop == tuple(stop)
     assert cli.trainer.callback_metrics["rollout/truncated_share"] < 0.9

@@ -11,7 +11,7 @@ import pytest
 import train
 from qerl_pl.__main__ import main as command
 from qerl_pl.results.curves import read_scalars
-from tests.integration.conftest import ROOT, arguments, differences, launch, load_last
+from tests.integration.conftest import ROOT, UNCHECKED, arguments, differences, launch, load_last
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +21,9 @@ def test_a_signal_ends_the_step_saves_and_is_the_exit_status(run, bases, finishe
     callback = "--trainer.callbacks+=tests.integration.toy.CtrlC"
     options = ("--trainer.callbacks.at=2", f"--trainer.callbacks.number={int(number)}")
     base, run_dir = bases["nvfp4"], tmp_path / "run"
-    assert train.exit_status(arguments("fit", base, run_dir, callback, *options)) == 128 + number
+    assert train.exit_status(arguments("fit", base, run_dir, *UNCHECKED, callback, *options)) == 128 + number
     assert load_last(run_dir)["global_step"] == 3
-    assert train.exit_status(arguments("fit", base, run_dir, "--ckpt_path", "last")) == 0
+    assert train.exit_status(arguments("fit", base, run_dir, *UNCHECKED, "--ckpt_path", "last")) == 0
     assert differences(load_last(run_dir)["state_dict"], load_last(finished)["state_dict"]) == []
 
 
@@ -96,9 +96,9 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
         *(f"lightning.pytorch.loggers.{kind}Logger" for kind in ("TensorBoard", "CSV")),
     )
     loggers.write_text(f"trainer: {{logger: [{', '.join(f'{{class_path: {name}}}' for name in names)}]}}")
-    run_dir = tmp_path / "run"
-    run("fit", run_dir, "-c", str(loggers), "--trainer.max_steps", "4")
-    run("validate", run_dir, "-c", str(loggers), "--ckpt_path", "last")
+    run_dir, settings = tmp_path / "run", ("-c", str(loggers), *UNCHECKED)
+    run("fit", run_dir, *settings, "--trainer.max_steps", "4")
+    run("validate", run_dir, *settings, "--ckpt_path", "last")
     folders = {path.parent for path in run_dir.rglob("metrics.csv")}
     assert folders == {path.parent for path in run_dir.rglob("events.out.tfevents.*")}
     assert run_dir in folders
@@ -107,7 +107,7 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
     assert (run_dir / "checkpoints" / "last.ckpt").exists(), "the first logger's folder is not that of checkpoints"
     assert load_last(run_dir)["global_step"] == 4
     before = (run_dir / "metrics.csv").read_text()
-    run("fit", run_dir, "-c", str(loggers), "--trainer.max_steps", "6", "--ckpt_path", "last")
+    run("fit", run_dir, *settings, "--trainer.max_steps", "6", "--ckpt_path", "last")
     assert (run_dir / "metrics-1.csv").read_text() == before
     assert (run_dir / "metrics.csv").read_text() != before
     assert load_last(run_dir)["global_step"] == 6
