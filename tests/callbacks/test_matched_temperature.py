@@ -9,22 +9,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from callbacks.matched_temperature import MatchedTemperature
 from qerl_pl.results.curves import read_curves
-from tests.integration.conftest import bases, run  # noqa: F401
+from tests.integration.conftest import UNCHECKED, bases, run  # noqa: F401
 
-NO_NOISE = (
-    "--trainer.callbacks+=callbacks.matched_temperature.MatchedTemperature",
-    "--model.optimizer.init_args.lr",
-    "1e-6",
-    "--trainer.max_steps",
-    "6",
-    "--trainer.limit_val_batches",
-    "0",
-)
+SETTINGS = ("--model.optimizer.init_args.lr", "1e-6", "--trainer.max_steps", "6", "--trainer.limit_val_batches", "0")
 
 
 def fit(run, folder, curve, *arguments: str) -> dict[str, list[float]]:  # noqa: F811
-    callback = f"--trainer.callbacks.curve={curve}"
-    run("fit", folder, NO_NOISE[0], callback, *NO_NOISE[1:], *arguments)
+    callback = "--trainer.callbacks+=callbacks.matched_temperature.MatchedTemperature"
+    run("fit", folder, *UNCHECKED, callback, f"--trainer.callbacks.curve={curve}", *SETTINGS, *arguments)
     return {tag: curve.values for tag, curve in read_curves(folder).items()}
 
 

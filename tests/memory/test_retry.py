@@ -1,10 +1,12 @@
 """When a training pass runs out of memory, the run goes on with smaller passes or more recomputation, and its updates
 stay the same."""
 
+import atexit
 import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from gc import freeze, unfreeze  # tests.imports, which is imported after this file, replaces them
 from typing import Any
 
 import pytest
@@ -45,13 +47,12 @@ def experience() -> Experience:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_other_tests_left() -> Iterator[None]:
-    """Exclude the objects of earlier tests from garbage collection. ``MicroBatchBudget`` collects garbage after each
-    failed pass, which would take seconds with all these objects."""
+def what_other_tests_left() -> None:
+    """Exclude the objects of earlier tests from garbage collection until the tests end. ``MicroBatchBudget`` collects
+    garbage after each failed pass, which would take seconds with all these objects."""
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    freeze()
+    atexit.register(unfreeze)  # as the interpreter ends, Triton reports what is left of it as leaked
 
 
 @pytest.fixture
