@@ -19,6 +19,7 @@ from hypothesis import settings
 from jsonargparse import _postponed_annotations, _typehints
 
 from qerl_pl.common.phases import _Silence
+from tests.program import fork_server
 
 settings.register_profile("no deadline", deadline=None)  # a loaded machine is not a failure
 settings.load_profile("no deadline")
@@ -48,11 +49,17 @@ OWN_BYTES = 3 * 2**30
 """Most GPU memory that this process holds in addition to torch's: contexts, and vLLM's memory pool."""
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
     """Import vLLM before the tests if any of them starts it on a CPU. This saves time: tests.imports excludes the
-    modules that are imported now from the garbage collections that every engine makes."""
-    if not torch.cuda.is_available() and any(item.get_closest_marker("vllm") for item in session.items):
+    modules that are imported now from the garbage collections that every engine makes. Processes of tests are then
+    forked from a fork of this process, unless it has several threads, which a fork would not have."""
+    if session.config.option.collectonly or torch.cuda.is_available():
+        return
+    if any(item.get_closest_marker("vllm") for item in session.items):
         import_module("tests.imports")
+        if torch.get_num_threads() == 1:
+            fork_server()
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,57 @@
-"""Starts the program in new processes for tests. They are forked from a process that has already done the imports,
-which take ten seconds."""
+"""Starts the program in new processes for tests. They are forked from a server process that has already done the
+imports, which take ten seconds."""
 
+import faulthandler
+import logging
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, get_context, util
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import NoReturn
+from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
+
+
+def fork_server() -> None:
+    """Start the server process as a fork of this process, which has done the imports. Without this call,
+    ``multiprocessing`` starts it as a new process when it is first needed, and it does the imports again."""
+
+    def start(_python: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
+        return os.fork() or _serve(arguments[-1], {0, 1, 2, *kept})
+
+    with patch.object(util, "spawnv_passfds", start):
+        forkserver.ensure_running()
+
+
+def _serve(code: str, kept: set[int]) -> NoReturn:
+    """Run the server's code in a fork of the process of the tests. The fork keeps open the files ``kept`` and no
+    others, and logs nothing to pytest's."""
+    try:
+        faulthandler.disable()
+        for logger in map(logging.getLogger, (None, *logging.root.manager.loggerDict)):
+            for handler in list(logger.handlers):
+                if _is_of_pytest(handler):
+                    handler.close()
+                    logger.removeHandler(handler)
+                elif isinstance(handler, logging.StreamHandler) and _is_of_pytest(handler.stream):
+                    handler.setStream(sys.stderr)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number not in kept:
+                with suppress(OSError):
+                    os.close(number)
+        exec(code, {})
+    finally:
+        os._exit(0)
+
+
+def _is_of_pytest(thing: object) -> bool:
+    return type(thing).__module__.startswith("_pytest")
 
 
 class Program:
