@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from typing import Any
 
 import pytest
 import torch
@@ -26,23 +25,23 @@ def finish(process: Program, *, status: int = 0) -> str:
     return output
 
 
-def start_node(launcher: str, node: int, port: int, args: list[str]) -> Program:
-    """Start the process of one of two nodes, with the environment variables that torchrun or SLURM (``launcher``) would
-    set on this node. Both nodes are really this machine."""
-    if launcher == "torchrun":
-        ranks = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node}
-        variables = {name: str(value) for name, value in (ranks | {"MASTER_PORT": port}).items()}
-        elastic = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
-        return Program(args, environment=os.environ | variables | elastic)
-    job = {"JOB_NAME": "test", "JOB_ID": 1, "NODELIST": "localhost", "NNODES": 2, "NTASKS": 2}
-    task = {"NTASKS_PER_NODE": 1, "PROCID": node, "NODEID": node, "LOCALID": 0}
-    variables = {f"SLURM_{name}": str(value) for name, value in (job | task).items()} | {"MASTER_PORT": str(port)}
-    return Program(args, environment=os.environ | variables)
-
-
-def launch_two(*args: Any) -> Program:
-    """Start the program with two ranks on a CPU."""
-    return launch(*args, *TWO_RANKS, environment=os.environ | {"MASTER_PORT": str(free_port())})
+def start_both(launcher: str, args: list[str], *, num_nodes: int) -> list[Program]:
+    """Start the processes of two ranks, with the environment variables that torchrun or SLURM (``launcher``) would set
+    for ranks on one node or on two. Both nodes are really this machine."""
+    port, one_node = free_port(), num_nodes == 1
+    programs = []
+    for rank in range(2):
+        node, local_rank = (0, rank) if one_node else (rank, 0)
+        if launcher == "torchrun":
+            values = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1 + one_node}
+            values |= {"GROUP_RANK": node, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}
+        else:
+            job = {"JOB_NAME": "test", "JOB_ID": 1, "NODELIST": "localhost", "NNODES": num_nodes, "NTASKS": 2}
+            task = {"NTASKS_PER_NODE": 1 + one_node, "PROCID": rank, "NODEID": node, "LOCALID": local_rank}
+            values = {f"SLURM_{name}": value for name, value in (job | task).items()}
+        variables = {name: str(value) for name, value in values.items()} | {"MASTER_PORT": str(port)}
+        programs.append(Program(args, environment=os.environ | variables | {"OMP_NUM_THREADS": "1"}))
+    return programs
 
 
 @pytest.mark.slow
@@ -52,9 +51,11 @@ def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run,
     short = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")  # groups are often equal
     refills = ("--model.dynamic_sampling.max_refills", "4", "--model.dynamic_sampling.oversample", "1.5")
     steps = ("--trainer.max_steps", "5", *VLLM, *short, *refills, "--model.dynamic_sampling.metric", "low_tokens")
-    begun = launch_two("fit", bases["nvfp4"], tmp_path / "two", *steps, *ctrl_c)
+    args = arguments("fit", bases["nvfp4"], tmp_path / "two", *steps, *ctrl_c, *TWO_RANKS)
+    begun = start_both("torchrun", args, num_nodes=1)
     run("fit", tmp_path / "one", *steps)
-    assert "resume with --ckpt_path last" in finish(begun, status=128 + signal.SIGINT)
+    first, _ = [finish(rank, status=128 + signal.SIGINT) for rank in begun]
+    assert "resume with --ckpt_path last" in first
     assert load_last(tmp_path / "two")["global_step"] == 3
     run("fit", tmp_path / "two", *steps, "--ckpt_path", "last")
 
@@ -77,11 +78,9 @@ def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run,
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("slurm", marks=pytest.mark.long)])
 def test_two_nodes_score_every_problem_once_and_print_one_table(bases, run, tmp_path, launcher):
     problems = ("--data.source.init_args.num_validation", "7", "--data.val_batch_size", "2")  # 4 and 3, 2 batches each
-    port, base = free_port(), bases["nvfp4"]
     two = ("--trainer.accelerator", "cpu", "--trainer.num_nodes", "2")
-    args = arguments("validate", base, tmp_path / "two", *problems, *two)
-    nodes = [start_node(launcher, node, port, args) for node in range(2)]
-    outputs = [finish(node) for node in nodes]
+    args = arguments("validate", bases["nvfp4"], tmp_path / "two", *problems, *two)
+    outputs = [finish(rank) for rank in start_both(launcher, args, num_nodes=2)]
     assert sum("7 problems x 1" in output for output in outputs) == 1
     run("validate", tmp_path / "one", *problems)
     for name in ("evaluation/validate.json", "completions/validate-000000.jsonl"):
@@ -96,7 +95,9 @@ def test_ranks_quantise_once_draw_noise_on_their_own_and_an_error_on_one_ends_th
     often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
     refills = (*often_equal, "--model.dynamic_sampling.max_refills", "3", "--trainer.callbacks.per_rank=true")
     fails = ("--trainer.callbacks+=tests.integration.toy.Fails", "--trainer.callbacks.rank=0")
-    process = launch_two("fit", bases["dense"], tmp_path, *refills, *fails, "--trainer.callbacks.at=4", *QUANTISED)
+    settings = (*refills, *fails, "--trainer.callbacks.at=4", *QUANTISED, *TWO_RANKS)
+    environment = os.environ | {"MASTER_PORT": str(free_port())}
+    process = launch("fit", bases["dense"], tmp_path, *settings, environment=environment)  # which starts the other rank
     output, _ = process.communicate()  # ends when both ranks have
     assert process.returncode != 0
     assert "rank 0 fails at 4" in output
