@@ -13,7 +13,7 @@ import yaml
 from callbacks.graceful_stop import GracefulStop
 from qerl_pl.results.curves import read_curves
 from tests.bench import bench_resume
-from tests.integration.conftest import IN_BACKGROUND, UNCHECKED, VLLM, assert_same_run, launch, load_last
+from tests.integration.conftest import IN_BACKGROUND, SHORT, UNCHECKED, VLLM, assert_same_run, launch, load_last
 
 KILLS = 2  # each costs the start of a process
 
@@ -121,17 +121,17 @@ def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(finished, run, t
 
 
 @pytest.mark.slow
-def test_every_start_has_its_own_max_time_and_the_stops_change_nothing(finished, run, tmp_path, caplog):
-    run_dir, a_step = tmp_path / "chain", ("--trainer.max_time", "{milliseconds: 1}", "--ckpt_path", "last")
+def test_every_start_has_its_own_max_time_and_the_stops_change_nothing(short, run, tmp_path, caplog):
+    run_dir, settings = tmp_path / "chain", (*SHORT, "--ckpt_path", "last")
     for step in (1, 2):
         with caplog.at_level(logging.INFO):
-            cli = run("fit", run_dir, *a_step)
+            cli = run("fit", run_dir, *settings, "--trainer.max_time", "{milliseconds: 1}")
         assert load_last(run_dir)["global_step"] == step
         assert f"stopped after step {step}; resume with --ckpt_path last" in caplog.text
         [stop] = [callback for callback in cli.trainer.callbacks if isinstance(callback, GracefulStop)]
         assert stop.exit_status == 0
-    run("fit", run_dir, "--ckpt_path", "last")
-    assert_same_run(finished, run_dir)
+    run("fit", run_dir, *settings)
+    assert_same_run(short, run_dir)
 
 
 @pytest.mark.slow

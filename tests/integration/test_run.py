@@ -123,13 +123,13 @@ def test_a_step_that_would_spoil_the_policy_is_not_taken_and_the_run_goes_on_fro
 
 @pytest.mark.slow
 def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
-    batch = ("--data.batch_size", "8", "--model.sampling.num_completions", "16", "--model.micro_batch_tokens", "4000")
-    batch += ("--model.sampling.max_tokens", "10", "--trainer.limit_val_batches", "0", *UNCHECKED)
-    run("fit", tmp_path, *batch, "--trainer.max_steps", "16", "--model.optimizer.init_args.lr", "3e-2")
+    # At the temperature 1, the adapter could change this model's probabilities only a little: a norm and an output
+    # matrix of small random weights come after it.
+    batch = ("--model.sampling.num_completions", "16", "--model.sampling.max_tokens", "4", *UNCHECKED)
+    batch += ("--model.sampling.temperature", "0.1", "--trainer.limit_val_batches", "0")
+    run("fit", tmp_path, *batch, "--model.micro_batch_tokens", "4000", "--model.optimizer.init_args.lr", "1e-2")
     rewards = read_curves(tmp_path)["train/low_tokens"].values
-    # The mean reward rises only from 0.45 to 0.54. The model ends with a norm and an output matrix of small random
-    # weights, so the adapter, which is before both, can change the logits only a little.
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.05
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.4
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_two_iterations_on_real_problems_and_validation_on_the_test_set(run, tmp
         pytest.skip(f"{GSM8K} is missing; set QERL_DATA to a folder with gsm8k_train.jsonl and gsm8k_test.jsonl")
     source = ("--data.source", "datamodules.gsm8k.GSM8K", f"--data.source.train_path={GSM8K}")
     source += (f"--data.source.validation_path={DATA / 'gsm8k_test.jsonl'}", "--data.max_prompt_tokens", "1100")
-    small = ("--model.micro_batch_tokens", "4096", "--trainer.val_check_interval", "100", *VLLM)
+    small = ("--model.micro_batch_tokens", "4096", "--trainer.val_check_interval", "100", *UNCHECKED, *VLLM)
     run("fit", tmp_path, *source, *small, "--trainer.max_steps", "4", "--data.val_limit", "8", "--data.batch_size", "2")
     assert load_last(tmp_path)["global_step"] == 4
     events = read_curves(tmp_path)

@@ -9,7 +9,7 @@ import yaml
 
 import train
 from qerl_pl.cli.smoke import free_folder
-from tests.integration.conftest import VLLM, arguments, load_last
+from tests.integration.conftest import UNCHECKED, VLLM, arguments, load_last
 
 OVERLONG = {"class_path": "qerl_pl.rewards.length.SoftOverlong", "init_args": {"buffer": 200, "max_tokens": 1000}}
 LOW = "tests.integration.toy.low_tokens"
@@ -58,7 +58,8 @@ def test_a_long_run_with_everything_on_is_tried_in_seconds(run, tmp_path):
 )
 def test_short_completions_that_earn_nothing_do_not_fail_the_trial(run, tmp_path, capsys, sampling):
     reward = "[{name: zero, reward: qerl_pl.rewards.format.think_answer_format}]"
-    run("fit", tmp_path / "run", "--smoke", f"--model.rewards={reward}", f"--model.dynamic_sampling={sampling}")
+    settings = (f"--model.rewards={reward}", f"--model.dynamic_sampling={sampling}", *UNCHECKED)
+    run("fit", tmp_path / "run", "--smoke", *settings)
     assert load_last(tmp_path / "run-smoke")["global_step"] == 3
     said = capsys.readouterr().out
     assert re.search(r"signal: none of \d+ groups had one: all completions of each prompt earned the same", said)
