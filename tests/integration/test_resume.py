@@ -26,7 +26,7 @@ def rollouts_seen(run_dir: Path) -> int:
 @pytest.mark.vllm
 @pytest.mark.timeout(540)
 def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_path):
-    steps = ("--trainer.max_steps", "10", *VLLM)
+    steps = ("--trainer.max_steps", "8", "--trainer.callbacks.num_stages", "3", *VLLM)
     straight = launch("fit", bases["nvfp4"], tmp_path / "straight", *steps)
     output, _ = straight.communicate()
     assert straight.returncode == 0, output

@@ -172,7 +172,8 @@ def test_prediction_writes_every_completion_of_the_trained_policy(run, finished,
 def test_two_iterations_on_real_problems_and_validation_on_the_test_set(run, tmp_path, problems):
     if not GSM8K.exists():
         pytest.skip(f"{GSM8K} is missing; set QERL_DATA to a folder with gsm8k_train.jsonl and gsm8k_test.jsonl")
-    source = ("--data.source", "datamodules.gsm8k.GSM8K", f"--data.source.train_path={GSM8K}")
+    (tmp_path / "some.jsonl").write_text("".join(GSM8K.read_text().splitlines(keepends=True)[:200]))
+    source = ("--data.source", "datamodules.gsm8k.GSM8K", f"--data.source.train_path={tmp_path / 'some.jsonl'}")
     source += (f"--data.source.validation_path={DATA / 'gsm8k_test.jsonl'}", "--data.max_prompt_tokens", "1100")
     small = ("--model.micro_batch_tokens", "4096", "--trainer.val_check_interval", "100", *UNCHECKED, *VLLM)
     run("fit", tmp_path, *source, *small, "--trainer.max_steps", "4", "--data.val_limit", "8", "--data.batch_size", "2")

@@ -11,9 +11,10 @@ import pytest
 
 from qerl_pl.study import process, state
 from qerl_pl.study.study_file import Command
+from tests.integration.conftest import SHORT, UNCHECKED
 from tests.program import ROOT, Program
 
-TOY = ["-c", "tests/integration/toy.yaml"]
+TOY = ["-c", "tests/integration/toy.yaml", *UNCHECKED, *SHORT]
 
 
 def commands(base: str, folder: Path, *more: str) -> list[Command]:

@@ -79,7 +79,12 @@ def test_an_output_folder_is_given_and_no_file_is_above_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "variable"), [("plan", "TQDM_MININTERVAL"), ("plan", "RANK"), ("doctor", "TQDM_MININTERVAL")]
+    ("command", "variable"),
+    [
+        ("plan", "TQDM_MININTERVAL"),
+        pytest.param("plan", "RANK", marks=pytest.mark.long),  # which is read after imports that take seconds
+        ("doctor", "TQDM_MININTERVAL"),
+    ],
 )
 def test_a_variable_of_the_environment_that_a_package_cannot_read_is_named(command, variable):
     words = [sys.executable, "-m", "qerl_pl", command, "-c", "quickstart"]
