@@ -200,10 +200,3 @@ def test_two_ranks_give_the_gradient_of_one(tmp_path):
             whole = gradient(batch, weights)[rank::2]
             assert torch.equal(summed, whole)
             torch.testing.assert_close(averaged, whole, rtol=1e-15, atol=0)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_one_token_on_two_ranks_is_not_taken_for_an_empty_batch(aggregation):
-    mask = torch.tensor([[True, False]])
-    divisor = count_divisor(mask, aggregation, max_tokens=1) / 2  # gradients are averaged over two ranks
-    assert row_weights(mask, aggregation, divisor).tolist() == [2.0]
