@@ -1,6 +1,7 @@
 """Runs of the whole program on a policy with random weights."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,24 @@ UNCHECKED = (
 )
 """Arguments of a run without the callbacks that compare engine and trainer, which take half of the time of a toy run
 and change nothing else (``test_a_healthy_run_passes_and_is_what_it_is_without_its_checks``)."""
+
+
+_setup_parser = train.QeRLCLI.setup_parser
+_parsers: dict[tuple[str, ...], dict[str, Any]] = {}
+
+
+def setup_parser_once(self: train.QeRLCLI, *args: Any, **named: Any) -> None:
+    """Build the parsers of a command line only once per process, because this takes a quarter of the time for a
+    configuration. A parser keeps nothing of the arguments that it has parsed."""
+    called = (sys.argv[0], *self.subcommands())
+    if called not in _parsers:
+        others = {*vars(self)}
+        _setup_parser(self, *args, **named)
+        _parsers[called] = {name: value for name, value in vars(self).items() if name not in others}
+    vars(self).update(_parsers[called])
+
+
+train.QeRLCLI.setup_parser = setup_parser_once
 
 
 @pytest.fixture(scope="session")
