@@ -1,6 +1,7 @@
 """Tests of the installed wheel, run in an empty folder: all commands, the configurations that it contains, by name, and
 the plug-in for vLLM."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -84,7 +85,23 @@ for arguments in {list(commands)!r}:
     return done.stdout.split("NEXT\n")[:-1]
 
 
-def test_shipped_configurations_are_found_by_name_and_own_code_in_the_folder_of_the_user(installed, tmp_path):
+def test_names_of_configurations_are_those_of_the_wheel_and_own_code_is_that_of_the_folder(installed, qerl, tmp_path):
+    names = ["-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "nvfp4_aqn"]
+    code = f"from qerl_pl.cli.yaml_files import with_paths; print(*with_paths({names}), sep='\\n')"
+    environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    said = subprocess.check_output([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, text=True)
+    files = ("tasks/gsm8k", "models/qwen2.5-7b", "arms/nvfp4_aqn")
+    assert said.split()[1::2] == [str(installed / "configs" / f"{file}.yaml") for file in files]
+
+    (tmp_path / "mine.py").write_text("def reward(prompts, completions):\n    return [0.25 for _ in prompts]\n")
+    (tmp_path / "rows").write_text('{"completion": "1", "answer": "1"}\n')
+    done = qerl("score", "--reward", "mine.reward", "--input", "rows", "--output", "scored")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "scored").read_text())["score"] == 0.25
+
+
+@pytest.mark.long
+def test_a_plan_and_a_training_have_shipped_configurations_and_own_code(installed, tmp_path):
     (tmp_path / "mine.py").write_text("def reward(prompts, completions):\n    return [0.0 for _ in prompts]\n")
     reward = "--model.rewards=[{name: mine, reward: mine.reward}]"
     recipe = ["-c", "gsm8k", "-c", "qwen2.5-7b"]

@@ -215,6 +215,15 @@ def test_experts_of_the_token_before_stop_a_run_in_their_rollout(run, make_base,
     with pytest.raises(CheckFailed, match="the sampler's log-probabilities of rollout 1 differ from the trainer's"):
         run("fit", tmp_path / "run", *arguments(base), *fault)
     assert load_last(tmp_path / "run")["global_step"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_of_the_token_before_stop_the_update_unless_it_does_without_them(run, make_base, tmp_path, family):
+    base = make_base(family, initializer_range=0.05)
+    fault = "--trainer.callbacks+=tests.integration.toy.ShiftedRoutes", "--trainer.callbacks.at=1"
     alone = "-c", without_callbacks(tmp_path, "callbacks.rollout_evidence.RolloutEvidence")
     with pytest.raises(CheckFailed, match=r"of the experts that the engine returned .*model.router_replay to off"):
         run("fit", tmp_path / "alone", *alone, *arguments(base), *fault)
