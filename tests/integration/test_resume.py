@@ -15,8 +15,6 @@ from qerl_pl.results.curves import read_curves
 from tests.bench import bench_resume
 from tests.integration.conftest import IN_BACKGROUND, SHORT, UNCHECKED, VLLM, assert_same_run, launch, load_last
 
-KILLS = 2  # each costs the start of a process
-
 
 def rollouts_seen(run_dir: Path) -> int:
     return len(list((run_dir / "completions").glob("train-*.jsonl")))
@@ -25,7 +23,8 @@ def rollouts_seen(run_dir: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(540)
-def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_path):
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.long)])  # each costs the start of a process
+def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_path, most):
     steps = ("--trainer.max_steps", "8", "--trainer.callbacks.num_stages", "3", *VLLM)
     straight = launch("fit", bases["nvfp4"], tmp_path / "straight", *steps)
     output, _ = straight.communicate()
@@ -34,9 +33,9 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
     draw, kills, run_dir = random.Random(0), 0, tmp_path / "killed"
     while True:
         before = rollouts_seen(run_dir)
-        how = IN_BACKGROUND if kills % 2 else ()  # checkpoints
+        how = () if kills % 2 else IN_BACKGROUND  # checkpoints
         process = launch("fit", bases["nvfp4"], run_dir, *steps, *how, "--ckpt_path", "last")
-        if kills < KILLS:
+        if kills < most:
             while rollouts_seen(run_dir) <= before and process.poll() is None:
                 time.sleep(0.005)
             time.sleep(draw.uniform(0, 0.6))  # a step with its checkpoint, log and validation takes about as long
@@ -46,7 +45,7 @@ def test_killed_at_random_points_and_resumed_equals_the_straight_run(bases, tmp_
         output, _ = process.communicate()
         assert process.returncode == 0, output
         break
-    assert kills == KILLS
+    assert kills == most
     assert_same_run(tmp_path / "straight", run_dir)
 
     state = load_last(run_dir)["state_dict"]
