@@ -9,7 +9,7 @@ from types import ModuleType
 
 from qerl_pl.common.files import in_words
 from qerl_pl.common.phases import phase
-from qerl_pl.common.program import called_as, quoted_from_environment, use_expandable_segments
+from qerl_pl.common.program import called_as, kept_for_good, quoted_from_environment, use_expandable_segments
 
 TRAINING = {
     "fit": "train a policy",
@@ -112,7 +112,12 @@ def _imported(module: str, command: str) -> ModuleType:
 
     Packages read environment variables when they are imported, and raise ValueError for a value that they cannot read.
     """
-    with phase(f"{called_as(command)}: loading packages", at_once=command not in QUICK and "torch" not in sys.modules):
+    if module in sys.modules:
+        return sys.modules[module]
+    with (
+        kept_for_good(),
+        phase(f"{called_as(command)}: loading packages", at_once=command not in QUICK and "torch" not in sys.modules),
+    ):
         try:
             return importlib.import_module(module)
         except ValueError as error:

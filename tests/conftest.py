@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import math
 import time
 from functools import cache
@@ -21,6 +22,7 @@ from jsonargparse import _postponed_annotations, _typehints
 from qerl_pl.common.phases import _Silence
 from tests.program import fork_server
 
+gc.disable()  # until the tests begin: imports and the list of tests make millions of objects, which stay
 settings.register_profile("no deadline", deadline=None)  # a loaded machine is not a failure
 settings.load_profile("no deadline")
 
@@ -54,12 +56,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """Import vLLM before the tests if any of them starts it on a CPU. This saves time: tests.imports excludes the
     modules that are imported now from the garbage collections that every engine makes. Processes of tests are then
     forked from a fork of this process, unless it has several threads, which a fork would not have."""
-    if session.config.option.collectonly or torch.cuda.is_available():
-        return
-    if any(item.get_closest_marker("vllm") for item in session.items):
+    use_vllm = any(item.get_closest_marker("vllm") for item in session.items)
+    on_cpu = not session.config.option.collectonly and not torch.cuda.is_available()
+    if use_vllm and on_cpu:
         import_module("tests.imports")
-        if torch.get_num_threads() == 1:
-            fork_server()
+    gc.enable()
+    if use_vllm and on_cpu and torch.get_num_threads() == 1:
+        fork_server()
 
 
 @pytest.fixture(autouse=True)

@@ -121,3 +121,23 @@ def test_a_command_that_needs_no_model_imports_none_of_the_slow_packages(argumen
     assert done.returncode == 0, done.stdout
     assert "argparse" in imported
     assert not SLOW & imported
+
+
+FREEZES = """
+import gc
+from qerl_pl.common.program import kept_for_good
+made = []
+with kept_for_good():
+    made.append([made])
+    assert not gc.isenabled()
+assert gc.isenabled() and all(each is not made for each in gc.get_objects())
+try:
+    with kept_for_good():
+        raise ValueError
+except ValueError:
+    assert gc.isenabled()
+"""
+
+
+def test_what_imports_make_is_left_out_of_garbage_collections_which_go_on_afterwards():
+    subprocess.run([sys.executable, "-c", FREEZES], cwd=ROOT, check=True)
