@@ -29,6 +29,7 @@ from tests.integration.conftest import UNCHECKED, VLLM, differences, load_last
 from tests.random_models import fixed_tokens
 
 NOISES = [NormNoise(), NormNoise(0.05, seed=3)]
+FIVE = ("--trainer.max_steps", "5", "--trainer.limit_val_batches", "0")  # more rollouts than ``EARLY``
 BLOCK = ("--model.engine.init_args.block_size", "32")  # prompts and fixed tokens are longer than this
 
 
@@ -307,7 +308,7 @@ def assert_stops(run, run_dir: Path, engine: tuple[str, ...], fault: str, at: in
         f"--trainer.callbacks.at={at}",
     )
     with pytest.raises(RuntimeError, match=message):
-        run("fit", run_dir, "--trainer.max_steps", "5", "--trainer.limit_val_batches", "0", *engine, *sabotage)
+        run("fit", run_dir, *FIVE, *engine, *sabotage)
     if stopped:
         assert load_last(run_dir)["global_step"] == stopped, "nothing was learned from the rollout that it stopped"
     else:
@@ -359,7 +360,7 @@ def test_a_fault_stops_an_evaluation(run, tmp_path, subcommand, fault, message):
 
 
 def assert_healthy(run, run_dir: Path, *engine: str) -> None:
-    run("fit", run_dir, "--trainer.max_steps", "5", *engine)
+    run("fit", run_dir, *FIVE, *engine)
     curves = read_curves(run_dir)
     assert set(curves["canary/tensors_checked"].values) == {28 + 4}
     assert curves["canary/tensors_checked"].steps == list(range(5))
@@ -376,7 +377,7 @@ def assert_healthy(run, run_dir: Path, *engine: str) -> None:
 @pytest.mark.slow
 def test_a_healthy_run_passes_and_is_what_it_is_without_its_checks(run, tmp_path):
     assert_healthy(run, tmp_path / "with")
-    run("fit", tmp_path / "without", "--trainer.max_steps", "5", *UNCHECKED)
+    run("fit", tmp_path / "without", *FIVE, *UNCHECKED)
     measured = ("canary/", "ledger/", "evidence/")
     assert not [tag for tag in read_curves(tmp_path / "without") if tag.startswith(measured)]
     states = [load_last(tmp_path / name) for name in ("with", "without")]
