@@ -33,10 +33,12 @@ def callbacks() -> list[dict[str, Any]]:
     return [*base["callbacks"], *toy["callbacks+"]]
 
 
-UNCHECKED = (
-    "--trainer.callbacks",
-    json.dumps([callback for callback in callbacks() if callback["class_path"] not in CHECKS]),
-)
+def without(*class_paths: str) -> tuple[str, str]:
+    """Return arguments of a toy run that remove these callbacks. Arguments that add callbacks have to come later."""
+    return "--trainer.callbacks", json.dumps([each for each in callbacks() if each["class_path"] not in class_paths])
+
+
+UNCHECKED = without(*CHECKS)
 """Arguments of a run without the callbacks that compare engine and trainer, which take half of the time of a toy run
 and change nothing else (``test_a_healthy_run_passes_and_is_what_it_is_without_its_checks``)."""
 

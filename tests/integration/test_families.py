@@ -28,9 +28,8 @@ from qerl_pl.rollout.vllm.arguments import query_scaling
 from qerl_pl.tools.merge import write_merged
 from qerl_pl.training.routing import MOST_OTHERS
 from tests import support
-from tests.callbacks.conftest import without_callbacks
 from tests.families import MIXTURES, NAMES, OWN, WHOLE, tiny_config, with_vision
-from tests.integration.conftest import VLLM, assert_same_run, load_last
+from tests.integration.conftest import VLLM, assert_same_run, load_last, without
 from tests.rollout.conftest import random_adapter, save_dense
 from tests.rollout.expert_faults import KERNELS, SLOTS
 
@@ -224,7 +223,7 @@ def test_experts_of_the_token_before_stop_a_run_in_their_rollout(run, make_base,
 def test_experts_of_the_token_before_stop_the_update_unless_it_does_without_them(run, make_base, tmp_path, family):
     base = make_base(family, initializer_range=0.05)
     fault = "--trainer.callbacks+=tests.integration.toy.ShiftedRoutes", "--trainer.callbacks.at=1"
-    alone = "-c", without_callbacks(tmp_path, "callbacks.rollout_evidence.RolloutEvidence")
+    alone = without("callbacks.rollout_evidence.RolloutEvidence")
     with pytest.raises(CheckFailed, match=r"of the experts that the engine returned .*model.router_replay to off"):
         run("fit", tmp_path / "alone", *alone, *arguments(base), *fault)
     assert load_last(tmp_path / "alone")["global_step"] == 1
