@@ -316,7 +316,7 @@ def assert_stops(run, run_dir: Path, engine: tuple[str, ...], fault: str, at: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "at", "stopped", "message"), IN_A_RUN[::4], ids=[row[0] for row in IN_A_RUN[::4]])
+@pytest.mark.parametrize(("fault", "at", "stopped", "message"), IN_A_RUN[::8], ids=[row[0] for row in IN_A_RUN[::8]])
 def test_a_fault_stops_the_run_before_anything_is_learned_from_it(run, tmp_path, fault, at, stopped, message):
     assert_stops(run, tmp_path, (), fault, at, stopped, DOES_NOT + message)
 
