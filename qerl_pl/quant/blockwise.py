@@ -16,14 +16,18 @@ from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
 PRIOR_ROWS = 256
-"""Number of rows as which the mean of x x^T over all experts' rows counts in the mean of each single expert."""
+"""Weight, in input rows, that the average of x x^T over all experts of a block gets in the average of each single
+expert."""
 
 
 class BlockStream:
-    """Hidden states of calibration sequences ``tokens``, [S, L] int64, at the input of the next decoder block, in host
-    memory. ``skeleton`` is the whole model on the meta device, and is modified: to run a block on ``device``, its
-    weights are filled in and all other blocks become the identity, so masks, rotary embeddings and attention are
-    transformers' own."""
+    """Hidden states of calibration sequences at the input of the next decoder block of a model, kept in host memory
+    while the blocks are run one after another.
+
+    ``tokens`` are the sequences, [S, L] int64. ``skeleton`` is the whole model on the meta device, without weights, and
+    is modified: to run one block on ``device``, the block's weights are filled in and all other blocks are replaced by
+    the identity. So transformers' own code computes masks, rotary embeddings and attention.
+    """
 
     def __init__(
         self, skeleton: PreTrainedModel, checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str
@@ -45,9 +49,11 @@ class BlockStream:
     def second_moments(
         self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str], *, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """Run the block ``name`` with the weights ``tensors`` (by full name), and return, for each of its ``linears``,
-        the mean of x x^T over the linear's inputs x: [K, K] on the device in ``dtype``, fp32 or fp64. The means of an
-        expert's linears include tokens of other experts, see ``_shrink``."""
+        """Run the decoder block named ``name`` and return, for each of the linear layers ``linears``, the mean of x x^T
+        over all tokens that enter it, where x [K] is the layer's input for one token. Each mean is [K, K] on the
+        device, in ``dtype`` (fp32 or fp64). ``tensors`` are the block's weights by full name. In a mixture of experts,
+        the mean of an expert's layer is mixed with the mean over all experts (``PRIOR_ROWS``), because few tokens may
+        reach one expert."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
         counts: Counter[str] = Counter()
@@ -70,8 +76,8 @@ class BlockStream:
         return {linear: sums[linear].div_(counts[linear]) for linear in linears}
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the stored hidden states by the output of the block ``name``, computed from them with the weights
-        ``tensors`` (by full name)."""
+        """Run the decoder block named ``name`` with the weights ``tensors`` (by full name) on the stored hidden states,
+        and store its outputs in their place."""
         self.hidden = self._run(self._place(name, tensors))
         self._remove(name)
 
@@ -93,7 +99,8 @@ class BlockStream:
 
     @torch.no_grad()
     def _run(self, block: nn.Module | None = None) -> Tensor:
-        """Run the decoder on the stored hidden states, with all blocks except ``block`` replaced by the identity."""
+        """Run the decoder on the stored hidden states and return its outputs, [S, L, H] in host memory; all blocks
+        except ``block`` are the identity."""
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):
@@ -106,8 +113,10 @@ class BlockStream:
 
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
-    """Add ``PRIOR_ROWS`` times the mean of x x^T over the rows of all experts to the sum of x x^T of each expert's
-    linear, because the router may have sent few rows of the calibration data to an expert."""
+    """Mix the second moments of each expert with those of all experts, because the router may send few rows of the
+    calibration data to an expert. ``sums`` has the sum of x x^T over the input rows x of each linear layer, and
+    ``counts`` the number of these rows; the average over all experts is added to both, in place, as ``PRIOR_ROWS``
+    rows."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

@@ -1,8 +1,8 @@
-"""Convert a published NVFP4 checkpoint to W4A16: 4-bit weights and 16-bit activations.
+"""Convert a published NVFP4 checkpoint to W4A16, that is, 4-bit weights and 16-bit activations, which the trainer and
+rollout engines can load.
 
-Trainer and rollout engines can read the copy, which has the layout that ``quantize_checkpoint`` writes. Of a
-checkpoint with a vision part only the text model is copied; this is also done for checkpoints of 16 bits, which are not
-converted otherwise.
+The copy has the layout that ``quantize_checkpoint`` writes. Of a vision-language checkpoint only the language model is
+copied; this is also done for unquantised 16-bit checkpoints, whose weights are not changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,13 +31,13 @@ ROUNDING = 2.0**-23
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
-    """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision part, to
-    ``output``; return the reasons for the conversion (``conversion_reasons``).
+    """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision model, to
+    the folder ``output``; return the reasons for the conversion (``conversion_reasons``).
 
-    Dequantised weights equal, bit for bit, those that compressed-tensors computes from the original. Of a checkpoint by
-    ModelOpt, the reciprocals of tensor scales are stored in fp32, which changes weights by a relative error of at most
-    2^-23 before they are rounded. ValueError: the checkpoint is damaged, or tensor scales of fused linears cannot be
-    made equal without loss.
+    Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original.
+    Checkpoints by ModelOpt store tensor scales; the copy stores their fp32 reciprocals, which changes weights by a
+    relative error of at most 2^-23 before rounding. Raises ValueError if the checkpoint is damaged, or if tensor scales
+    of linear layers that engines fuse into one matrix cannot be made equal without changing weights.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
@@ -73,7 +73,8 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
 def _dense(
     tensors: Mapping[str, Tensor], stored: Stored, modules: Iterable[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Dequantise the weights of those ``modules`` that are stored in NVFP4 or FP8; the others are not in the result."""
+    """Dequantise those of the named ``modules`` whose weights are stored in NVFP4 or FP8 and return their weights by
+    name; modules that are not quantised are left out."""
     written = {}
     for name in modules:
         if name in stored.packed:
@@ -84,8 +85,8 @@ def _dense(
 
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors to write for linears that engines fuse into one matrix, changed to have one common tensor
-    scale; ValueError if this would change dequantised weights."""
+    """Return the tensors to write for NVFP4 linear layers that engines fuse into one matrix, after giving the layers
+    one common tensor scale. Raises ValueError if that would change dequantised weights."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())
@@ -114,9 +115,9 @@ def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedW
 
 
 def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
-    """Give NVFP4 weights one tensor scale by multiplying block scales by the ratio of old and new tensor scale, such
-    that all dequantised weights stay the same; None if E4M3 cannot represent a product exactly, which it mostly can if
-    the ratios are powers of two."""
+    """Rewrite NVFP4 weights so that all have the same tensor scale and the same dequantised values as before: each
+    block scale is multiplied by the ratio of the old to the new tensor scale. Returns None if E4M3 cannot represent one
+    of these products exactly, which is rare if the ratios are powers of two."""
     scales = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
     if len(scales) == 1:
         return list(weights)
@@ -129,8 +130,8 @@ def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
 
 
 def _absorbed(weight: PackedWeight, scale: Tensor) -> Tensor | None:
-    """Return the bits of the block scales that a weight needs under another tensor scale to stay the same; None if E4M3
-    cannot represent one of them."""
+    """Return the E4M3 block scales, as bits, with which a weight keeps its dequantised values under the tensor scale
+    ``scale``; None if E4M3 cannot represent one of them."""
     used = weight.block_scale.unique()
     wanted = used.view(torch.float8_e4m3fn).double() * (weight.global_scale / scale)
     bits = wanted.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Read the formats and the layout of a checkpoint's weights from its quantisation config."""
+"""Determine the number formats and the tensor layout of a checkpoint's weights from its quantisation config."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,8 @@ _KNOWN = (
 
 
 def quantization_config(path: Path) -> Mapping | None:
-    """Return the quantisation config of a checkpoint, from config.json or ModelOpt's file; None if it has none."""
+    """Return the quantisation config of a checkpoint folder, from config.json or ModelOpt's hf_quant_config.json; None
+    if neither file has one."""
     config = read_json(path / CONFIG).get("quantization_config")
     if config is None and (path / MODELOPT_CONFIG).is_file():
         inner = read_json(path / MODELOPT_CONFIG).get("quantization", {})
@@ -52,8 +53,8 @@ def _require_mapping(file: Path, name: str, value: object) -> None:
 
 
 def is_weight_only(config: Mapping) -> bool:
-    """Return whether a quantisation config leaves activations in 16 bits: none of its groups has input_activations or,
-    if it has no groups, ModelOpt's algorithm is W4A16_NVFP4."""
+    """Return whether a quantisation config leaves activations in 16 bits: no entry of config_groups has
+    input_activations or, without config_groups, ModelOpt's quant_algo is W4A16_NVFP4."""
     if groups := (config.get("config_groups") or {}).values():
         return not any(group.get("input_activations") for group in groups)
     return config.get("quant_algo") == "W4A16_NVFP4"
@@ -65,8 +66,9 @@ def quantises_cache(config: Mapping) -> bool:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """Return the layout of a checkpoint's packed linears, or None if all its linears are dense; ValueError if a base
-    cannot have this quantisation (``convert`` may be able to make a copy that can be used)."""
+    """Return how a checkpoint stores its 4-bit linear layers, or None if no layer is quantised. Raises ValueError if
+    training cannot start from weights quantised in this way; for some of these checkpoints, ``convert`` can make a
+    usable copy."""
     config = quantization_config(path)
     if config is None:
         return None
@@ -94,8 +96,8 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Do as ``read_layout``, but also return the layout of an NVFP4 checkpoint that first needs ``convert``, for which
-    ``read_layout`` raises ValueError."""
+    """Return how a checkpoint stores its 4-bit linear layers, like ``read_layout``, but without an error for NVFP4
+    checkpoints that can be used only after a conversion by ``convert``."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)
@@ -103,8 +105,8 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Return which of the formats "NVFP4" and "FP8" a quantisation config has; raise ValueError if it has NVFP4
-    together with a format other than FP8."""
+    """Return which of the formats "NVFP4" and "FP8" a quantisation config names. Raises ValueError if it combines NVFP4
+    with a format other than FP8."""
     method = str(config.get("quant_method"))
     if method.startswith("modelopt"):
         algorithm = str(config.get("quant_algo"))

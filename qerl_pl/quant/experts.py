@@ -1,9 +1,10 @@
-"""Mixture of experts: a router that chooses k of E small MLPs for each token, with frozen weights.
+"""Mixture of experts: a router that chooses k of E small MLPs (experts) for each token, with frozen weights.
 
-A checkpoint stores each expert's linears separately. Before its weights are read, a model therefore has
-``SeparateExperts``, whose linears the quantiser and the loader treat like all other linears. The loader then replaces
-them by ``FrozenExperts``, which computes the products of all experts as one grouped product. Letters: T tokens, S = k T
-rows, H hidden size, I inner size.
+A checkpoint stores each expert's linear layers separately. While its weights are read, the model has
+``SeparateExperts``, whose layers the quantiser and the loader treat like all other linear layers. The loader then
+replaces them by ``FrozenExperts``, which multiplies by all experts' weights in one grouped matrix product. Letters: T
+tokens, S = k T rows (one per token and chosen expert), H hidden size, I inner size of an expert, L blocks that have
+experts.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from qerl_pl.quant.grouped import Factors, Routes, grouped_experts, sort_rows, s
 from qerl_pl.quant.linear import FrozenLinear
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-"""Names of the linears of an expert, y = down(silu(gate(x)) up(x))."""
+"""Names of the linear layers of an expert, which computes y = down(silu(gate(x)) * up(x))."""
 UNSEEN = 255
-"""Value for tokens that were not computed, in tensors that count, per token, experts that a router would not have
-chosen."""
+"""Value that stands for tokens that were not computed, in uint8 tensors that hold, per token, the number of used
+experts that the router would not have chosen."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
-"""Pattern of an expert's linear; its groups are the experts' module and the linear's name in ``PARTS``."""
+"""Pattern of the full name of an expert's linear layer. Its groups are the name of the module that contains all
+experts, and the layer's name in ``PARTS``."""
 
 
 class Routing(NamedTuple):
-    """Sizes of the routes that a rollout engine returns: the numbers of the experts that it chose, [tokens, L, k]."""
+    """Sizes of the routes that a rollout engine returns, a tensor [tokens, L, k] with the indices of the experts that
+    computed each token in each of L blocks."""
 
     num_layers: int
     """Number of blocks with a mixture, L."""
@@ -48,27 +51,29 @@ class Routing(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Experts that a pass uses instead of those that its routers would choose."""
+    """Expert choices that a forward pass uses instead of those of its own routers, so that the trainer computes a token
+    with the experts that the rollout engine used."""
 
     ids: Tensor
-    """[..., k] uint8 or int16, the experts of each token, in any order."""
+    """[..., k] uint8 or int16, the indices of the experts to use for each token, in any order."""
     others: Tensor
-    """[...] uint8, into which the pass writes how many of these experts the router would not have chosen."""
+    """[...] uint8, output: per token, the number of used experts that the router would not have chosen."""
 
     def of_layer(self, number: int) -> Self:
-        """Return the part of mixture ``number`` of this replay of L mixtures; its tensors are views."""
+        """Return the choices for one block, given those for all L blocks that have experts; ``number`` counts only
+        these blocks. The result's tensors are views."""
         return type(self)(self.ids[:, number], self.others[:, number])
 
 
 def choose(scores: Tensor, chosen: int) -> Tensor:
-    """Return the k experts of each token with the highest scores [T, E], [T, k] int64; of equal ones, the lower
-    index."""
+    """Return the indices of each token's k = ``chosen`` experts with the highest ``scores`` [T, E], as [T, k] int64; of
+    experts with equal scores, those with lower indices."""
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
 
 
 def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) -> Tensor:
-    """Return the scores [T, k] of experts ``ids`` [T, k] int64, if ``normalised`` divided by their sum, times
-    ``scale``."""
+    """Compute the weights of the chosen experts' outputs: the scores [T, k] of the experts ``ids`` [T, k] int64,
+    divided by their sum per token if ``normalised``, times ``scale``. ``scores`` is [T, E]."""
     weights = scores.gather(1, ids)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -76,21 +81,21 @@ def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) 
 
 
 def count_others(ids: Tensor, own: Tensor) -> Tensor:
-    """Count, for each token, the experts of ``ids`` [T, k] that are not among those that the router chooses, ``own``
-    [T, k]; returns [T] uint8."""
+    """Count, for each token, the experts in ``ids`` [T, k] that are not among the router's own choices ``own`` [T, k];
+    returns [T] uint8."""
     return (ids.unsqueeze(2) != own.unsqueeze(1)).all(dim=2).sum(dim=1).to(torch.uint8)
 
 
 class _Unset(nn.Linear):
-    """Linear whose weights are not initialised when it is made, because initialising the 18 000 linears of a large
-    mixture would take longer than reading their weights."""
+    """Linear layer whose weights are not initialised, because initialising the 18 000 linear layers of a large mixture
+    of experts would take longer than reading their weights."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 class Expert(nn.Module):
-    """One expert with linears of its own, on the meta device until its weights are read."""
+    """One expert, an MLP with three linear layers, which are on the meta device until their weights are read."""
 
     def __init__(self, hidden: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -104,18 +109,20 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Experts as separate modules, with linears such as ``experts.3.up_proj``; forward computes one expert after
-    another."""
+    """Experts of one block as separate modules, with linear layers named like ``experts.3.up_proj``; forward computes
+    one expert after another."""
 
     def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        """Compute the weighted sum of experts, [T, H], as ``FrozenExperts`` does."""
+        """Compute each token's sum of expert outputs, weighted by ``weights`` [T, k], for x [T, H]; returns [T, H].
+        ``routes`` says which experts compute each token."""
         rows = x[routes.order // weights.shape[1]].tensor_split(routes.ends[:-1].tolist())
         return summed(torch.cat([expert(part) for expert, part in zip(self, rows, strict=True)]), routes, weights)
 
 
 class StackedLinear(nn.Module):
-    """Frozen weights [E, N, K] of one linear (such as up_proj) of all E experts, dense (``weight``), or packed as in
-    ``FrozenLinear``: codes [E, N, K/2], block scales [E, N, K/block], and bits of the tensor scales, [E]."""
+    """Frozen weights [E, N, K] of one linear layer, such as up_proj, of all E experts. They are stored either dense
+    (``weight``) or in 4 bits: codes [E, N, K/2], block scales [E, N, K/block], and the bits of the tensor scales, [E],
+    as in ``FrozenLinear``."""
 
     codes: Tensor
     block_scale: Tensor
@@ -144,7 +151,7 @@ class StackedLinear(nn.Module):
 
     @cached_property
     def linears(self) -> list[FrozenLinear]:
-        """The packed linear of each expert, as views of the stacks; empty if the weights are dense."""
+        """The 4-bit linear layer of each expert, as views of the stacked tensors; empty if the weights are dense."""
         return [] if self.fmt is None else list(map(self._linear, range(len(self.codes))))
 
     def _linear(self, expert: int) -> FrozenLinear:
@@ -156,32 +163,34 @@ class StackedLinear(nn.Module):
 
 
 class FrozenExperts(nn.Module):
-    """Experts whose frozen weights are stacked: one ``StackedLinear`` for each linear that an expert has (``PARTS``).
-    For backward, autograd keeps the outputs of gate_proj and up_proj."""
+    """All experts of one block, with frozen weights stacked over experts: one ``StackedLinear`` each for gate_proj,
+    up_proj and down_proj. Autograd keeps the outputs of gate_proj and up_proj for backward."""
 
     def __init__(self, experts: SeparateExperts) -> None:
         super().__init__()
         stack = [StackedLinear([expert.get_submodule(part) for expert in experts]) for part in PARTS]  # pyright: ignore[reportArgumentType]
         self.gate_proj, self.up_proj, self.down_proj = stack
         self.around: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()
-        """Function that calls its argument, which computes the experts; gradient checkpointing replaces it."""
+        """Wrapper that is called with the function that computes the experts, and returns its result; gradient
+        checkpointing replaces this wrapper."""
 
     def forward(
         self, x: Tensor, weights: Tensor, routes: Routes, factors: Callable[[], Factors | None] = lambda: None
     ) -> Tensor:
-        """Compute, for each token of x [T, H], the outputs of its k experts (``routes``) times the router's ``weights``
-        [T, k] fp32, summed: [T, H] in the dtype of x. The outputs times weights are rounded to this dtype, and added in
-        fp32. ``factors`` returns the experts' LoRA adapters, or None."""
+        """Compute, for each token of x [T, H], the sum of its k experts' outputs, each times the router's weight in
+        ``weights`` [T, k] fp32; returns [T, H] in the dtype of x. ``routes`` says which experts compute each token.
+        Products of output and weight are rounded to the dtype of x, and added in fp32. ``factors`` returns the experts'
+        LoRA adapters, or None."""
         parts = self.gate_proj.dense, self.up_proj.dense, self.down_proj.dense
         return self.around(lambda: grouped_experts(x, weights, routes, parts, factors()))
 
 
 class Mixture(nn.Module):
-    """MLP of a block with experts: the router and the experts. The router's weight ``gate`` is dense, and its logits
-    are computed in fp32."""
+    """MLP of a decoder block that is a mixture of experts: router and experts. The router's weight ``gate`` is not
+    quantised, and its logits are computed in fp32."""
 
     experts: nn.Module
-    """``SeparateExperts``, ``FrozenExperts``, or a layer around the latter that adds adapters."""
+    """``SeparateExperts``, ``FrozenExperts``, or a layer that wraps ``FrozenExperts`` and adds adapters."""
 
     def __init__(self, config: Any, names: Experts, dtype: torch.dtype) -> None:
         super().__init__()
@@ -196,13 +205,14 @@ class Mixture(nn.Module):
             )
         self.experts = SeparateExperts(Expert(config.hidden_size, self.inner, dtype) for _ in range(number))
         self.replay: Replay | None = None
-        """Experts of the T tokens of the next call; None: the router chooses them."""
+        """Experts that compute the T tokens of the next call; None: the router chooses them."""
         self.shared_expert: Any = None
-        """MLP that computes every token; None: there is none."""
+        """MLP that computes every token, in addition to the chosen experts; None: there is none."""
         self.shared_expert_gate: Any = None
-        """Linear [1, H], the sigmoid of whose output is the weight of the shared expert's output."""
+        """Linear layer with the weight [1, H]; the sigmoid of its output is the weight of the shared expert's
+        output."""
         self.shared_experts: Any = None
-        """MLP that computes every token with weight 1; None: there is none."""
+        """MLP that computes every token, and whose output is added with weight 1; None: there is none."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -226,8 +236,9 @@ class Mixture(nn.Module):
         return routed + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
     def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the router's score of every expert for each token of ``tokens`` [T, H], [T, E] fp32, and the corrected
-        scores by which experts are chosen; without a correction, these are the same tensor."""
+        """Compute the router's score of every expert for each token of ``tokens`` [T, H]. Returns two tensors [T, E]
+        fp32: the scores, which weight the experts' outputs, and the scores plus the router's correction, by which
+        experts are chosen. In families without a correction, both are the same tensor."""
         logits = F.linear(tokens.float(), self.gate.weight.float())
         if self.correction is None:
             scores = logits.softmax(-1)
@@ -242,9 +253,9 @@ def mixtures(model: nn.Module) -> list[Mixture]:
 
 
 def use_replay(model: Any) -> None:
-    """Make a model's blocks accept the argument ``replay``, the experts to use; in calls without it, the routers
-    choose. The block has the argument, and not only the mixture inside, so that gradient checkpointing passes it to the
-    block's recomputation too."""
+    """Make a model's decoder blocks accept the keyword argument ``replay``, a ``Replay`` with the experts to use;
+    without it, the routers choose. The argument is given to the block and not only to the mixture of experts inside, so
+    that gradient checkpointing also passes it to the recomputation of the block."""
     found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
 
     def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
@@ -256,8 +267,9 @@ def use_replay(model: Any) -> None:
 
 
 def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch.dtype) -> None:
-    """Replace the mixtures of experts of a model on the meta device, whose weights transformers stacks, by ``Mixture``
-    with ``SeparateExperts``, so that each linear of an expert is a module, as in the checkpoint."""
+    """Replace the mixtures of experts that transformers has created in a model on the meta device by ``Mixture`` with
+    ``SeparateExperts``. transformers stacks the weights of all experts; afterwards each linear layer of an expert is a
+    module, as in the checkpoint."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "experts") and hasattr(module, "gate"):
             mixture = Mixture(config, names, dtype)
@@ -268,8 +280,8 @@ def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch
 
 
 def check_alike(packed: Collection[str], model: nn.Module) -> None:
-    """Raise ValueError for a mixture of experts some of whose linears are named in ``packed`` (have 4-bit weights) and
-    others are not, because engines compute all experts of a mixture by one kernel."""
+    """Raise ValueError if a mixture of experts has both 4-bit linear layers (named in ``packed``) and others, because
+    engines compute all experts of a mixture by one kernel, for one format."""
     for name, module in model.named_modules():
         if isinstance(module, SeparateExperts):
             inside = [f"{name}.{expert}.{part}" for expert in range(len(module)) for part in PARTS]
@@ -280,14 +292,16 @@ def check_alike(packed: Collection[str], model: nn.Module) -> None:
 
 
 def stack_experts(block: nn.Module) -> None:
-    """Replace each ``SeparateExperts`` in a block or model, whose weights must have been read, by ``FrozenExperts``."""
+    """Replace each ``SeparateExperts`` in a block or model by ``FrozenExperts``; the weights must have been read
+    before."""
     for mixture in mixtures(block):
         if isinstance(mixture.experts, SeparateExperts):
             mixture.experts = FrozenExperts(mixture.experts)
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, FrozenLinear]]:
-    """Yield the packed linears of stacked experts by the names that they have in a checkpoint."""
+    """Yield the name in a checkpoint, and the 4-bit linear layer, of each linear layer of each expert in stacked
+    experts."""
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
             parent, _, part = name.replace(".base_layer", "").rpartition(".")

@@ -1,9 +1,9 @@
-"""Check config.json of a checkpoint: whether the model's family is supported, whether values that training depends on
-are possible, and whether trainer and vLLM compute the same function with them.
+"""Check config.json of a checkpoint: whether the model's family is supported, whether the values that training depends
+on are possible, and whether trainer and vLLM compute the same function with them.
 
-transformers ignores a key that its configuration class for the family does not have. vLLM uses one implementation for
-several families and reads some keys for all of them. So keys that only one of the two libraries would act on, and
-values that only one of them supports, are refused: trainer and engine would compute different models.
+transformers ignores a key that its configuration class for the family does not have. vLLM has one implementation for
+several families and reads some keys for all of them. Keys on which only one of the two libraries would act, and values
+that only one of them supports, are therefore refused: otherwise trainer and engine would compute different models.
 """
 
 import inspect
@@ -22,7 +22,8 @@ SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 WORDS = (
     "tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm",
 )  # fmt: skip
-"""Names of values that are true or false; any other value, such as the text "false", would be taken as true."""
+"""Keys of config.json whose value must be true or false; any other value, such as the text "false", would count as
+true."""
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "logits_scaling", "attention_multiplier", "residual_multiplier",
     "embedding_multiplier", "query_pre_attn_scalar", "final_logit_softcapping", "routed_scaling_factor",
@@ -35,17 +36,17 @@ ONLY_IN_VLLM = (
     "layer_rope_theta", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling",
     "llama_4_scaling", "dual_chunk_attention_config", "target_layer_count",
 )  # fmt: skip
-"""Keys of config.json that vLLM reads for all families of some architectures. If the family's configuration class in
-transformers does not have such a key, only vLLM would act on it, so it is refused."""
+"""Keys of config.json on which vLLM acts even if the family's configuration class in transformers does not have them.
+In such a family a key is refused, because transformers would ignore it."""
 ACTIVATIONS = {"hidden_act": ("silu", "swish"), "hidden_activation": ("gelu_pytorch_tanh",)}
-"""Activations of the MLP that vLLM has, by the name under which config.json gives them."""
+"""Activation functions of the MLP that vLLM supports, by the key of config.json that names them."""
 LAYERS = ("full_attention", "sliding_attention", "linear_attention")
 ROPES = ("default", "linear", "yarn", "llama3", "longrope", "su", "proportional")
-"""Kinds of rotary embedding that trainer and vLLM compute alike."""
+"""Types of rotary embedding that transformers and vLLM compute in the same way."""
 LONGROPE = ("longrope", "su")
-"""Names of the rope type LongRoPE; "su" is that of early Phi-3 checkpoints."""
+"""Names of the rotary embedding LongRoPE; early Phi-3 checkpoints call it "su"."""
 ORIGINAL = "original_max_position_embeddings"
-"""Name in config.json of the longest sequence, in tokens, with which LongRoPE uses its short factors."""
+"""Key of config.json with the length, in tokens, of the longest sequence for which LongRoPE uses its short factors."""
 ROPE_FACTORS = ("low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = (
     "rope_theta", "factor", ORIGINAL, *ROPE_FACTORS, "attention_factor", "beta_fast", "beta_slow",
@@ -88,20 +89,21 @@ def check_family(path: str | Path) -> Mapping:
 
 
 def has_experts(config: Mapping) -> bool:
-    """Return whether a config.json describes a mixture of experts, also in a nested text model of a vision model."""
+    """Return whether a config.json describes a mixture of experts, at its top level or in a nested config, such as that
+    of the language model of a vision-language model."""
     nested = (value for value in config.values() if isinstance(value, Mapping))
     named = "moe" in str(config.get("model_type")) or any(config.get(name) for name in EXPERTS)
     return named or any(map(has_experts, nested))
 
 
 def check_positions(positions: int | None, short: int | None, *, longest: int) -> None:
-    """Check that a model has enough positions for the ``longest`` prompt and completion together, and that trainer and
-    vLLM give every sequence the same positions.
+    """Check that the longest prompt and completion together, ``longest`` tokens, fit into a model's ``positions``, and
+    that trainer and vLLM use the same rotary embedding for every sequence; raise ValueError if not.
 
-    With LongRoPE, transformers chooses between short and long factors by the longest row of a forward pass, so that one
-    long row would change all rows that are packed with it, and vLLM chooses once by ``max_model_len``. Both use the
-    short factors if no sequence is longer than ``short`` (``longest_with_short_factors``), so a larger ``longest`` is
-    refused (ValueError).
+    With LongRoPE, transformers chooses between short and long factors by the longest row of a forward pass, so one long
+    row would change the rows that are packed with it, whereas vLLM chooses once, by ``max_model_len``. Both use the
+    short factors if no sequence is longer than ``short`` tokens (from ``longest_with_short_factors``), so a larger
+    ``longest`` is refused.
     """
     if positions is not None and longest > positions:
         raise ValueError(
@@ -118,8 +120,9 @@ def check_positions(positions: int | None, short: int | None, *, longest: int) -
 
 
 def longest_with_short_factors(config: Mapping) -> int | None:
-    """Return the longest sequence, in tokens, for which LongRoPE uses its short factors; None without LongRoPE, or if
-    config.json does not give this length, in which case transformers never uses the long factors."""
+    """Return the length, in tokens, of the longest sequence for which LongRoPE uses its short factors. Returns None for
+    other rotary embeddings, and if config.json does not give this length, in which case transformers never uses the
+    long factors."""
     ropes = [config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), Mapping)]
     ropes += [part for rope in ropes for part in rope.values() if isinstance(part, Mapping)]  # one per kind of layer
     scaled = [rope for rope in ropes if (rope.get("rope_type") or rope.get("type")) in LONGROPE]
@@ -128,7 +131,8 @@ def longest_with_short_factors(config: Mapping) -> int | None:
 
 
 def _known(config: Mapping) -> Mapping[str, object]:
-    """Return the parameters of the constructor of the family's configuration class in transformers, by name."""
+    """Return the constructor parameters, by name, of the configuration class that transformers has for a model's
+    family."""
     return inspect.signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
 
 
@@ -244,8 +248,9 @@ def _check_layers(file: Path, config: Mapping) -> None:
 
 
 def _check_windows(file: Path, config: Mapping) -> None:
-    """Raise ValueError if some blocks have a sliding window and others have none, which vLLM does not compute for some
-    families. Without layer_types, the blocks with a window are found as transformers' Qwen2Config finds them."""
+    """Raise ValueError if some decoder blocks have a sliding attention window and others have none. It is called for
+    families for which vLLM does not support this mixture. Without layer_types, the blocks with a window are those that
+    transformers' Qwen2Config gives one."""
     blocks, kinds = config["num_hidden_layers"], config.get("layer_types")
     if not isinstance(kinds, list):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else blocks
@@ -261,8 +266,8 @@ def _check_windows(file: Path, config: Mapping) -> None:
 
 
 def _ropes(file: Path, config: Mapping) -> Iterator[tuple[str, Mapping]]:
-    """Yield pairs of a key of config.json and the rotary embedding's settings under this key. There is one pair, or one
-    per kind of layer if kinds of layers have different settings."""
+    """Yield the settings of a model's rotary embeddings, each with the key of config.json under which they are. There
+    is one pair, or one per kind of layer if kinds of layers (such as sliding_attention) have different settings."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, Mapping | None):

@@ -1,5 +1,5 @@
-"""Common interface of 4-bit weight formats: 16 values, a scale per block of consecutive weights in a row, and in some
-formats a scale per tensor.
+"""Common interface of 4-bit weight formats, which have 16 values, a scale per block of consecutive weights in a row,
+and in some formats a scale per tensor.
 
     w = values[code] * effective_scale(block_scale, global_scale)
 
@@ -18,7 +18,8 @@ _CHUNK = 1 << 24  # weights that are converted at a time, which bounds temporary
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Packed weight matrix [N, K]; scales are stored as integers, which ``module.to(dtype)`` does not convert."""
+    """Weight matrix [N, K] in a 4-bit format: codes and scales. Block scales are stored as integers, which
+    ``module.to(dtype)`` does not convert."""
 
     codes: Tensor
     """[N, K/2] uint8, two codes per byte, the even column in the low nibble. NVFP4 weights may also be int32 words in
@@ -26,19 +27,20 @@ class PackedWeight:
     block_scale: Tensor
     """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor
-    """[] fp64 or fp32, tensor scale: factor of all weights of the tensor; 1 in formats without a tensor scale. For
-    ``dequantize``, E weights of one shape may be concatenated along N, with tensor scales [E]."""
+    """[] fp64 or fp32, the tensor scale, a factor of all weights; 1 in formats without a tensor scale. ``dequantize``
+    also accepts E weights of equal shape that are concatenated along N, with tensor scales [E]."""
 
 
 def no_tensor_scale(amax: Tensor) -> Tensor:
-    """Return 1, [] fp64 on the device of ``amax``: the tensor scale of formats that have none."""
+    """Return the tensor scale of formats that have none: 1, as [] fp64 on the device of ``amax``."""
     return torch.ones((), dtype=torch.float64, device=amax.device)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A 4-bit format: its values, its block size, and the functions that round to it, which take and return bits of
-    block scales as integers of ``scale_dtype``, and weights and effective scales of blocks in fp32."""
+    """Description of a 4-bit format: its values, its block size, and the functions that round weights to it. These
+    functions take and return block scales as integers of ``scale_dtype``, which hold the scales' bits; weights and
+    effective scales are fp32."""
 
     name: str
     block: int
@@ -48,17 +50,19 @@ class Format:
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps fp32 weights and their blocks' effective scales, broadcast to one shape, to uint8 codes of the nearest
-    values."""
+    """Maps fp32 weights and the effective scales of their blocks, broadcast to one shape, to the uint8 codes of the
+    nearest values."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
-    """Maps the largest magnitude of each block and the tensor scale to the bits of the block's min-max scale."""
+    """Maps the largest magnitude of each block, and the tensor scale, to the bits of the block scale that makes this
+    magnitude representable (min-max)."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
-    """Maps the bits of block scales and the tensor scale to the factor of each block's values."""
+    """Maps the bits of block scales, and the tensor scale, to the fp32 factor by which each block's values are
+    multiplied."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Maps the bits of min-max block scales to candidate scales, one of which may round its block with a smaller error;
-    the first candidates are the given scales."""
+    """Maps the bits of block scales to candidates near them, one of which may round its block with a smaller error. It
+    yields tensors like its argument, the argument first."""
     tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
-    """Maps the largest magnitude [] of all tensors that share one tensor scale to this tensor scale, [] fp64."""
+    """Maps the largest magnitude, [], of all weights that share one tensor scale to that tensor scale, [] fp64."""
     fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None
     """Faster implementation of ``dequantize`` for this format; None: ``decode`` is used."""
 
@@ -70,9 +74,10 @@ class Format:
 
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
-    """Round a matrix [N, K] (floating, finite, K a multiple of the format's block) to the nearest values of a format,
-    with scales that represent each block's largest magnitude (min-max). ``global_scale`` is the tensor scale, [], or
-    [N] with one per row; None: it is computed from this weight alone. Error messages name the tensor ``name``."""
+    """Round a matrix [N, K] to the nearest values of a 4-bit format, with block scales that make each block's largest
+    magnitude representable (min-max). The matrix must be finite and of a floating-point dtype, and K a multiple of the
+    block size. ``global_scale`` is the tensor scale, [], or [N] with one per row; None: it is computed from this
+    matrix. Error messages name the tensor ``name``."""
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
         raise ValueError(f"{name} has shape {list(weight.shape)}; expected [N, K] with K a multiple of {fmt.block}")
     block_amax = weight.unflatten(1, (-1, fmt.block)).abs().amax(-1).float()
@@ -86,8 +91,8 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
 
 def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Round a weight [N, K] to the codes whose values are nearest under given scales; return packed codes [N, K/2]. The
-    tensor scale is [], or [N] with one per row."""
+    """Round a weight [N, K], under given scales, to the nearest values of a 4-bit format; return packed codes [N, K/2]
+    uint8. ``block_scale`` holds bits, [N, K/block]; ``global_scale`` is [], or [N] with one tensor scale per row."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in row_chunks(weight):
         scale = fmt.effective_scale(block_scale[rows], of_rows(global_scale, rows)).unsqueeze(-1)  # [n, K/block, 1]
@@ -96,13 +101,14 @@ def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: 
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Pack uint8 codes below 16, [N, K], into bytes, [N, K/2]."""
+    """Pack 4-bit codes [N, K] uint8 into bytes [N, K/2], the code of the even column in the low four bits."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """Compute ``values[code] * scale`` in fp32 from packed codes [N, K/2] and the blocks' scales [N, number of blocks],
-    rounded to [N, K] of ``dtype``; On a CPU, both values of a byte are looked up at once, which is faster."""
+    """Dequantise a weight: ``values[code] * scale`` in fp32, rounded to [N, K] of ``dtype``. ``codes`` are packed, [N,
+    K/2] uint8; ``scale`` has one factor per block, [N, K/block] fp32. On a CPU, both values of a byte are looked up at
+    once, which is faster."""
     if codes.is_cuda:
         from qerl_pl.kernels.dequantize import dequantize_table  # needs Triton
 
@@ -117,12 +123,14 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def of_rows(global_scale: Tensor, rows: slice) -> Tensor:
-    """Return the tensor scales of some rows of a matrix; ``global_scale`` has one per row, [N], or one for all, []."""
+    """Return the tensor scales of some rows of a matrix, given ``global_scale``: [N] with one per row, or [] for all
+    rows, which is returned unchanged."""
     return global_scale[rows] if global_scale.ndim else global_scale
 
 
 def row_chunks(matrix: Tensor) -> Iterator[slice]:
-    """Divide the rows of a matrix into consecutive slices of at most ``_CHUNK`` elements, or one row."""
+    """Divide the rows of a matrix into consecutive slices of at most ``_CHUNK`` elements, or of a single row if rows
+    are longer, to bound temporary memory."""
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 

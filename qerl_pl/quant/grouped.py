@@ -1,9 +1,11 @@
-"""Experts of a mixture as one node of the autograd graph: products of each expert's rows with the expert's matrices.
+"""Experts of a mixture of experts as one node of the autograd graph, computed by grouped matrix products: each expert's
+rows times that expert's matrices.
 
     y_t = sum_k w_tk z_tk,   z = h W2^T + (h A2^T) (s B2)^T,   h = silu(g) u,   (g, u) = x W13^T + (x A13^T) (s B13)^T
 
-The terms with A and B are those of LoRA adapters and are optional; gate and up share A13. Letters: T tokens, E experts,
-k experts per token, S = k T rows, H hidden size, I inner size, R rank, s LoRA's scaling.
+The terms with A and B are those of LoRA adapters and are optional; gate (g) and up (u) share A13. Letters: T tokens, E
+experts, k experts per token, S = k T rows (one per token and chosen expert), H hidden size, I inner size, R rank, s
+LoRA's scaling.
 """
 
 from __future__ import annotations
@@ -18,30 +20,33 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 Dense = Callable[[torch.dtype], Tensor]
-"""Function that returns the weights [E, N, K] of one part of all experts in a given dtype. It is called for each
-product, so dequantised weights exist only during one product."""
+"""Function that returns the frozen weights [E, N, K] of one linear layer (gate, up or down) of all experts in a given
+dtype. It is called again for each product, so dequantised weights exist only during one product."""
 
 KERNEL_RANK = 64
-"""Highest rank whose products are added by a kernel; its programs hold all ranks of an expert's matrix at once."""
+"""Highest LoRA rank for which the Triton kernel adds the adapter's product; a program of this kernel holds all ranks of
+an expert's matrix at once."""
 
 
 class Routes(NamedTuple):
-    """Order of the S rows, one per token and chosen expert, in which the rows of each expert are consecutive."""
+    """Assignment of tokens to experts, as an order of S rows (one per token and chosen expert) in which the rows of
+    each expert are consecutive."""
 
     order: Tensor
-    """[S] int64, index of each sorted row in the flattened ids [T, k]; its token is order // k."""
+    """[S] int64, for each sorted row its index in the flattened expert indices [T, k]; the row's token is order //
+    k."""
     inverse: Tensor
-    """[T, k] int64, place of each choice among the sorted rows."""
+    """[T, k] int64, for each token and chosen expert the index of its sorted row."""
     ends: Tensor
     """[E] int32, index after the last row of each expert."""
 
 
 class Factors(NamedTuple):
-    """LoRA adapters of all experts. They and, on a GPU, their gradients are rounded to the dtype of the products, as by
-    autocast."""
+    """LoRA adapters of all experts. The adapters and, on a GPU, their gradients are rounded to the dtype of the matrix
+    products, as autocast does."""
 
     gate_up_a: Tensor
-    """[E, R, H], which gate and up share. R must be a multiple of 8 on a GPU."""
+    """[E, R, H], the matrix A that gate and up share. R must be a multiple of 8 on a GPU."""
     gate_up_b: Tensor
     """[E, 2I, R] times LoRA's scaling, the rows of gate and then those of up."""
     down_a: Tensor
@@ -51,7 +56,8 @@ class Factors(NamedTuple):
 
 
 def sort_rows(ids: Tensor, num_experts: int) -> Routes:
-    """Sort the rows of ids [T, k] by expert, those of one expert by token."""
+    """Sort the S = k T pairs of a token and a chosen expert by expert, and those of one expert by token. ``ids`` [T, k]
+    has the experts' indices."""
     experts, order = ids.flatten().sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
@@ -61,10 +67,13 @@ def sort_rows(ids: Tensor, num_experts: int) -> Routes:
 def grouped_experts(
     x: Tensor, weights: Tensor, routes: Routes, parts: tuple[Dense, Dense, Dense], factors: Factors | None = None
 ) -> Tensor:
-    """Compute the sum over each token's experts of their outputs times ``weights`` [T, k] fp32, for x [T, H]: [T, H] in
-    the dtype of x; differentiable with respect to x, weights and factors. ``parts`` are the weights of gate, up and
-    down, which backward dequantises again; it gets the outputs of gate and up, and with ``factors`` also x and the
-    rounded factors, from forward."""
+    """Compute, for each token of x [T, H], the sum of its experts' outputs, each times its weight in ``weights`` [T, k]
+    fp32; returns [T, H] in the dtype of x.
+
+    The result is differentiable with respect to x, weights and ``factors``, the LoRA adapters. ``parts`` return the
+    frozen weights of gate, up and down, which backward dequantises a second time. Autograd keeps the outputs of gate
+    and up and, with ``factors``, also x and the rounded factors.
+    """
     tensors = routes if factors is None else (*routes, *factors)
     return _GroupedExperts.apply(x, weights, parts, *tensors)
 
@@ -124,7 +133,8 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows [S, K] of each expert by its matrix, [E, K, N], in the rows' dtype: [S, N]."""
+    """Multiply the rows [S, K] of each expert by that expert's matrix in ``matrices`` [E, K, N]; returns [S, N] in the
+    rows' dtype. ``ends`` [E] has the index after each expert's last row."""
     if not rows.is_cuda or rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
     parts = zip(rows.tensor_split(ends[:-1].tolist()), matrices, strict=True)  # waits for the GPU
@@ -132,8 +142,9 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
-    """Add to ``out`` [S, N], in place, what ``grouped`` computes of rows [S, R] and matrices [E, R, N]. A kernel, used
-    up to R = ``KERNEL_RANK``, does not round the product before it is added."""
+    """Add to ``out`` [S, N], in place, the product of each expert's rows in ``rows`` [S, R] and its matrix in
+    ``matrices`` [E, R, N]. On a GPU, up to R = ``KERNEL_RANK``, a kernel adds the product without rounding it
+    before."""
     if rows.shape[1] <= KERNEL_RANK and (kernels := _kernels(out)):
         kernels.add_grouped(out, rows, matrices, ends)
     else:
@@ -141,8 +152,9 @@ def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> No
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply, for each expert, its rows of ``left`` [S, N], transposed, by those of ``right`` [S, K]: [E, N, K] of
-    ``dtype``; 0 for an expert without rows."""
+    """Compute, for each expert, the product of its rows of ``left`` [S, N], transposed, and its rows of ``right`` [S,
+    K]: [E, N, K] of ``dtype``; 0 for an expert without rows. ``ends`` [E] has the index after each expert's last
+    row."""
     if not left.is_cuda or left.dtype == torch.bfloat16:
         return F.grouped_mm(left.mT, right, offs=ends).to(dtype)
     places = ends[:-1].tolist()  # waits for the GPU
@@ -151,16 +163,17 @@ def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tens
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) * up, [S, I] in the dtype of both; the activation and the product are rounded."""
+    """Compute silu(gate) * up, [S, I] in the dtype of both; silu(gate) and the product are each rounded to it."""
     if kernels := _kernels(gate):
         return kernels.swiglu(gate, up)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
-    """Compute, for the rows share * silu(gate) * up, the gradients of gate and up, [S, I], and that of ``share``
-    [S, 1] fp32, which is [S] fp32; the fourth result is silu(gate) * up. ``d_product`` [S, I] is the gradient of the
-    rows. A kernel rounds each gradient once, and torch's operations every factor of it."""
+    """Compute the gradients of share * silu(gate) * up, given the gradient ``d_product`` [S, I] of this product.
+    ``gate`` and ``up`` are [S, I], and ``share`` [S, 1] fp32. Returns the gradients of gate and up, [S, I], the
+    gradient of share, [S] fp32, and silu(gate) * up. On a GPU, a kernel rounds each gradient once; torch's operations
+    also round intermediate results."""
     if kernels := _kernels(gate):
         return kernels.swiglu_gradients(gate, up, d_product, share)
     activation = F.silu(gate)
@@ -171,7 +184,8 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
 
 
 def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
-    """Add the k sorted rows [S, N] of each token, times their weights [T, k], in fp32: [T, N] in the rows' dtype."""
+    """Sum the k rows of each token, times their weights [T, k] if given, in fp32. ``rows`` [S, N] are sorted by expert,
+    as ``routes`` says; returns [T, N] in the rows' dtype."""
     if not torch.is_grad_enabled() and (kernels := _kernels(rows)):  # the kernel has no backward
         return kernels.summed(rows, routes.inverse, weights)
     total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)
@@ -182,7 +196,8 @@ def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
 
 
 def _kernels(rows: Tensor) -> ModuleType | None:
-    """Return the module of the Triton kernels, None if torch's operations compute what they do."""
+    """Return the module of the Triton kernels for experts, or None if torch's operations have to be used: on a CPU, and
+    for float64."""
     if not rows.is_cuda or rows.dtype == torch.float64:
         return None
     from qerl_pl.kernels import experts  # needs Triton

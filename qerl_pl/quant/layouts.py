@@ -1,5 +1,5 @@
-"""Layouts of packed weights in checkpoints: which tensors a packed linear has, how they are read into the buffers of
-``FrozenLinear``, and how they are written.
+"""Layouts of 4-bit weights in checkpoints: which tensors a quantised linear layer has, how they are read into the
+buffers of ``FrozenLinear``, and how they are written.
 
 NVFP4 and MXFP4 are written in the layout of compressed-tensors, which unmodified vLLM and transformers can load, and
 NF4 in the layout of bitsandbytes, which unmodified transformers can load.
@@ -24,8 +24,8 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 @dataclass(frozen=True)
 class Part:
-    """Use of a tensor that a checkpoint stores: the name of the buffer or parameter that it fills (a buffer of
-    ``FrozenLinear`` if the linear is packed), and how it is converted before."""
+    """Destination of one tensor of a checkpoint: the name of the buffer or parameter of a module that it fills, and the
+    conversion that it needs before."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
@@ -34,17 +34,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Way of storing packed weights in a checkpoint."""
+    """Way in which a checkpoint stores the weights of 4-bit linear layers."""
 
     fmt: Format
     parts: Mapping[str, Part]
-    """Stored tensors of a packed linear, by the suffix that follows the linear's name in the tensor's name."""
+    """Stored tensors of a 4-bit linear layer, by the suffix that follows the layer's name in the tensor's name."""
     marker: str
-    """Suffix of a tensor that exists only for packed linears."""
+    """Suffix of a tensor that exists only for 4-bit linear layers, by which they are recognised."""
     redundant: tuple[str, ...] = ()
-    """Suffixes of a packed linear's tensors that are not needed for reading it."""
+    """Suffixes of tensors of a 4-bit linear layer that are not needed for reading it."""
     table: str | None = None
-    """Suffix of a tensor with the values of the 16 codes, which must be the format's; None: there is none."""
+    """Suffix of a tensor with the values of the 16 codes, which must be those of the format; None: there is no such
+    tensor."""
 
 
 def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
@@ -97,7 +98,8 @@ BITSANDBYTES_NF4 = Layout(
 
 
 def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shape: tuple[int, int]) -> PackedWeight:
-    """Build the packed weight [N, K] of linear ``name`` from the tensors in which a checkpoint stores it."""
+    """Build the 4-bit weight [N, K] of the linear layer ``name`` from the tensors of a checkpoint; ``shape`` is (N,
+    K)."""
     num_rows, num_columns = shape
     layer = FrozenLinear(num_columns, num_rows, layout.fmt, device="meta")
     layer.global_scale_bits = torch.ones((), dtype=torch.float64).view(torch.int64)
@@ -107,8 +109,8 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
-    """Check a tensor that stores the values of the 16 codes (``Layout.table``): raise ValueError unless these are the
-    values of the layout's format. Does nothing if ``name`` is another tensor."""
+    """Raise ValueError if the tensor ``name`` of a checkpoint lists the values of the 16 codes and these are not the
+    values of the layout's format. Tensors with other contents are not checked."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()
@@ -122,14 +124,16 @@ def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
 
 @dataclass(frozen=True)
 class Writer:
-    """Functions that write a format."""
+    """Functions that store weights in a 4-bit format in a checkpoint."""
 
     layout: Layout
     """Layout by which the written tensors are read."""
     tensors: Callable[[PackedWeight, torch.dtype], dict[str, Tensor]]
-    """Maps a packed weight and the model's dtype to tensors, by the suffix that follows the linear's name."""
+    """Maps a 4-bit weight and the model's dtype to the tensors to store, by the suffix that follows the linear layer's
+    name."""
     config: Callable[[Sequence[str], torch.dtype], dict[str, object]]
-    """Maps the names of the linears that stay dense and the model's dtype to ``quantization_config`` of config.json."""
+    """Maps the names of the linear layers that are not quantised, and the model's dtype, to ``quantization_config`` of
+    config.json."""
 
     @property
     def fmt(self) -> Format:

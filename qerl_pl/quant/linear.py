@@ -1,4 +1,4 @@
-"""Frozen linear layer that stores its weight packed and dequantises it in forward and again in backward."""
+"""Linear layer with a frozen 4-bit weight, which it dequantises in forward and again in backward."""
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ from qerl_pl.quant.nvfp4 import NVFP4
 class FrozenLinear(nn.Module):
     """Linear layer y = x W^T + b with a frozen 4-bit weight W [N, K] and a frozen bias b [N].
 
-    The layer has no parameters, only buffers. Codes and scales are integers, which ``module.to(dtype)`` does not
-    convert; the bias, of ``dtype``, is converted. The product is computed in the dtype of x. For backward, autograd
-    keeps only the packed weight. The buffers of a new layer are zero; assign ``packed`` and ``bias`` to fill them. An
-    NVFP4 weight may also be in tile order (``hopper/tile_order.py``), in which this project's kernels for vLLM read it,
-    so that trainer and engine share one copy.
+    The layer has no parameters, only buffers. Codes and scales are stored as integers, which ``module.to(dtype)`` does
+    not convert; the bias has the dtype ``dtype`` and is converted. The matrix product is computed in the dtype of x.
+    For backward, autograd keeps only the 4-bit weight. The buffers of a new layer are zero; assign ``packed`` and
+    ``bias`` to fill them. An NVFP4 weight may also be in tile order (``hopper/tile_order.py``), the order in which this
+    project's kernels for vLLM read it, so that trainer and engine can share one copy.
     """
 
     codes: Tensor
@@ -76,7 +76,8 @@ class FrozenLinear(nn.Module):
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """Autograd node of y = x W^T that dequantises the packed weight again in backward, for dX = dY W."""
+    """Autograd function of y = x W^T + b with a 4-bit weight W, which it dequantises again in backward to compute dX =
+    dY W."""
 
     @staticmethod
     def forward(

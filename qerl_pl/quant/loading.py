@@ -1,7 +1,8 @@
-"""Load a checkpoint folder as a frozen causal language model, tensor by tensor, without a dense copy of the model.
+"""Load a checkpoint folder as a frozen causal language model, tensor by tensor, without ever holding a dense copy of a
+quantised model.
 
-Linears whose weights the checkpoint stores in 4 bits become ``FrozenLinear``. They are recognised by their stored
-tensors, so the ``ignore`` list of the quantisation config need not be read.
+Linear layers whose weights the checkpoint stores in 4 bits become ``FrozenLinear``. They are recognised by the names of
+their stored tensors, so the ``ignore`` list of the quantisation config need not be read.
 """
 
 import re
@@ -34,9 +35,10 @@ OBSOLETE = r"rotary_emb\.inv_freq$"  # in old Llama checkpoints; transformers co
 
 
 def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    """Load the frozen base of a policy from a folder, in evaluation mode and without trainable parameters. ``dtype`` is
-    that of everything except packed weights and ``Family.fp32``; every tensor is moved to ``device`` when it is read.
-    ValueError: the quantisation is not supported, or tensors do not fit the model that config.json describes."""
+    """Load the frozen base model of a policy from a folder, in evaluation mode and without trainable parameters.
+    ``dtype`` is the dtype of all parameters except 4-bit weights and those that the model family keeps in fp32
+    (``Family.fp32``). Every tensor is moved to ``device`` when it is read. Raises ValueError if the quantisation is not
+    supported, or if tensors do not fit the model that config.json describes."""
     checkpoint = Checkpoint(path)
     layout = read_layout(checkpoint.path)
     model = meta_model(checkpoint.path, dtype)
@@ -61,8 +63,8 @@ def load_base(path: str | Path, *, dtype: torch.dtype, device: torch.device | st
 
 
 def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Create the causal language model that config.json describes on the meta device, that is, without data. Its
-    linears, those of experts included, are dense even if the checkpoint is quantised."""
+    """Create the causal language model that config.json describes on the meta device, that is, without data. All of its
+    linear layers, those of experts included, are ordinary ones, even if the checkpoint is quantised."""
     if has_vision(read_json(path / CONFIG)):
         text = model_config(path)
         config = CONFIG_MAPPING[text["model_type"]].from_dict(dict(text))
@@ -76,7 +78,8 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype | str | None) -> PreTrainedModel:
-    """Create a causal language model as ``meta_model`` does, from its configuration."""
+    """Create a causal language model on the meta device from its configuration, with each expert's linear layers as
+    separate modules."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     names = FAMILIES[config.model_type].experts if config.model_type in FAMILIES else None
@@ -108,8 +111,8 @@ def _swap_packed_linears(
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[str, Part]]:
-    """Map every tensor of the checkpoint to the attribute of the model that it fills; raise ValueError if a tensor has
-    no attribute or an attribute has no tensor."""
+    """Map the name of every tensor of the checkpoint to the module of the model, and to its attribute, that the tensor
+    fills. Raises ValueError if a tensor fills nothing, or if a parameter or buffer would not be filled."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
@@ -140,13 +143,15 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None
 
 
 def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
-    """Map the names of tied parameters, e.g. lm_head.weight, to the names of the parameters that they are tied to."""
+    """Map the names of tied parameters, such as lm_head.weight, to the names of the parameters whose values they
+    share."""
     return cast(Mapping[str, str], model.all_tied_weights_keys)
 
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
     """Check, without reading data, that a checkpoint has a floating-point tensor of the right shape for every parameter
-    of ``model``, except the weights of the linears ``packed``, which are stored as codes and scales."""
+    of ``model``; raise ValueError if not. The weights of the linear layers named in ``packed`` are not checked, because
+    they are stored as codes and scales."""
     tied = tied_weights(model)
     stored_packed = {f"{name}.weight" for name in packed}
     stored = {*checkpoint.names(), *stored_packed}
@@ -171,8 +176,8 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
 def _fill(
     module: nn.Module, part: Part, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Convert and check a stored tensor, and assign it to the module's tensor ``part.buffer``, which is on the meta
-    device."""
+    """Convert and check a stored tensor, and assign it to the attribute ``part.buffer`` of a module, whose tensor so
+    far is on the meta device."""
     meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)
@@ -207,7 +212,8 @@ def _check_finite(tensor: Tensor, name: str) -> None:
 
 
 def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
-    """Raise ValueError for block scales that are NaN, infinite or negative; some kernels ignore the sign of a scale."""
+    """Raise ValueError if block scales are NaN, infinite or negative; negative scales are refused because some kernels
+    ignore their sign."""
     values = fmt.effective_scale(scales, torch.ones((), dtype=torch.float64, device=scales.device)).float()
     if number := int((~values.isfinite()).sum()):
         raise ValueError(f"{name} holds NaN or infinity in {number} of {scales.numel()} places")
@@ -230,8 +236,9 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 
 
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Fill buffers that no checkpoint stores, such as rotary frequencies, by the initialisation that transformers
-    defines for the model. Parameters keep their values, although this initialisation would overwrite them."""
+    """Fill the buffers that no checkpoint stores, such as rotary frequencies, by the initialisation that transformers
+    defines for the model. That initialisation also overwrites parameters, so they are taken out during it, and keep
+    their values."""
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for leaf, buffer in computed.items():

@@ -15,8 +15,9 @@ from qerl_pl.quant.nvfp4 import E2M1_CODES, e2m1_codes
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """Choose the power of two, as uint8 exponents biased by 127, that brings the block's largest magnitude into
-    [3.5, 7). E2M1's largest value is 6, to which magnitudes from 7 on would be clipped with a large error."""
+    """Choose each block's scale: the power of two by which the block's largest magnitude, divided by it, lies in [3.5,
+    7). Returns uint8 exponents, biased by 127. E2M1's largest value is 6, to which magnitudes of 7 and more would be
+    clipped with a large error."""
     exponent = (block_amax.view(torch.int32) + (1 << 21)) >> 23  # biased; significands from 1.75 on are rounded up to 2
     return (exponent - 2).clamp_min(0).to(torch.uint8)
 
@@ -28,7 +29,7 @@ def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the given powers of two, then half of each, then twice each."""
+    """Yield candidates for block scales: the given powers of two, then half of each, then twice each."""
     for step in (0, -1, 1):
         yield (block_scale.int() + step).clamp(0, 254).to(torch.uint8)
 

@@ -39,8 +39,8 @@ def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the given scales times 1.00, 0.97, ... down to about 0.6. With factors below 1 the block's largest weight
-    is clipped, and the others are rounded more finely."""
+    """Yield candidates for block scales: the given scales times 1.00, 0.97, ... down to about 0.6. With factors below
+    1, a block's largest weight is clipped, and its other weights are rounded more finely."""
     for percent in range(100, 58, -3):
         yield (block_scale.view(torch.float32) * (percent / 100)).view(torch.int32)
 

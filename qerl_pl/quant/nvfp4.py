@@ -3,13 +3,13 @@
     w = e2m1(code) * (e4m3(block_scale) * global_scale)                        (arXiv 2510.11696, eq. 6)
 
 Codes, block scales and dequantised weights equal those of compressed-tensors 0.17 (``NVFP4A16``, min-max) bit for bit
-if it computes in fp32. Here weights are converted to fp32 first, whereas compressed-tensors computes scales in the
-dtype of the weight; its decompressor also rounds the fp32 product to bf16 at the end.
+if that library computes in fp32. Here weights are converted to fp32 first, whereas compressed-tensors computes scales
+in the dtype of the weight; its decompressor also rounds the fp32 product to bf16 at the end.
 
 The tensor scale is stored as an fp64 factor. compressed-tensors stores its reciprocal, a divisor, in fp32, and ModelOpt
-stores the factor in fp32; both can be recovered from the fp64 factor exactly. For every E4M3 scale whose result
-is a normal number, ``fp32(scale * (1 / divisor))`` is the correctly rounded quotient, because the quotient of a 4-bit
-and a 24-bit significand is never within 2^-49 of an fp32 rounding boundary, and the fp64 error is 2^-52.
+stores the factor in fp32; both can be recovered from the fp64 factor exactly. For every E4M3 scale whose result is a
+normal number, ``fp32(scale * (1 / divisor))`` is the correctly rounded quotient, because the quotient of a 4-bit and a
+24-bit significand is never within 2^-49 of an fp32 rounding boundary, and the fp64 error is 2^-52.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,9 @@ _E4M3_MAX_BITS = 0x7E
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
-    """Compute the tensor scale, [] fp64, with which the largest block scale becomes E4M3's maximum, from the largest
-    magnitude [] of all tensors that share this scale. It is 1 if its reciprocal would overflow fp32, as for zeros."""
+    """Compute the tensor scale, [] fp64, with which the largest block scale is 448, E4M3's maximum. ``amax`` is the
+    largest magnitude, [], of all tensors that share this scale. The tensor scale is 1 if its reciprocal would overflow
+    fp32, as for tensors of zeros."""
     divisor = E4M3_MAX * E2M1_MAX / amax.float().clamp_min(torch.finfo(torch.float32).tiny)
     return 1 / torch.where(divisor.isfinite(), divisor, 1.0).double()
 
@@ -43,15 +44,17 @@ def scale_divisor(global_scale: Tensor) -> Tensor:
 
 
 def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
-    """Return bits of E4M3 scales that map each block's largest magnitude, [...] fp32, to 6, E2M1's maximum."""
+    """Return the block scales, as E4M3 bits, that map each block's largest magnitude ``block_amax``, [...] fp32, to
+    about 6, E2M1's maximum."""
     scale = scale_divisor(global_scale) * (block_amax / E2M1_MAX)
     bits = scale.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(bits == 0, _ZERO_SCALE, bits)
 
 
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return block scales times tensor scale, rounded once to fp32, in the shape of ``block_scale``. With tensor scales
-    [E], ``block_scale`` is the concatenation of the block scales of E weights of one shape."""
+    """Return the products of block scales (E4M3 bits, uint8) and the tensor scale, rounded once to fp32, in the shape
+    of ``block_scale``. If there are E tensor scales, ``block_scale`` is the concatenation of the block scales of E
+    weights of equal shape."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
     if global_scale.ndim == 0:
@@ -67,14 +70,14 @@ def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield the given block scales, then candidates around them: the next two larger and the next ten smaller E4M3
-    values. These are from about 0.42 to 1.2 times the given scale, since E4M3 has 8 values per factor of two."""
+    """Yield candidates for block scales: the given ones, then the next two larger and the next ten smaller E4M3 values.
+    These are about 0.42 to 1.2 times the given scale, because E4M3 has 8 values per factor of two."""
     for step in (0, 1, 2, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10):
         yield (block_scale.int() + step).clamp(1, _E4M3_MAX_BITS).to(torch.uint8)
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight to [N, K] of ``dtype``: the values in fp32, rounded once to ``dtype``."""
+    """Dequantise an NVFP4 weight to [N, K]: the weights are computed in fp32 and rounded once to ``dtype``."""
     if weight.codes.dtype != torch.uint8:
         return native.dequantize(weight, dtype)
     if weight.codes.is_cuda:

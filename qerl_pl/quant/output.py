@@ -18,17 +18,18 @@ from qerl_pl.model.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
 RECORDS = ("tiny.json", "drift.json")
-"""Files in which commands record how one policy was made and measured; copies and exports do not carry them."""
+"""Files in which commands record how one checkpoint was made and measured; copies and exports of the checkpoint do not
+include them."""
 _MANIFEST = "manifest.json"
 _CARRIED = {".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"}
 _CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGNORECASE)
 
 
 class OutputFolder:
-    """Checkpoint folder that is written as ``OUTPUT.partial`` and renamed to ``OUTPUT`` at the end; ``OUTPUT`` must be
-    empty or not exist. ``settings``, of JSON's types, are all values that the files depend on; they are also in the
-    report. A manifest lists the finished files, so a later run with equal settings continues after them; one with other
-    settings is refused."""
+    """Checkpoint folder that is written as ``OUTPUT.partial`` and renamed to ``OUTPUT`` at the end; ``OUTPUT`` must not
+    exist, or be empty. ``settings`` (JSON types) are all values that the files depend on, and are also written to the
+    report. A manifest lists the finished files, so a later run with equal settings continues after them; a later run
+    with other settings is refused (ValueError)."""
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
         self.output, self.settings = output, dict(settings)
@@ -48,8 +49,8 @@ class OutputFolder:
         self.done = dict(manifest["files"])
 
     def add(self, file: str, tensors: Mapping[str, Tensor], layers: Sequence[object] = ()) -> None:
-        """Write one safetensors file, and add it to the manifest together with ``layers``, the reports on the errors of
-        the file's packed linears."""
+        """Write one safetensors file and record it as finished in the manifest, together with ``layers``, the error
+        reports of the file's quantised linear layers."""
         write_tensors(self.partial / file, tensors)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, "layers": layers}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
@@ -71,8 +72,8 @@ class OutputFolder:
         return [report for entry in self.done.values() for report in entry["layers"]]
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
-        """Add index, report, config.json with the content ``config``, and ``carried_files`` of the folder ``source``;
-        then rename the folder to ``OUTPUT``."""
+        """Complete the folder and rename it to ``OUTPUT``: write the index, the report and config.json with the content
+        ``config``, and copy the tokenizer and other ``carried_files`` of the folder ``source``."""
         carry(source, self.partial)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())
@@ -98,7 +99,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def carried_files(source: Path) -> list[Path]:
     """List the files of a checkpoint folder that its quantised, converted or merged copies also get: tokenizer, chat
-    templates (also those in a folder), licence and the like, but no code."""
+    templates (also those in a subfolder), licence and similar files, but no code and no config.json."""
     # Stored digests and reports describe this folder alone, and a copy gets a config.json of its own.
     of_one = (CONFIG, REPORT, MODELOPT_CONFIG)
     return [

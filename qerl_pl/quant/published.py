@@ -1,9 +1,10 @@
-"""Inspect published NVFP4 checkpoints: their contents, and what has to change for 16-bit activations (W4A16).
+"""Inspect published NVFP4 checkpoints: what they contain, and what has to be changed before they can be used with
+16-bit activations (W4A16).
 
-Published checkpoints may have features that a W4A16 base does not support, which ``convert`` removes: scales of
-activations and of the KV cache, linears in FP8, a quantised head, and different tensor scales of q/k/v or of gate/up,
-which engines fuse into one matrix. The format of a linear is derived from its tensors, and not from the lists of
-excluded modules in config.json and hf_quant_config.json.
+Published checkpoints may have features that training does not support, and that ``convert`` removes: scales of
+activations and of the KV cache, linear layers in FP8, a quantised head, and different tensor scales of q/k/v or of
+gate/up, which engines fuse into one matrix. The format of a linear layer is derived from its tensors, and not from the
+lists of excluded modules in config.json and hf_quant_config.json.
 """
 
 import math
@@ -28,10 +29,10 @@ QUANTISED = COMPRESSED | MODELOPT | {"weight_zero_point", "weight_g_idx", "weigh
 
 @dataclass
 class Stored:
-    """Names of a checkpoint's linears and tensors by kind, derived from the headers of its files."""
+    """Names of a checkpoint's linear layers and tensors by kind, derived from the headers of its files."""
 
     packed: dict[str, set[str]] = field(default_factory=dict)
-    """Suffixes of the tensors, ``COMPRESSED`` or ``MODELOPT``, by the name of each linear in NVFP4."""
+    """Linear layers in NVFP4: maps each layer's name to the suffixes of its tensors, ``COMPRESSED`` or ``MODELOPT``."""
     modules: set[str] = field(default_factory=set)
     """Names of all modules that have a tensor."""
     fp8: list[str] = field(default_factory=list)
@@ -42,15 +43,15 @@ class Stored:
     """Names of tensors with scales of the KV cache."""
 
     def leaves(self, linear: str) -> set[str]:
-        """Return the suffixes of the tensors in which a linear's quantised weight is stored; empty if the linear is not
-        quantised."""
+        """Return the suffixes of the tensors in which a linear layer's quantised weight is stored; empty if the layer
+        is not quantised."""
         return self.packed.get(linear, FP8 if linear in self.fp8 else set())
 
 
 def conversion_reasons(path: Path) -> list[str]:
-    """List the reasons why a checkpoint has to be converted before it can be used as a base. The list is empty if it
-    can be used as it is, and for checkpoints with neither NVFP4 linears nor a vision part, which ``convert`` does not
-    handle. Only config.json, headers and tensor scales are read."""
+    """List the reasons why a checkpoint has to be converted before training can start from it. The list is empty if
+    training can start from it as it is, and also for checkpoints with neither NVFP4 linear layers nor a vision model,
+    which ``convert`` does not handle. Only config.json, the headers of the weight files, and tensor scales are read."""
     config = quantization_config(path)
     reasons = [NOT_USED] if has_vision(read_json(path / CONFIG)) else []
     if config is None:
@@ -81,8 +82,8 @@ def conversion_reasons(path: Path) -> list[str]:
 
 
 def read_stored(checkpoint: Checkpoint) -> Stored:
-    """Find the linears in NVFP4 and FP8, and the scales of activations and KV cache, by the names, dtypes and shapes of
-    a checkpoint's tensors; raise ValueError for a linear that is stored in another way."""
+    """Find the NVFP4 and FP8 linear layers of a checkpoint, and its scales of activations and KV cache, by the names,
+    dtypes and shapes of its tensors. Raises ValueError for a linear layer that is quantised in another way."""
     leaves: dict[str, set[str]] = defaultdict(set)
     stored = Stored()
     for name in checkpoint.names():
@@ -112,8 +113,8 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
 
 
 def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
-    """Group the NVFP4 linears of the decoder blocks by the matrices that engines fuse them into; raise ValueError if
-    only some linears of a group are in NVFP4."""
+    """Group the NVFP4 linear layers of the decoder blocks by the matrices into which engines fuse them, such as q, k
+    and v. Raises ValueError if only some layers of a group are in NVFP4."""
     groups = []
     for name in stored.packed:
         group = fused_with(name, stored.modules)

@@ -1,11 +1,11 @@
-"""Offline quantiser: write a packed copy of a dense checkpoint, one decoder block at a time.
+"""Offline quantiser: write a copy of a dense checkpoint with 4-bit weights, one decoder block at a time.
 
-All linears except the ignored ones are packed; embeddings, norms and biases are copied. Linears that engines fuse into
-one matrix share one tensor scale.
+All linear layers except the ignored ones are quantised; embeddings, norms and biases are copied. Linear layers that
+engines fuse into one matrix share one tensor scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. With
-calibration data, each block's weights are rounded, and their errors measured, on the inputs that the previous blocks
-compute with their packed weights (and with their part of the adapter for quantisation errors, if one is written).
+calibration data, each block's weights are rounded, and their errors measured, on inputs that the previous blocks
+compute with quantised weights (and with the adapter that approximates their quantisation errors, if one is written).
 """
 
 import math
@@ -51,23 +51,25 @@ def quantize_checkpoint(
     residual: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
-    """Write a copy of the dense checkpoint in the folder ``model`` (bf16, fp16 or fp32) in which linears are packed;
-    return one report per packed linear. ``load_base`` and the libraries that ``layouts`` names can load it. The device
-    holds one decoder block and, with calibration data, second moments of its inputs. Host memory holds one block, or
-    the embeddings if they are larger, and the hidden states of the calibration data.
+    """Write a copy of the dense checkpoint in the folder ``model`` (bf16, fp16 or fp32) whose linear layers have 4-bit
+    weights; return one error report per quantised layer.
+
+    ``load_base`` and the libraries that ``layouts`` names can load the copy. The device holds one decoder block and,
+    with calibration data, second moments of the inputs of its layers. Host memory holds one block, or the embeddings if
+    they are larger, and the hidden states of the calibration data.
 
     Args:
-        output: folder to make; it must not exist or be empty.
-        method: rounding method, see ``pack_group``.
-        ignore: linears to leave dense: names, or "re:" and a regular expression that matches the start of names.
+        output: folder to create; it must not exist, or be empty.
+        method: rounding method, "rtn" or "gptq", see ``pack_group``.
+        ignore: linear layers to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by gptq. With it, output errors are reported for all methods.
-        residual: rank of an adapter that approximates the quantisation errors (``residual_factors``), for
-            ``model.lora.start``, in the folder ``start`` inside of the output; requires calibration data. None: no
-            adapter.
+        residual: rank of a LoRA adapter that approximates the quantisation errors (``residual_factors``), from which
+            training can start (``model.lora.start``); it is written to the folder ``start`` inside the output. Requires
+            calibration data. None: no adapter.
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
-            with other settings, or linears cannot be packed with these settings.
+            with other settings, or linear layers cannot be quantised with these settings.
     """
     checkpoint = Checkpoint(model)
     config = check_family(checkpoint.path)
@@ -121,11 +123,14 @@ def pack_file(
     device: torch.device | str,
     rank: int | None,
 ) -> tuple[dict[str, Tensor], list[dict], dict[str, Tensor]]:
-    """Compute the tensors of one file of the packed checkpoint from those of the dense one: the tensors, reports of the
-    packed linears, and the adapter's tensors, all on the CPU. ``groups`` are the linears to pack, of all files, by
-    common tensor scale; ``stream`` has calibration data at the input of the file's decoder block, if there are any;
-    ``rank``, which needs ``stream``, is that of the adapter that approximates the quantisation errors. A linear that
-    stays dense gets an adapter whose product is 0."""
+    """Compute the contents of one file of the quantised checkpoint from the dense checkpoint's ``tensors``. Returns the
+    tensors to write, the error reports of the quantised linear layers, and the tensors of the adapter for quantisation
+    errors, all on the CPU.
+
+    ``groups`` are all linear layers to quantise, grouped by common tensor scale. ``stream`` has the calibration data at
+    the input of the file's decoder block, or is None. ``rank``, which needs ``stream``, is the rank of the adapter;
+    with it, layers that stay dense get an adapter whose product is 0.
+    """
     fmt, moments, adapter = writer.fmt, {}, {}
     in_file = file.groups(groups)
     exact = torch.float32 if rank is None else torch.float64
@@ -162,8 +167,9 @@ def pack_file(
 def batches(
     groups: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], *, together: bool
 ) -> Iterator[list[Sequence[str]]]:
-    """Yield lists of groups of linears, each to be packed in one call. With ``together``, groups of experts with
-    equally many columns share a list until it has ``TOGETHER`` weights; every other group has its own list."""
+    """Yield lists of groups of linear layers, each to be quantised in one call. With ``together``, groups that belong
+    to experts and have equally many columns share a list until it has ``TOGETHER`` weights; every other group has its
+    own list."""
     waiting: dict[int, list[Sequence[str]]] = {}
     for group in groups:
         if not (together and OF_EXPERT.fullmatch(group[0])):
@@ -178,7 +184,7 @@ def batches(
 
 
 def adapted_linears(block: str, stream: BlockStream, family: Family) -> dict[str, tuple[int, int]]:
-    """Return the shapes [N, K] of a decoder block's linears that an adapter adapts by default, by name."""
+    """Return the linear layers of a decoder block that LoRA adapts by default: their shapes [N, K] by name."""
     targets = family.targets(PROJECTIONS)
     return {
         f"{block}.{name}": (module.out_features, module.in_features)
@@ -194,7 +200,8 @@ def _generator(linear: str) -> torch.Generator:
 def dense_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], writer: Writer
 ) -> dict[str, Tensor]:
-    """Dequantise the packed weights among a file's tensors to fp32, and return all other tensors without change."""
+    """Dequantise the 4-bit weights among a file's tensors to fp32, and return them together with all other tensors,
+    which are not changed."""
     layout = writer.layout
     packed = [name for name in shapes if name + layout.marker in tensors]
     stored = {name + suffix for name in packed for suffix in (*layout.parts, *layout.redundant)}

@@ -1,6 +1,8 @@
-"""Adapter from which a run on a quantised checkpoint can start: low-rank factors of the quantisation error W - Q(W),
-with which the quantised model is nearer to the dense one (LoftQ, arXiv 2310.08659; QERA, arXiv 2410.06040), written
-as a PEFT folder inside of the checkpoint."""
+"""Initial LoRA adapter for a quantised checkpoint, a low-rank approximation of the quantisation error W - Q(W).
+
+With this adapter the quantised model is nearer to the dense one (LoftQ, arXiv 2310.08659; QERA, arXiv 2410.06040). It
+is written as a PEFT folder inside the checkpoint, and training can start from it.
+"""
 
 import shutil
 from collections.abc import Mapping
@@ -24,14 +26,14 @@ def residual_factors(
     """Compute the factors A [rank, K] and B [N, rank], fp32, for which the mean of |(E - B A) x|^2 over inputs x is
     smallest, where E [N, K] is the residual W - Q(W).
 
-    With M [K, K] the mean of x x^T, or a positive multiple of it, the minimum is Q Q^T E, where the columns of Q are
-    the eigenvectors of E M E^T with the largest eigenvalues. This is QERA's solution (Theorem 1) without the inverse of
-    a square root of M, so M may be singular. Since Q Q^T is an orthogonal projection, |(E - B A) x| is at most |E x|
-    for every x, whatever M is. Row i of A and column i of B have equal norms. Components beyond the rank of E are those
-    of ``fresh_factors``.
+    Let M [K, K] be the mean of x x^T, or a positive multiple of it (``second_moment``). The best B A is Q Q^T E, where
+    the columns of Q are the eigenvectors of E M E^T with the largest eigenvalues. This is QERA's solution (Theorem 1)
+    without the inverse of a square root of M, so M may be singular. Since Q Q^T is an orthogonal projection, |(E - B A)
+    x| is at most |E x| for every x, whatever M is. Row i of A and column i of B have equal norms. If the rank of E is
+    less than ``rank``, the rows and columns beyond it are those of a new LoRA adapter (``fresh_factors``).
 
     Arithmetic is fp64. M should be summed in fp64 too: a channel of a pretrained model can have a mean square a million
-    times that of others, and rounding errors of its fp32 sums would exceed what the others contribute.
+    times that of other channels, and rounding errors of its fp32 sums would exceed the contributions of the others.
     """
     error = residual.double()
     outputs, inputs = error.shape
@@ -52,19 +54,20 @@ def residual_factors(
 def fresh_factors(
     shape: tuple[int, int], rank: int, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw LoRA's start for [N, K]: A [rank, K] uniform in +-1/sqrt(K), B [N, rank] zeros; fp32 on the CPU."""
+    """Draw the factors of a new LoRA adapter for a weight of shape [N, K], fp32 on the CPU: A [rank, K] uniform in
+    +-1/sqrt(K), and B [N, rank] zeros."""
     bound = shape[1] ** -0.5
     return torch.empty(rank, shape[1]).uniform_(-bound, bound, generator=generator), torch.zeros(shape[0], rank)
 
 
 def adapter_tensors(linear: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    """Name the factors A and B of a linear as PEFT does."""
+    """Return the LoRA factors A and B of a linear layer, by the names that PEFT gives them in its files."""
     return {f"{_PREFIX}{linear}.lora_A.weight": a, f"{_PREFIX}{linear}.lora_B.weight": b}
 
 
 def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``weights``, by the names of the model's parameters, with the products B A of an adapter added to those of
-    its linears."""
+    """Return a model's ``weights``, by parameter name, with the product B A of an adapter added to the weight of each
+    linear layer that has one."""
     added = dict(weights)
     for name, b in adapter.items():
         if name.endswith(".lora_B.weight"):
@@ -75,8 +78,9 @@ def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -
 
 
 class StartFolder:
-    """PEFT folder ``START`` of a checkpoint that is being written: one file per decoder block, until ``finish`` joins
-    them. If ``rank`` is None there is no adapter: nothing is written, and ``read`` returns no tensors."""
+    """PEFT folder ``start`` inside a checkpoint that is being written. There is one file per decoder block, until
+    ``finish`` joins them. If ``rank`` is None there is no adapter: nothing is written, and ``read`` returns no
+    tensors."""
 
     def __init__(self, checkpoint: Path, *, rank: int | None) -> None:
         self.folder, self.parts, self.rank = checkpoint / START, checkpoint / f"{START}.parts", rank
@@ -91,9 +95,9 @@ class StartFolder:
         return {} if self.rank is None else load_file(self.parts / part)
 
     def finish(self, *, base: Path) -> None:
-        """Join the files of the decoder blocks, and write PEFT's settings: the names of the adapted linears, alpha
-        equal to the rank, so that B A is added as it is, and the absolute path of the base. A call that was interrupted
-        can be repeated."""
+        """Join the files of the decoder blocks to one PEFT adapter, and write its settings: the names of the adapted
+        linear layers, alpha equal to the rank, so that B A is added without scaling, and the absolute path of the
+        quantised checkpoint. An interrupted call can be repeated."""
         if self.rank is None:
             return
         if not (self.folder / _WEIGHTS).exists():

@@ -1,5 +1,5 @@
-"""Methods of rounding a weight to a 4-bit format: to nearest, or with searched block scales and GPTQ's second-order
-corrections (arXiv 2210.17323); and the errors that they leave."""
+"""Methods of rounding a weight to a 4-bit format, and measures of the resulting errors. Weights are rounded to the
+nearest value, or with searched block scales and GPTQ's second-order corrections (arXiv 2210.17323)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,14 @@ _COLUMNS = 128  # columns that GPTQ rounds before it applies their corrections t
 def pack_group(
     weights: Mapping[str, Tensor], fmt: Format, method: Method, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
-    """Pack the weights [N, K] of linears with a common input under a common tensor scale; weights and results by the
-    linear's name. The method rtn rounds to the nearest values under min-max block scales. gptq needs the second moment,
-    the mean [K, K] of x x^T over the inputs x; it uses block scales with the smallest squared error, weighted per
-    column by the input's mean square (``search_scales``), and ``gptq_codes``."""
+    """Round the weights [N, K] of linear layers with a common input to a 4-bit format, with one tensor scale for all.
+    ``weights`` and results are by the layer's name.
+
+    The method "rtn" rounds to the nearest values, with block scales that make each block's largest magnitude
+    representable (min-max). The method "gptq" needs ``second_moment``, the mean [K, K] of x x^T over the inputs x. It
+    searches for the block scales with the smallest squared error, weighted per column by the input's mean square
+    (``search_scales``), and then rounds by ``gptq_codes``.
+    """
     shared, packed = group_scale(list(weights.values()), fmt), {}
     for name, weight in weights.items():
         packed[name] = quantize(weight, fmt, shared, name=f"{name}.weight")
@@ -31,8 +35,9 @@ def pack_group(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
-    """Pack groups of weights with equally many columns, such as those of all experts, by the method rtn. The results
-    equal those of ``pack_group`` for each group bit for bit, with far fewer kernel launches on a GPU."""
+    """Round several groups of weights with equally many columns, such as those of all experts, to nearest (method
+    "rtn"); each group gets its own tensor scale. The results equal those of a call of ``pack_group`` per group bit for
+    bit, with far fewer kernel launches on a GPU."""
     weights = {name: weight for group in groups for name, weight in group.items()}
     scales = [group_scale(list(group.values()), fmt) for group in groups]
     scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}
@@ -57,10 +62,12 @@ def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> floa
 
 
 def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor) -> Tensor:
-    """Choose, for every block of a weight [N, K], the one of ``fmt.nearby_scales`` with the smallest sum_k
-    importance_k (w_k - rounded w_k)^2 over the block's columns k; return bits [N, K/block]. The importance, [K] fp32
-    and not negative, is e.g. the mean square of each input. The initial scales, bits [N, K/block], are kept if none
-    is better."""
+    """Choose each block scale of a weight [N, K] among the candidates of ``fmt.nearby_scales``: the one for which sum_k
+    importance_k (w_k - rounded w_k)^2 over the block's columns k is smallest.
+
+    ``importance``, [K] fp32 and not negative, is for example the mean square of each input. ``block_scale`` has the
+    initial scales, as bits [N, K/block]; they are kept where no candidate is better. Returns bits [N, K/block].
+    """
     best = block_scale.clone()
     values = torch.tensor(fmt.values, device=weight.device)
     for rows in row_chunks(weight):
@@ -76,12 +83,13 @@ def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale
 
 
 def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, second_moment: Tensor) -> Tensor:
-    """Find packed codes [N, K/2] that approximately minimise the output error |X W^T - X W'^T|^2 under given scales,
-    where W' is the rounded weight and X^T X, or a positive multiple of it, the second moment of the inputs X.
+    """Round a weight W [N, K] by GPTQ under given scales; return packed codes [N, K/2] uint8 that approximately
+    minimise the output error |X W^T - X W'^T|^2, where W' is the rounded weight. ``second_moment`` is X^T X, or a
+    positive multiple of it, for the inputs X.
 
     GPTQ rounds column by column and compensates each rounding error in the columns that are left. The scales are fixed
-    beforehand, so columns may be rounded in any order although neighbours share a scale: those with the largest mean
-    squares first, while most columns are left to compensate.
+    beforehand, so columns may be rounded in any order although neighbours share a scale. Columns whose inputs have the
+    largest mean squares are rounded first, while most columns are left to compensate.
     """
     order = second_moment.diagonal().argsort(descending=True)
     weight = weight[:, order].float()  # a copy
@@ -102,8 +110,8 @@ def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: T
 
 
 def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:
-    """Compute, for GPTQ, the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1, where H is
-    the second moment of the inputs. Inputs that were always zero get a positive diagonal element in H, so they do not
+    """Compute the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1, for GPTQ; H is the
+    second moment of the inputs. Inputs that were always zero get a positive diagonal element in H, so they do not
     affect other columns."""
     # fp64, because outlier channels spread the spectrum of H over many orders of magnitude.
     moment = second_moment.to(torch.float64, copy=True)
@@ -116,7 +124,8 @@ def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Errors of one linear; a relative error is the RMS of the error, divided by the RMS of the exact values."""
+    """Quantisation errors of one linear layer. A relative error is the RMS of the error, divided by the RMS of the
+    exact values."""
 
     name: str
     shape: tuple[int, int]
@@ -127,14 +136,15 @@ class LayerReport:
     outlier_ratio: float
     """Largest magnitude of a weight, divided by the root mean square of the weights."""
     output_error: float | None = None
-    """Relative error of the outputs for calibration data from the packed previous blocks; None: not measured."""
+    """Relative error of the layer's outputs for calibration data, on inputs that the previous blocks compute with
+    quantised weights; None: not measured."""
 
 
 def report_layer(
     name: str, weight: Tensor, packed: PackedWeight, fmt: Format, second_moment: Tensor | None = None
 ) -> LayerReport:
-    """Compute the errors of a packed weight relative to the dense weight [N, K]. If ``second_moment``, the mean [K, K]
-    of x x^T over the calibration data's inputs x, is given, also compute the errors of the linear's outputs."""
+    """Compute the errors of a 4-bit weight relative to the dense weight [N, K]. With ``second_moment``, the mean [K, K]
+    of x x^T over the calibration data's inputs x of the layer, also compute the error of the layer's outputs."""
     weight = weight.float()
     rounded = fmt.dequantize(packed, torch.float32)
     error, norm, largest = rounded - weight, weight.norm().item(), weight.abs().max().item()

@@ -1,4 +1,5 @@
-"""Decide which linears are packed, which share a tensor scale, and which tensors each output file has."""
+"""Decide which linear layers are quantised, which of them share a tensor scale, and which tensors each output file
+has."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,12 +16,13 @@ from qerl_pl.quant.experts import check_alike
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
-"""Maps a linear's name to the group of linears that engines fuse with it, the same in all families."""
+"""Maps the last component of a linear layer's name to the group of layers that engines fuse with it; groups are the
+same in all families."""
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """File of the output, with its source tensors."""
+    """One weight file of the checkpoint to write, and the tensors of the dense checkpoint from which it is made."""
 
     name: str
     block: str | None
@@ -29,13 +31,14 @@ class OutputFile:
     """Names of the source tensors of the file."""
 
     def groups(self, groups: Mapping[str, list[str]]) -> list[list[str]]:
-        """Return those of the groups of linears that ``fused_groups`` returned whose weights are in this file."""
+        """Return those of the given groups of linear layers (from ``fused_groups``) whose weights are in this file."""
         held = set(self.tensors)
         return [group for first, group in groups.items() if f"{first}.weight" in held]
 
 
 def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
-    """List the output's files: one for all tensors outside the decoder blocks, then one per block in order."""
+    """List the files of the checkpoint to write: one for all tensors outside the decoder blocks, then one per decoder
+    block in order."""
     parts: dict[str, list[str]] = {"": []}
     for name in checkpoint.names():
         parts.setdefault(block_of(name) or "", []).append(name)
@@ -47,7 +50,8 @@ def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
 
 
 class BlockWeight(NamedTuple):
-    """Parameter of a decoder block: its full name, the module that it belongs to, and its kind."""
+    """Parameter of a decoder block: its full name, the module that it belongs to, and the kind of this module or
+    tensor."""
 
     name: str
     module: nn.Module
@@ -55,9 +59,9 @@ class BlockWeight(NamedTuple):
 
 
 def block_weights(model: nn.Module) -> Iterator[BlockWeight]:
-    """Yield each parameter of a model's decoder blocks once, in the model's order; ValueError: a matrix is not the
-    weight of a linear or convolution (an example are stacked experts), so the quantiser would silently leave it
-    dense."""
+    """Yield each parameter of a model's decoder blocks once, in the model's order. Raises ValueError for a matrix that
+    is not the weight of a linear layer or a convolution, such as stacked experts, because the quantiser would silently
+    leave it dense."""
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{leaf}"
@@ -73,7 +77,7 @@ def block_weights(model: nn.Module) -> Iterator[BlockWeight]:
 
 
 def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linears of a model's decoder blocks, and its head, by name in the model's order."""
+    """Return the linear layers of a model's decoder blocks, and its output head, by name in the model's order."""
     linears = {
         weight.name.removesuffix(".weight"): cast(nn.Linear, weight.module)
         for weight in block_weights(model)
@@ -86,10 +90,11 @@ def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def split_linears(
     model: PreTrainedModel, ignore: Sequence[str], *, block: int
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Divide the linears of a model, which may be on the meta device, into those to pack and those that stay dense
-    because of ``Family.dense`` or ``ignore`` (names, or "re:" and a regular expression that matches the start of
-    names). ``block`` is the number of columns that share a block scale. Returns the shapes [N, K] of the linears to
-    pack by name, and the names of the others, both in the model's order."""
+    """Divide the linear layers of a model, which may be on the meta device, into those to quantise and those that stay
+    dense. Layers stay dense because of the model family (``Family.dense``) or because of ``ignore``, whose entries are
+    names, or "re:" and a regular expression that matches the start of names. ``block`` is the number of columns that
+    share a block scale. Returns the shapes [N, K] of the layers to quantise, by name, and the names of the others, both
+    in the model's order."""
     linears = linears_of(model)
     for entry in ignore:
         try:
@@ -120,17 +125,18 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 
 def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]:
-    """Return the names of the linears that engines fuse with ``linear`` into one matrix with a single tensor scale,
-    ``linear`` included, without those that are not in ``present``, because blocks of some families lack a linear of a
-    group."""
+    """Return the names of the linear layers that engines fuse with ``linear`` into one matrix with a single tensor
+    scale, ``linear`` included. If ``present`` is given, layers that are not in it are left out, because blocks of some
+    families lack some of these layers."""
     parent, dot, leaf = linear.rpartition(".")
     group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
     return [member for member in group if present is None or member in present]
 
 
 def fused_groups(linears: Sequence[str], present: Collection[str] | None = None) -> dict[str, list[str]]:
-    """Group linears as ``fused_with`` does, by the name of the first linear of each group; raise ValueError if only a
-    part of a group is in ``linears``."""
+    """Group linear layers by the matrices into which engines fuse them, each group by the name of its first layer;
+    ``present`` are the layers that the model has. Raises ValueError if only some layers of a group are in
+    ``linears``."""
     groups: dict[str, list[str]] = {}
     known = set(linears)
     for name in linears:
