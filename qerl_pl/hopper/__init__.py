@@ -1,5 +1,5 @@
 """CUDA kernels of this project for NVFP4 on Hopper GPUs ("native kernels"), and changes of vLLM that only make it
-faster. The program also works without this folder: ``qerl_pl.native`` is the only module that imports it."""
+faster. The program also works without this folder; only ``qerl_pl.native`` imports it."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +20,8 @@ EXTENDED = (
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List the requirements of this project's CUDA kernels for Hopper that the machine, the weight format or the
-    compute dtype does not meet; empty if the kernels can run."""
+    """List the requirements of this project's CUDA kernels for Hopper that are not met by the machine, by the format
+    ``fmt`` of the base model's weights, or by the compute dtype; empty if the kernels can run."""
     vllm = find_spec("vllm")
     folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = driver.is_available(torch.device("cuda"))

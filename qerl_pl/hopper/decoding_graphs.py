@@ -2,10 +2,10 @@
 
 vLLM replays the model's decoder blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block
 tables and the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them.
-With few sequences the GPU would wait for the host, which needs 2 to 4 ms for a step; the GPU needs 2.5 ms for the
-blocks of a 7B model with 8 sequences. With equal numbers of sequences and of drafts and the same kind of sampling, the
-launches are always the same, and use tensors at fixed addresses. This module captures them in two further graphs, one
-before the blocks and one after them.
+With few sequences the GPU would wait for the host, which needs 2 to 4 ms for a step, whereas the GPU needs 2.5 ms for
+the blocks of a 7B model with 8 sequences. If two steps have equal numbers of sequences and of drafts and use the same
+sampling options, their launches are the same, and use tensors at fixed addresses. This module captures the launches in
+two further graphs, one before the blocks and one after them.
 """
 
 from collections.abc import Hashable, Iterator
@@ -38,11 +38,12 @@ from qerl_pl.memory.settings import GRAPH_SEQUENCES
 
 @dataclass
 class Step:
-    """CUDA graphs, and the tensors that they use, for all decoding steps that have a certain number of sequences with a
-    certain number of drafts each."""
+    """CUDA graphs, with the tensors that they use, for all decoding steps that have one number of sequences with one
+    number of drafts per sequence."""
 
     batch: InputBatch
-    """vLLM's description of the batch. Its tensors on the GPU stay the same; its values on the host change."""
+    """vLLM's description of the batch. Its tensors on the GPU are the same for all steps; its values on the host change
+    from step to step."""
     inputs: torch.cuda.CUDAGraph  # writes the model's inputs, block tables and attention's schedule
     starts: torch.Tensor
     """Index of each sequence's first token in the batch; kept because ``inputs`` reads it at each replay."""
@@ -50,11 +51,12 @@ class Step:
     """Block tables and slots of the KV cache that ``inputs`` writes."""
     metadata: dict[str, Any]  # attention's metadata by layer
     sampling: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]]
-    """The graph that samples and updates the sequences' state, and its output, by ``kind_of_sampling``."""
+    """Graphs that sample and update the sequences' state, each with its output, by the value of
+    ``kind_of_sampling``."""
 
     def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
-        """Set the values in ``batch`` that differ from step to step; return whether it has the same sequences in the
-        same order as at the last call."""
+        """Set the values in ``batch`` that differ from step to step; return whether the batch has the same sequences in
+        the same order as at the last call."""
         batch, rows = self.batch, state.idx_mapping_np
         if not (same := np.array_equal(batch.idx_mapping_np, rows)):
             async_tensor_h2d(rows, out=batch.idx_mapping)
@@ -67,8 +69,8 @@ class Step:
 
 
 class DecodingGraphs:
-    """Replaces methods of vLLM's model runner. For a batch whose launches have been captured, the replacements replay
-    the CUDA graphs; for other batches, they call vLLM's methods.
+    """Replacement of methods of vLLM's model runner that replays CUDA graphs. For a batch whose launches have been
+    captured, its methods replay the graphs; for other batches, they call vLLM's methods.
 
     The first step with a new number of sequences is launched by vLLM, which compiles the kernels; then the same
     launches are captured. All graphs are replayed in order on vLLM's stream, so graphs for different numbers of
@@ -93,10 +95,11 @@ class DecodingGraphs:
         self.step: Step | None = None
         """The graphs of the running step; None if its inputs were written without a graph."""
         self.uncaptured: tuple[InputBatch, BatchExecutionDescriptor] | None = None
-        """The running step's batch, if vLLM has written its inputs without a graph; ``sample`` then captures the same
-        launches."""
+        """Batch of the running step and vLLM's descriptor of its graph, if vLLM has written the step's inputs without a
+        graph; ``sample`` then captures the same launches."""
         self.kind: Hashable = None
-        """``kind_of_sampling`` of the running batch; None: not determined yet, or sampling is not captured."""
+        """Value of ``kind_of_sampling`` for the running batch; None: it is not determined yet, or sampling is not
+        captured."""
         self.is_updated = False
         """Whether a graph has updated the state of the running step's sequences."""
 
@@ -124,7 +127,8 @@ class DecodingGraphs:
         return step.batch
 
     def step_of(self, batch: InputBatch) -> Step | None:
-        """Return the graphs of the running step; None if vLLM and not a graph has written the inputs of this batch."""
+        """Return the graphs of the running step, or None if vLLM, and not a graph, has written the inputs of this
+        batch."""
         return self.step if self.step and batch is self.step.batch else None
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -134,7 +138,7 @@ class DecodingGraphs:
         return step.attention if step else self.prepare_attention_plainly(input_batch)
 
     def build_metadata(self, input_batch: InputBatch, *arguments: Any, **named: Any) -> dict[str, Any]:
-        """Return attention's metadata by layer; replaces ``prepare_attn`` of the runner's model state."""
+        """Return the metadata of attention by layer; replaces ``prepare_attn`` of the model runner's model state."""
         step = self.step_of(input_batch)
         return step.metadata if step else self.build_metadata_plainly(input_batch, *arguments, **named)
 
@@ -169,8 +173,8 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
-        """Capture the launches that vLLM has just made for the running step. If memory is short, torch's cached memory
-        is freed, which is impossible within a capture, and the next such step tries again."""
+        """Capture the launches that vLLM has just made for the running step as CUDA graphs. If GPU memory runs out,
+        torch's cached memory is freed, which cannot be done within a capture, and the next such step tries again."""
         try:
             step = self.step
             if self.uncaptured:
@@ -183,8 +187,8 @@ class DecodingGraphs:
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
         """Capture the launches that write the inputs of batches like ``batch``. The captured launches find the
-        sequences' rows in vLLM's tables by a tensor that belongs to this graph, and that ``Step.describe`` updates
-        before each replay."""
+        sequences' rows in vLLM's tables by a tensor of row indices that belongs to this graph, and that
+        ``Step.describe`` updates before each replay."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
         with self.capturing(self.input_memory) as graph:
@@ -213,7 +217,8 @@ class DecodingGraphs:
         return Step(ours, graph, starts, attention, metadata, {})
 
     def capture_sampling(self, hidden_states: torch.Tensor, batch: InputBatch) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture logits, sampling, log-probabilities and the update of the sequences' state."""
+        """Capture the launches that compute logits, sample tokens, compute log-probabilities and update the sequences'
+        state."""
         with self.capturing(self.sampling_memory) as graph:
             sampled = self.sample_plainly(hidden_states, batch, None)
             output, num_sampled, num_rejected = sampled
@@ -236,14 +241,14 @@ class DecodingGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which all engines of a process capture. They share it, because torch keeps a workspace of
-    cuBLAS for each such stream, 32 MiB on Hopper."""
+    """Return the CUDA stream on which all engines of a process capture graphs. They share it, because torch keeps a
+    workspace of cuBLAS for each such stream, 32 MiB on Hopper."""
     return torch.cuda.Stream(device)
 
 
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
-    """Return whether a step's launches can be captured: all sequences are decoding, with equally many drafts, and vLLM
-    runs the model's blocks as one CUDA graph."""
+    """Return whether a step's launches can be captured in CUDA graphs: all sequences are decoding, with equally many
+    drafts, there are at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the model's blocks as one CUDA graph."""
     drafts, num = state.num_draft_tokens_np, len(state.req_ids)
     if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
         return False
@@ -253,9 +258,9 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
-    """Return a value that is equal for two batches if vLLM's sampler launches the same kernels for both; ``rows`` are
-    the rows of a batch's sequences in vLLM's tables. None, which means that sampling is not captured, if a sequence has
-    sampling options other than temperature and log-probabilities."""
+    """Return a value that is equal for two batches if vLLM's sampler launches the same kernels for both. ``rows`` are
+    the indices of a batch's sequences in vLLM's tables. Returns None, which means that sampling is not captured, if a
+    sequence has sampling options other than temperature and log-probabilities."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]
@@ -274,8 +279,8 @@ def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
 
 
 def use_graphs(worker: WorkerBase) -> None:
-    """Replay decoding steps as CUDA graphs from now on, if all blocks of vLLM's model compute attention by
-    FlashAttention; otherwise change nothing."""
+    """Run decoding steps as CUDA graphs from now on, if all blocks of vLLM's model compute attention by FlashAttention;
+    otherwise change nothing."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:
         return

@@ -13,8 +13,9 @@ BLOCKS, WARPS = 8, 4  # k-blocks of one tile, and warps, per program
 
 
 def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight in tile order, codes [K / 16, 2 N] int32 and block scales [K / 16, N], or some columns
-    of both, to [N, K]. A program reads 512 contiguous bytes of codes per k-block, and writes 64 rows of 256 bytes."""
+    """Dequantise an NVFP4 weight in tile order to [N, K] of ``dtype``. ``codes`` [K / 16, 2 N] int32 and
+    ``block_scale`` [K / 16, N] may also be the columns of some outputs of a larger weight. A program reads 512
+    contiguous bytes of codes per k-block (16 inputs), and writes 64 rows of 128 values."""
     assert codes.stride(1) == block_scale.stride(1) == 1, (codes.stride(), block_scale.stride())
     (blocks, rows), columns = block_scale.shape, 16 * block_scale.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)

@@ -19,7 +19,7 @@ _COMPILING = ThreadPoolExecutor(thread_name_prefix="NVRTC")  # NVRTC releases th
 
 
 class Kernel(NamedTuple):
-    """One instance of a CUDA template, exported under a plain C name."""
+    """One instance of a CUDA C++ template, compiled as a function with a C name."""
 
     source: str  # file name in this folder
     name: str  # exported name
@@ -46,7 +46,8 @@ def has_compiler() -> bool:
 
 
 def compiled(kernel: Kernel) -> bytes:
-    """Compile a kernel to a cubin, in about a second and without a GPU; RuntimeError has the compiler's log."""
+    """Compile a kernel to a cubin, which takes about a second and needs no GPU. Raises RuntimeError with the compiler's
+    log if it does not compile."""
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
     [program] = checked(nvrtc.nvrtcCreateProgram(_text(kernel).encode(), kernel.source.encode(), 0, [], []))
     options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"-std=c++17"]
@@ -80,7 +81,8 @@ def prepare(kernels: Iterable[Kernel], device: torch.device) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """Return the driver's handle of a kernel. The first call compiles it, and must not be made during a capture."""
+    """Return the CUDA driver's handle of a kernel on a device. The first call compiles and loads the kernel, and must
+    not be made while a CUDA graph is captured."""
     driver: Any = import_module("cuda.bindings.driver")
     path = _cubin(kernel).result()
     with torch.cuda.device(device):
@@ -129,7 +131,8 @@ def launch(
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """Return the values of a call of the CUDA bindings; RuntimeError if the call's status is not success."""
+    """Return the values that a call of the CUDA bindings returned after its status; raise RuntimeError if the status is
+    an error."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error!r}")
@@ -138,12 +141,13 @@ def checked(result: Any) -> tuple[Any, ...]:
 
 @cache
 def _cubin(kernel: Kernel) -> Future[Path]:
-    """Return a future of the path of a kernel's cubin. The first call for a kernel starts to compile it in a thread."""
+    """Return a future of the path of a kernel's cubin; the first call for a kernel starts to compile it in a thread."""
     return _COMPILING.submit(_compiled_file, kernel)
 
 
 def _compiled_file(kernel: Kernel) -> Path:
-    """Compile a kernel if its cubin is not in Triton's cache folder, and return the cubin's path."""
+    """Return the path of a kernel's cubin in Triton's cache folder; compile the kernel first if the folder does not
+    have it."""
     from triton.runtime.cache import get_cache_manager
 
     version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())

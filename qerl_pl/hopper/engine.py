@@ -25,8 +25,8 @@ def install() -> None:
 
 @contextmanager
 def loading(policy: Policy) -> Iterator[None]:
-    """Make all NVFP4 linears, except experts, that vLLM loads within this context be computed by ``NativeLinear`` from
-    the trainer's weights in GPU memory, instead of a second copy. They remain so after the context."""
+    """Make vLLM compute the NVFP4 linear layers, except experts, that it loads within this context by ``NativeLinear``,
+    and from the trainer's weights in GPU memory instead of a second copy. The layers stay so after the context."""
     from qerl_pl.hopper import native_linear, one_copy
 
     linears = {name: linear for name, linear in policy.packed_linears().items() if not OF_EXPERT.fullmatch(name)}
@@ -42,17 +42,18 @@ def loading(policy: Policy) -> Iterator[None]:
 
 
 def loader_hooks() -> Any:
-    """Return the module with the functions ``unread``, ``lend`` and ``loaded``, by which vLLM's model loader uses the
-    trainer's weights instead of a second copy."""
+    """Return a module with the functions ``unread``, ``lend`` and ``loaded``, which vLLM's model loader calls so that
+    the engine uses the trainer's weights instead of a second copy."""
     from qerl_pl.hopper import one_copy
 
     return one_copy
 
 
 def spare(scheduler: Any) -> None:
-    """Make a scheduler need less time on the host: its KV-cache manager returns early for tokens that neither need a
-    new block of the cache nor fill one, 15 of 16 tokens with blocks of 16, and it uses its own faster code for decoding
-    (``RolloutScheduler.is_lean``). Schedulers of models with layers other than full attention are not changed."""
+    """Reduce the time that vLLM's scheduler takes on the host. Its KV-cache manager returns early for tokens that
+    neither need a new block of the cache nor fill one, which are 15 of 16 tokens with blocks of 16; and the scheduler
+    uses faster code for decoding (``RolloutScheduler.is_lean``). Schedulers of models with layers other than full
+    attention are not changed."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len
@@ -85,22 +86,23 @@ def spare(scheduler: Any) -> None:
 
 
 def use_graphs(worker: Any) -> None:
-    """Run the parts of a decoding step around the model's blocks as CUDA graphs (``decoding_graphs``)."""
+    """Run the launches of a decoding step before and after the model's decoder blocks as CUDA graphs
+    (``decoding_graphs``)."""
     from qerl_pl.hopper import decoding_graphs
 
     decoding_graphs.use_graphs(worker)
 
 
 def speculative_arguments(max_num_seqs: int) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for an engine that speculates."""
+    """Build the arguments of ``vllm.LLM`` for an engine that uses speculative decoding."""
     from qerl_pl.hopper import speculation
 
     return speculation.arguments(max_num_seqs)
 
 
 def speculate(worker: Any) -> Any:
-    """Make vLLM draft and verify tokens as the module ``speculation`` describes, and return the object that drafts.
-    Call its ``forget`` before each call of ``generate``, so that drafts do not depend on earlier calls."""
+    """Make vLLM draft and verify tokens as the module ``speculation`` describes, and return the object that drafts. Its
+    ``forget`` must be called before each call of ``generate``, so that drafts do not depend on earlier calls."""
     from qerl_pl.hopper import speculation
 
     return speculation.install(worker)

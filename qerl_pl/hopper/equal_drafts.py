@@ -2,11 +2,11 @@
 without drafts.
 
 vLLM's sampler on a GPU takes the token with the largest sum of logit and Gumbel noise, and the noise is a hash of the
-request's seed, the position and the token. So a step that computes logits for the last token of a sequence and for k
-drafts after it samples, in each of these rows, the token that would be sampled without drafts, if all drafts before
-this row equal the tokens sampled for their places. By induction, the tokens up to the first one that differs from its
-draft are those of decoding without drafts, whatever the drafts are (drafter-invariant speculative decoding, arXiv
-2408.07978, without its draft model).
+request's seed, the position and the token. A step that computes logits for the last token of a sequence and for k
+drafts after it samples one token per row of logits. A row's token is the one that would be sampled without drafts if
+every draft up to this row equals the token sampled at its position. By induction, the tokens up to and including the
+first one that differs from its draft are those of decoding without drafts, whatever the drafts are (drafter-invariant
+speculative decoding, arXiv 2408.07978, without its draft model).
 """
 
 # pyright: reportCallIssue=false

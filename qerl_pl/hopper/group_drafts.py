@@ -1,9 +1,9 @@
 """Triton kernels that draft tokens for sequences: they find the longest match of a sequence's last tokens, in the
 sequence itself or in other completions of its prompt, and propose the tokens that follow the match.
 
-One kernel finds the longest match in each block of positions, the other takes the best block of each sequence and
-copies what follows. All sequences' tokens are in one table, with a row for each sequence. Drafts use no random numbers
-and no clock, and do not depend on the order of the table's rows, so equal calls give equal drafts.
+One kernel finds the longest match in each block of positions; the other takes the best match of each sequence and
+copies the tokens that follow it. All sequences' tokens are in one table, with a row for each sequence. Drafts use no
+random numbers and no clock, and do not depend on the order of the table's rows, so equal calls give equal drafts.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -68,9 +68,9 @@ def _match_kernel(
     POSITION: tl.constexpr,
     COLUMN: tl.constexpr,
 ):
-    """Find, in one block of a candidate row, the best earlier occurrence of the sequence's last tokens. Write one
-    number that is larger for a better occurrence, made of the length of the match, the position of its last token, and
-    the candidate's column; 0 if there is no match."""
+    """Find the best earlier occurrence of a sequence's last tokens in one block of positions of a candidate row of the
+    table. Write one number that is larger for a better occurrence, made of the length of the match, the position of its
+    last token, and the candidate's column; 0 if there is no match."""
     sequence, column, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place = (sequence * columns + column) * tl.num_programs(2) + block
     row = tl.load(rows + sequence)

@@ -1,10 +1,11 @@
-"""LoRA fused into the NVFP4 GEMMs on Hopper: the output y is written only once.
+"""LoRA adapters fused into the NVFP4 GEMMs on Hopper, so that the output y = x W^T + h B^T, with h = x A^T, is written
+only once.
 
-There are two GEMM kernels. The decode GEMM (``nvfp4_decode``) also computes h = x A^T, in additional thread blocks of
-the same launch (``Adapter``). For the batch GEMM (``nvfp4_batch``), a separate kernel ``shrink`` computes h and lets
-the GEMM start before it ends (``Update``). While h is computed, either GEMM multiplies x by the base's weights. Then it
-waits for h, and adds h B^T to its fp32 sums in a fixed order before it rounds them. Letters: T tokens, K inputs, R
-rank.
+There are two GEMM kernels. The decode GEMM (``nvfp4_decode``) also computes h, in additional thread blocks of the same
+launch (``Adapter``). For the batch GEMM (``nvfp4_batch``), a separate kernel ``shrink`` computes h and lets the GEMM
+start before it ends (``Update``). While h is computed, either GEMM multiplies x by the base model's weights. Then it
+waits for h, and adds h B^T to its fp32 sums in a fixed order before it rounds them. A slice is one of the linear
+layers, such as q, k and v, that are fused into one. Letters: T tokens, K inputs, R rank.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from qerl_pl.hopper import costs, driver
 FEW_TOKENS, MOST_TOKENS, MOST_RANK, MOST_SLICES = 64, 256, 64, 3
 BLOCK_RANKS, SLICE_THREADS = 32, 256
 CHUNKS_IN_FLIGHT = {1: {8: 4, 16: 4, 32: 2, 64: 2}, 2: {8: 4, 16: 3, 32: 2}, 3: {8: 2, 16: 2, 32: 1}}
-"""Number of chunks of 32 inputs that a warp of ``shrink`` loads at a time, by the number of slices and the tokens per
-tile; larger numbers would need more registers than there are."""
+"""Number of chunks of 32 inputs that a warp of the kernel ``shrink`` loads at a time, by the number of slices and the
+number of tokens per tile; larger numbers would need more registers than there are."""
 CHUNK, RANKS, OUTPUTS = 32, 8, 64  # supported K, R and outputs per slice are multiples of these;
 SPLITS = 8  # thread blocks per cluster of ``shrink``, each of which has a part of the inputs
 NO_SLICE = 2**31 - 1
@@ -32,16 +33,16 @@ SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 
 
 class Update(NamedTuple):
-    """Adapter of a linear that the batch GEMM computes: ``shrink`` computes h = x A^T, and the GEMM adds h B^T to its
-    output, for each slice of a fused linear (such as q, k and v)."""
+    """Arguments with which the batch GEMM adds a LoRA adapter to its output: h = x A^T, which the kernel ``shrink``
+    computes, and B, for each slice of a fused linear layer (such as q, k and v)."""
 
     hidden: Tensor  # [slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
 
 
 class Adapter(NamedTuple):
-    """Adapter of a linear that the decode GEMM computes, which also computes the adapter's product and adds it to its
-    output; ``fits_adapter`` must hold."""
+    """Arguments with which the decode GEMM computes a LoRA adapter's product and adds it to its output;
+    ``fits_adapter`` must hold."""
 
     a: Sequence[Tensor]  # one [R, K] bf16 for each slice, contiguous
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
@@ -49,23 +50,25 @@ class Adapter(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Division of the work of ``shrink`` among thread blocks."""
+    """Division of the computation of h = x A^T by the kernel ``shrink`` among thread blocks."""
 
     tokens: int  # tokens per tile of h = x A^T; a thread block computes one tile at a time
     clusters: int
-    """Clusters per 32 ranks of the adapter; each computes its share of the tiles one after another."""
+    """Clusters of thread blocks per 32 ranks of the adapter; each computes its share of the tiles of tokens one after
+    another."""
 
 
 class SpareSMs(NamedTuple):
-    """SMs that the batch GEMM's first wave of thread blocks leaves idle, so that ``shrink`` can compute h on them."""
+    """Number of SMs that the batch GEMM's first wave of thread blocks leaves idle, so that the kernel ``shrink`` can
+    compute h = x A^T on them."""
 
     sms: int
     seconds: float  # predicted seconds from the start of the base GEMM until h is needed
 
 
 def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Return whether the GEMM kernels can also add an adapter, whose matrices ``a`` and ``b`` are those of
-    ``Adapter``."""
+    """Return whether the GEMM kernels can add a LoRA adapter with matrices ``a`` ([R, K] per slice) and ``b`` ([n, R]
+    per slice)."""
     rank, inputs = a[0].shape
     return (
         len(a) <= MOST_SLICES
@@ -77,9 +80,9 @@ def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
-    """Choose how ``shrink`` is divided among thread blocks, for an adapter ``a``, ``b`` (as in ``Adapter``) that is
-    fused into the batch GEMM, given the SMs that the GEMM leaves idle. None if the adapter cannot be fused, or if
-    adding it after the GEMM is faster."""
+    """Choose how the kernel ``shrink``, which computes h = x A^T, is divided among thread blocks, given the SMs that
+    the batch GEMM leaves idle. ``a`` and ``b`` are the matrices of the adapter, as in ``Adapter``. Returns None if the
+    adapter cannot be fused into the GEMM, or if adding it after the GEMM is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or not fits_adapter(a, b):
         return None
     rank, inputs = a[0].shape
@@ -102,7 +105,8 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
 
 @cache
 def kernel(tokens: int, slices: int) -> driver.Kernel:
-    """Return the instance of the kernel template for a number of tokens per tile and of slices."""
+    """Return the instance of the template of the kernel ``shrink`` for a number of tokens per tile and a number of
+    slices."""
     name, threads = f"lora_shrink_{tokens}_{slices}", slices * SLICE_THREADS
     chunks = CHUNKS_IN_FLIGHT[slices][tokens]
     code = f"""
@@ -116,7 +120,7 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 
 
 def all_kernels() -> list[driver.Kernel]:
-    """List every instance of the kernel template that an adapter may need."""
+    """List every instance of the kernel ``shrink`` that an adapter may need."""
     return [kernel(tokens, slices) for slices, by_tokens in CHUNKS_IN_FLIGHT.items() for tokens in by_tokens]
 
 
@@ -157,8 +161,8 @@ def shrink_arguments(adapter: Adapter | None) -> list[Any]:
 
 
 def hidden_clusters(adapter: Adapter) -> int:
-    """Return the number of thread-block clusters with which the decode GEMM computes h = x A^T: for each slice, one per
-    ``BLOCK_RANKS`` of its R ranks."""
+    """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T: for each slice, one
+    per ``BLOCK_RANKS`` of its ranks."""
     return len(adapter.a) * -(-len(adapter.a[0]) // BLOCK_RANKS)
 
 

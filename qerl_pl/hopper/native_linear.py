@@ -1,5 +1,5 @@
-"""NVFP4 linears of vLLM on Hopper: the kernel class, in vLLM's sense, by which this project's CUDA kernels ("native
-kernels") compute them, and its torch operators.
+"""NVFP4 linear layers of vLLM on Hopper, computed by this project's CUDA kernels ("native kernels"): the class that
+vLLM uses for them, and the torch operators that they call.
 
 Native kernels compute forward passes of up to 2048 tokens. In passes with more tokens, each weight is dequantised to
 scratch memory and multiplied by cuBLAS. Native kernels and cuBLAS add partial sums in a fixed order, so equal inputs
@@ -31,18 +31,20 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 
 class Native(NamedTuple):
-    """Value of the attribute ``native``, which marks linears of vLLM that this project's CUDA kernels compute. The next
-    linear's weight is inside of a tuple, because torch would register a tensor that is itself an attribute as a
-    parameter of the linear."""
+    """Value of the attribute ``native``, which marks linear layers of vLLM that this project's CUDA kernels compute.
+    The next layer's weight is inside a tuple, because torch would register a tensor that is itself an attribute as a
+    parameter of the layer."""
 
     next_weight: Tensor | None = None
-    """Weight of the linear that is computed after this one, or None; see ``nvfp4_decode.decode_linear``."""
+    """Weight of the linear layer that is computed after this one, or None; ``nvfp4_decode.decode_linear`` prefetches
+    it."""
     gated: bool = False
-    """Whether this is the fused gate and up of an MLP, without a bias, and its operator returns silu(gate) * up."""
+    """Whether the layer is the fused gate and up of an MLP, without a bias, and its operator returns silu(gate) *
+    up."""
 
     def fewest_unfused(self, linear: Any) -> int:
-        """Return the smallest number of tokens for which the linear's adapter is added by separate kernels, because
-        that is faster or the GEMM kernels cannot add it."""
+        """Return the smallest number of tokens for which a linear layer's adapter is added by separate kernels, either
+        because that is faster or because the GEMM kernels cannot add it."""
         a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
         shape, takes = (sum(map(len, b)), a[0].shape[1]), lora_hopper.fits_adapter(a, b)
 
@@ -53,9 +55,9 @@ class Native(NamedTuple):
 
 
 class NativeLinear(NvFp4LinearKernel):
-    """Kernel class for vLLM that computes an NVFP4 linear with 16-bit activations. The weight of a linear whose shape
-    the CUDA kernels support is put in tile order after loading. Any other weight stays in row order, and is dequantised
-    in every call."""
+    """Kernel class for vLLM that computes NVFP4 linear layers with 16-bit activations. If the CUDA kernels support a
+    layer's shape, its weight is put in tile order, the order that they read, after loading. Any other weight stays in
+    row order, and is dequantised in every call."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -66,9 +68,9 @@ class NativeLinear(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Convert the linear's ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and
-        ``weight_global_scale`` [] fp32 to what the kernels read. If the trainer's memory has the same bits, use it and
-        free the linear's copy."""
+        """Convert a layer's ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and ``weight_global_scale``
+        [] fp32 to the tensors that the kernels read. If the trainer holds the same bits in GPU memory, the layer uses
+        the trainer's tensors, and its own are freed."""
         one_copy.give(layer)
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
@@ -100,8 +102,8 @@ def make() -> NativeLinear:
 
 @cache
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Load this project's CUDA kernels for linears of one shape and for their adapters, and compile those that are not
-    in the cache."""
+    """Load this project's CUDA kernels for linear layers of one shape, and for their adapters, on a device; compile
+    those that are not in the cache."""
     driver.prepare(kernels_for(outputs, inputs), device)
 
 
@@ -120,8 +122,8 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-    """Compute a linear that has the attribute ``native``, [..., K] -> [..., N], or [..., N / 2] if ``Native.gated``.
-    ``adapter`` is empty, or has the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
+    """Compute a linear layer that has the attribute ``native``: [..., K] -> [..., N], or [..., N / 2] if
+    ``Native.gated``. ``adapter`` is empty, or has the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
         x.reshape(-1, x.shape[-1]), *weights, bias, *layer.native, *(adapter or ([], [], None, None))
@@ -197,8 +199,8 @@ def _without_adapter(
 def dequantised_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute a linear [T, K] bf16 -> [T, N]: dequantise the weight, which may be in row order or tile order, to
-    scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in the order of the outputs."""
+    """Compute a linear layer, [T, K] bf16 -> [T, N]: dequantise the NVFP4 weight, which may be in row order or tile
+    order, to scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in the order of the outputs."""
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 
@@ -206,9 +208,9 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose the schedules of the GEMM for many tokens (``nvfp4_batch``), which also adds the adapter's h B^T, and of
-    the kernel ``shrink``, which computes h = x A^T. None if this GEMM cannot add it, or if separate kernels are
-    faster."""
+    """Choose the schedules of the batch GEMM (``nvfp4_batch``), which also adds the LoRA adapter's product h B^T, and
+    of the kernel ``lora_hopper.shrink``, which computes h = x A^T. Returns None if the batch GEMM cannot add the
+    adapter, or if separate kernels are faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None

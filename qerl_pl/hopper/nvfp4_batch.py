@@ -23,11 +23,14 @@ from torch import Tensor
 from qerl_pl.hopper import costs, driver, lora_hopper
 
 MOST_TOKENS = 2048
-"""Most tokens that this kernel multiplies; with more, dequantising the weight and cuBLAS take as long or less.
+"""Largest number of tokens that this kernel multiplies; with more, dequantising the weight and multiplying by cuBLAS
+take as long or less.
 
 This kernel converts the weights again for every token tile, while dequantising converts them only once. On an H100,
-dequantising and cuBLAS together take 1.37 to 1.5 times as long for the linears of Qwen2.5-7B to 32B with 512 tokens,
-1.2 times with 1024, 1.0 to 1.04 times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch` measures both."""
+dequantising and cuBLAS together take 1.37 to 1.5 times as long as this kernel for the linear layers of Qwen2.5-7B to
+32B with 512 tokens, 1.2 times with 1024, 1.0 to 1.04 times with 2048, and 0.95 to 1.0 times with 3072. `bench_batch`
+measures both.
+"""
 TILE, K_BLOCK, STAGE_INPUTS = 64, 16, 128  # outputs per warpgroup; inputs per scale and per pipeline stage;
 X_BOX_INPUTS = 64  # inputs of x that one TMA copy transfers; K must be a multiple of it
 SHARED_BYTES = 227 * 1024  # shared memory that a thread block can use
@@ -36,12 +39,12 @@ MOST_WAVES = 3  # numbers of waves that are tried for a variant
 
 
 class Variant(NamedTuple):
-    """Template parameters of the kernel."""
+    """Template parameters of the batch GEMM kernel."""
 
     tokens: int  # tokens per thread block: 64, 96, 128 or 256
     tiles: int
-    """Tiles of 64 outputs per thread block, 2 to 5; each is computed by one warpgroup. Two if there are 256 tokens, as
-    their sums take half of an SM's registers."""
+    """Tiles of 64 outputs per thread block, 2 to 5, each computed by one warpgroup. With 256 tokens there are two,
+    because the sums for 256 tokens take half of an SM's registers."""
 
     def token_tiles(self, num_tokens: int) -> int:
         """Count the thread blocks that compute the same outputs for different tokens."""
@@ -70,19 +73,19 @@ class Variant(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Division of a GEMM among thread blocks."""
+    """Division of one GEMM among thread blocks."""
 
     variant: Variant
     splits: int
-    """Number of parts into which K is divided. The thread blocks that compute these parts for the same outputs and
-    tokens form a cluster."""
+    """Number of parts into which the K inputs are divided. The thread blocks that compute these parts for the same
+    outputs and tokens form a cluster."""
     blocks: int
-    """Number of thread blocks among which the outputs are divided. If K is not split, the last ones may have one tile
-    fewer than the others."""
+    """Number of thread blocks among which the outputs are divided. If K is not split, the last thread blocks may have
+    one tile of 64 outputs fewer than the others."""
 
     def wide(self, outputs: int) -> int:
-        """Count the thread blocks that compute as many tiles as the variant allows. These come first; all later thread
-        blocks compute one tile less."""
+        """Count the thread blocks that compute as many tiles of 64 outputs as the variant allows. These come first
+        along the ``outputs``; all later thread blocks compute one tile less."""
         narrower = self.blocks * (self.variant.tiles - 1)
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
@@ -90,13 +93,13 @@ class Schedule(NamedTuple):
 VARIANTS = [*(Variant(tokens, tiles) for tokens in (64, 96, 128) for tiles in range(2, 6)), Variant(256, 2)]
 PROMPTS = [variant for variant in VARIANTS if variant.tokens >= 128]  # for more than ``MOST_DECODED`` tokens
 FULL_TILES = [64, 96, 128, 192, *range(MOST_DECODED, MOST_TOKENS + 1, 128)]
-"""Numbers of tokens that fill the last token tile of some variant, for which schedules are chosen; a number between
-them uses the schedule of the next larger one."""
+"""Numbers of tokens for which schedules are chosen; each fills the last token tile of some variant. A number of tokens
+between them uses the schedule of the next larger one."""
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
-    """Choose the schedule with the shortest predicted time for a GEMM; None if this kernel cannot compute it.
-    ``fuses_lora``: the GEMM also adds a LoRA adapter."""
+    """Choose the schedule with which the batch GEMM is predicted to take the least time; None if this kernel cannot
+    compute the GEMM. ``fuses_lora``: the GEMM also adds a LoRA adapter."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % X_BOX_INPUTS:
         return None
     return _fastest(FULL_TILES[bisect_left(FULL_TILES, num_tokens)], outputs, inputs, fuses_lora)
@@ -116,8 +119,9 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
 
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
-    """Predict how many SMs the GEMM leaves idle for ``lora_hopper.shrink``, and for how long. If SMs run several thread
-    blocks one after another, those SMs that finish early count as idle from the start."""
+    """Predict how many SMs the batch GEMM leaves idle for ``lora_hopper.shrink``, which computes the adapter's h = x
+    A^T, and for how many seconds. If SMs run several thread blocks one after another, SMs that finish early count as
+    idle from the start."""
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:
@@ -132,14 +136,14 @@ def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) ->
 
 
 def variants_for(num_tokens: int) -> list[Variant]:
-    """Return the variants among which the schedule is chosen."""
+    """Return the kernel variants among which the schedule for this number of tokens is chosen."""
     few = [variant for variant in VARIANTS if variant.tokens * MOST_TOKEN_TILES >= num_tokens]
     return few if num_tokens <= MOST_DECODED else PROMPTS
 
 
 def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield a variant's candidate schedules: one per number of parts into which K is split, and some without splitting,
-    in which thread blocks of n and of n - 1 tiles together fill whole waves."""
+    """Yield candidate schedules of a kernel variant: one per number of parts into which K is split, and some without
+    splitting, in which thread blocks of n and of n - 1 tiles of 64 outputs together fill whole waves."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
@@ -161,9 +165,9 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 
 @cache
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> float:
-    """Return the largest number of tiles that one of ``sms`` SMs computes one after another, if an SM starts the next
-    thread block when its previous one has ended. A thread block of one tile, where others have two, counts as
-    ``costs.LONE_TILE`` tiles, because it takes longer than half the time of a block of two."""
+    """Return the largest number of tiles of 64 outputs that one of ``sms`` SMs computes one after another, if an SM
+    starts the next thread block when its previous one has ended. A thread block of one tile, where others have two,
+    counts as ``costs.LONE_TILE`` tiles, because it takes longer than half the time of a block of two."""
     wide, tiles = schedule.wide(outputs), schedule.variant.tiles
     widths = [tiles] * wide + [costs.LONE_TILE if tiles == 2 else tiles - 1] * (schedule.blocks - wide)
     ends = [0.0] * sms
@@ -177,8 +181,8 @@ def _stages(inputs: int) -> int:
 
 
 def _tile_s(schedule: Schedule, inputs: int) -> float:
-    """Predict the seconds that an SM needs to compute one tile over the inputs of one thread block: all K, or one of
-    ``splits`` parts of K."""
+    """Predict the seconds that an SM needs to compute one tile of 64 outputs over the inputs of one thread block: all K
+    inputs, or one of ``splits`` parts of them."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-_stages(inputs) // splits) * STAGE_INPUTS // K_BLOCK
     factor = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1
@@ -186,8 +190,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predict the seconds that the GEMM takes on the GPU of ``costs``; infinite if K is split into more parts than it
-    has pipeline stages, which is impossible."""
+    """Predict the seconds that a GEMM takes on the GPU whose constants ``costs`` has; infinite if K is split into more
+    parts than it has pipeline stages, which is impossible."""
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:
@@ -216,7 +220,8 @@ extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
 
 
 def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
-    """List every kernel that a linear of this shape may need."""
+    """List every instance of the batch GEMM kernel that a linear layer of this shape may need, over all numbers of
+    tokens."""
     decoded = [most for most in FULL_TILES if most <= MOST_DECODED]
     schedules = (
         choose_schedule(most, outputs, inputs, fuses_lora=fuses) for most in decoded for fuses in (False, True)
@@ -235,10 +240,11 @@ def batch_linear(
     out: Tensor | None = None,
     update: lora_hopper.Update | None = None,
 ) -> Tensor:
-    """Compute y = x W^T + bias, plus an adapter's h B^T if one is given, and round the sum to bf16 once: [T, N] bf16.
+    """Compute y = x W^T + bias by the batch GEMM, plus a LoRA adapter's h B^T if ``update`` is given, and round the sum
+    to bf16 once: [T, N] bf16.
 
-    Arguments are those of ``nvfp4_decode.decode_linear``. The driver refuses (RuntimeError) an x whose address is no
-    multiple of 16.
+    The arguments x to ``out`` are those of ``nvfp4_decode.decode_linear``. The CUDA driver refuses (RuntimeError) an x
+    whose address is no multiple of 16.
     """
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]
@@ -272,8 +278,8 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """Build a TMA descriptor of a 3-D tensor. ``sizes`` of the tensor and of the ``box`` that one copy transfers are in
-    elements, the contiguous dimension first; ``strides`` of the second and third dimension are in bytes. If
+    """Build a TMA descriptor of a 3-D tensor. The sizes of the tensor and of the ``box`` that one copy transfers are in
+    elements, the contiguous dimension first; the ``strides`` of the second and third dimension are in bytes. If
     ``swizzled_bf16``, elements are bf16 with the 128-byte swizzle; else they have 8 bytes and no swizzle."""
     cuda: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle

@@ -1,12 +1,12 @@
 """GEMM y = x W^T of bf16 inputs and NVFP4 weights for up to 64 tokens on Hopper, for decoding small batches.
 
 These GEMMs take most of the time of a decoding step. Reading the weights should bound their time, but a straightforward
-conversion of 4-bit weights to bf16 takes more instructions than an SM issues in that time. So the bits of a packed word
-are ordered such that one to three instructions move the bits of two weights to their places in bf16 numbers. Each scale
-is converted by one lane only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums are fp32 in a fixed
-order: equal inputs give equal bits.
+conversion of 4-bit weights to bf16 takes more instructions than an SM can issue in that time. So the bits of each
+packed 32-bit word are ordered such that one to three instructions move the bits of two weights to their places in bf16
+numbers. Each scale is converted by one lane only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums
+are fp32 in a fixed order: equal inputs give equal bits.
 
-Weights have the layout of humming-kernels 0.1.17 but for the order of the bits in a word; ``fragments`` defines it.
+Weights have the layout of humming-kernels 0.1.17 except for the order of the bits in a word; ``fragments`` defines it.
 `docs/kernels.md` has the overview. Letters: T tokens, K inputs, N outputs.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from qerl_pl.hopper import costs, driver, lora_hopper
 
 BITS = [*([6 + 3 * j, 7 + 3 * j, 8 + 3 * j, 15 + 3 * j] for j in range(3)), [3, 4, 0, 1]]
-"""Positions of the bits of a word's first four codes, mantissa first, sign last; for the last four codes they are 16
-higher, modulo 32. `nvfp4.cuh` says why."""
+"""Positions of the bits of the first four of the eight codes in an int32 word, for each code the mantissa bit first and
+the sign bit last; those of the last four codes are 16 higher, modulo 32. `nvfp4.cuh` gives the reason."""
 FEW_TOKENS, MOST_TOKENS = 32, 64  # most tokens for all linears, and for linears that fill the GPU;
 BLOCK_OUTPUTS, TILE, K_BLOCK = 256, 64, 16  # outputs per thread block and warp; inputs per wgmma and block scale;
 MOST_SPLITS = 8  # largest cluster, in thread blocks, that every Hopper GPU can run;
@@ -29,7 +29,7 @@ CACHE_LINE = 128  # bytes
 
 
 class Variant(NamedTuple):
-    """Template parameters of the kernel."""
+    """Template parameters of the decode GEMM kernel."""
 
     tokens: int  # largest number of tokens that this variant computes: 8, 16, 32 or 64
     groups: int  # warpgroups per thread block; each multiplies a part of the inputs of every pipeline stage
@@ -39,8 +39,8 @@ class Variant(NamedTuple):
 
     @property
     def x_stages(self) -> int:
-        """Number of pipeline stages whose inputs x are copied together: few enough for the shared memory of ``blocks``
-        thread blocks to fit on an SM."""
+        """Number of pipeline stages whose inputs x are copied together: so few that the shared memory of ``blocks``
+        thread blocks fits on an SM."""
         return {8: 4, 16: 2}.get(self.tokens, 1)
 
     @property
@@ -58,11 +58,13 @@ class Variant(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Way to compute a GEMM: the variant of the kernel, and the number of parts into which K is divided."""
+    """Way to compute one GEMM: the variant of the kernel, and the number of parts into which the K inputs are
+    divided."""
 
     variant: Variant
     splits: int
-    """Number of parts into which K is divided; the blocks that compute the parts of the same outputs form a cluster."""
+    """Number of parts into which K is divided; the thread blocks that compute these parts for the same outputs form a
+    cluster."""
 
 
 WIDE = {
@@ -75,15 +77,18 @@ WIDE_OF_8 = Variant(8, 1, 4, 3, 5)  # for outputs in ``costs.FIVE_PER_SM`` and u
 NARROW = {8: Variant(8, 2, 4, 3, 2), 16: Variant(16, 2, 4, 3, 2), 32: Variant(32, 2, 4, 3, 2)}
 NARROW_LONG = {8: Variant(8, 4, 8, 2, 1), 16: Variant(16, 4, 8, 2, 1), 32: Variant(32, 4, 4, 2, 1)}
 NARROW_FULL = {8: Variant(8, 2, 4, 6, 1), 16: Variant(16, 2, 4, 6, 1), 32: Variant(32, 2, 4, 5, 1)}
-"""Variants for linears like ``down``, which start while the GEMM before them ends. Thread blocks are so large that an
-SM has room for only one; otherwise the SMs that are free first would get two each, and others none."""
+"""Variants for linear layers like ``down``, which start while the GEMM before them ends. Their thread blocks are so
+large that an SM has room for only one; with smaller ones, the SMs that are free first would get two each, and other SMs
+none."""
 HALF_STAGES = {8: WIDE_OF_8, 16: WIDE[32], 32: WIDE[32]}
-"""Variants with stages of 4 k-blocks, for K that is no multiple of 8 k-blocks, as in SmolLM2-135M."""
+"""Variants with pipeline stages of 4 k-blocks (of 16 inputs), for K that is no multiple of 8 k-blocks, as in
+SmolLM2-135M."""
 VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values(), *NARROW_FULL.values()]
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
-    """Choose the schedule of a GEMM; None if this kernel cannot run the GEMM, or if another kernel is faster."""
+    """Choose the schedule with which the decode GEMM computes a linear layer; None if this kernel cannot compute it, or
+    if another kernel is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % (4 * K_BLOCK):
         return None
     size, blocks = next(most for most in WIDE if num_tokens <= most), -(-outputs // BLOCK_OUTPUTS)
@@ -97,8 +102,8 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
-    """Choose the schedule of a linear that has enough blocks of 256 outputs to fill the GPU with little or no division
-    of K."""
+    """Choose the schedule of a linear layer that has enough blocks of 256 outputs to fill the GPU with little or no
+    division of the K inputs. ``size`` is the largest number of tokens of the kernel variant."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks
@@ -111,7 +116,8 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 
 
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
-    """Choose the schedule of a linear with few blocks of 256 outputs, which fill the GPU only if K is divided."""
+    """Choose the schedule of a linear layer with few blocks of 256 outputs, which fill the GPU only if the K inputs are
+    divided among thread blocks. ``size`` is the largest number of tokens of the kernel variant."""
     if size > FEW_TOKENS:
         return None
     # Divide K into the largest number of parts with which all clusters run at the same time, one thread block per SM. A
@@ -147,7 +153,8 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
 
 
 def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
-    """List every kernel that a linear of this shape may need for any number of tokens."""
+    """List every instance of the decode GEMM kernel that a linear layer of this shape may need, over all numbers of
+    tokens."""
     schedules = (choose_schedule(most, outputs, inputs) for most in WIDE)
     return [kernel(schedule.variant) for schedule in schedules if schedule]
 
@@ -214,10 +221,10 @@ def decode_linear(
 
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
-    """Choose what ``blocks`` thread blocks of this GEMM prefetch to L2 of the next GEMM's weight. Equally many bytes
-    are fetched from the start of each of the parts into which the next GEMM divides K. Returns the fields of ``Next``
-    in nvfp4_decode.cu: the weight, the number of parts, the bytes from one part to the next, the number of thread
-    blocks that fetch, and the bytes that each of them fetches."""
+    """Choose which bytes of the next GEMM's weight the ``blocks`` thread blocks of this GEMM prefetch to L2: equally
+    many from the start of each of the parts into which the next GEMM divides K. Returns the fields of ``Next`` in
+    nvfp4_decode.cu: the weight, the number of parts, the bytes from one part to the next, the number of thread blocks
+    that prefetch, and the bytes that each of them prefetches."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape
@@ -253,6 +260,6 @@ def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] as the kernels read it, and those of the library Humming: of every 32 outputs n, first those
-    with n % 8 in (0, 1), then (2, 3), and so on."""
+    """Reorder a bias [N] as this project's kernels and those of the library Humming read it: of every 32 outputs n,
+    first those with n % 8 in (0, 1), then (2, 3), and so on. Applied twice, it gives the original order."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

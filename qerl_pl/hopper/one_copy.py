@@ -1,10 +1,11 @@
-"""One copy of the 4-bit base for trainer and engine, on GPUs where this project's CUDA kernels compute vLLM's linears.
+"""Sharing of one copy of the 4-bit base model by trainer and engine, on GPUs where this project's CUDA kernels compute
+vLLM's linear layers.
 
 The copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps, closes,
 fails to start or starts again. Before vLLM loads its model, the trainer's weights are put into tile order, the order
-that the kernels read. vLLM does not read these weights from the checkpoint: before it converts a linear, the linear
-gets a copy of the trainer's weight (``give``). After the conversion, if the converted copy and the trainer's weight
-have the same bits, the linear uses the trainer's memory and the copy is freed (``adopt``).
+that the kernels read. vLLM does not read these weights from the checkpoint: before it converts a layer's weight to the
+kernels' order, the layer gets a copy of the trainer's weight (``give``). After the conversion, if the converted copy
+and the trainer's weight have the same bits, the layer uses the trainer's memory and the copy is freed (``adopt``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,27 +28,28 @@ Linears = Mapping[str, FrozenLinear]  # the trainer's packed linears by name
 
 
 class Adopted(NamedTuple):
-    """Value of the attribute ``adopted``, which marks linears of vLLM that use the trainer's memory."""
+    """Value of the attribute ``adopted``, which marks linear layers of vLLM that use the trainer's memory."""
 
     digest: Tensor  # [2] int64, ``digest_of`` the linear when it was loaded
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
-        """Return, as a tensor [] bool, whether the linear still uses the trainer's memory, and the memory still has the
-        same digest."""
+        """Return, as a tensor [] bool, whether a linear layer of vLLM still uses the trainer's memory, and its weights
+        still have the digest that they had when the layer was loaded."""
         whole = whole_of([part.packed for part in parts])
         is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
         return (digest_of(layer) == self.digest).all() & is_shared
 
 
 def digest_of(layer: Any) -> Tensor:
-    """Return the sum of a linear's codes and the sum of its scales' bits, [2] int64."""
+    """Compute a digest of a linear layer's weights, [2] int64: the sum of its codes and the sum of its scales' bits."""
     weight, scales = layer.weight.detach(), layer.weight_scale.detach().view(torch.uint8)
     return torch.stack([weight.sum(dtype=torch.int64), scales.sum(dtype=torch.int64)])
 
 
 def put_in_tile_order(linears: Linears) -> None:
-    """Rearrange those NVFP4 weights of the trainer whose shapes the CUDA kernels support to tile order. Weights that
-    vLLM fuses into one matrix become views of one buffer. A second call changes nothing."""
+    """Rearrange those NVFP4 weights of the trainer whose shapes the CUDA kernels support to tile order, the order that
+    the kernels read. Weights that vLLM fuses into one matrix become views of one buffer. A second call changes
+    nothing."""
     for group in fused_groups(list(linears), present=linears.keys()).values():
         parts = [linears[name] for name in group]
         weights = [part.packed for part in parts]
@@ -62,8 +64,8 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Find the linears of vLLM's model whose codes and scales vLLM need not read from the checkpoint, because the
-    trainer has them. Returns, by the name of each, the names of the trainer's linears that it fuses."""
+    """Find the linear layers of vLLM's model whose codes and scales vLLM need not read from the checkpoint, because the
+    trainer has them in GPU memory. Returns, by the name of each, the names of the trainer's layers that it fuses."""
     return {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
@@ -72,8 +74,8 @@ def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
 
 
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
-    """Store in each linear of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``. The
-    parameters of linears in ``unread`` become tensors on the trainer's device that take no memory until ``give``, so
+    """Store in each linear layer of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``.
+    The parameters of layers in ``unread`` become tensors on the trainer's device that take no memory until ``give``, so
     that vLLM copies nothing between devices."""
     for name, layer, _, parts in fused_linears(model, linears):
         layer.trainers_weight = whole = whole_of([part.packed for part in parts])
@@ -85,8 +87,8 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
 
 
 def give(layer: Any) -> None:
-    """Before vLLM converts a linear whose weight it has not read from the checkpoint, give the linear a copy of the
-    trainer's weight in row order."""
+    """Copy the trainer's weight, in row order, to a linear layer of vLLM whose weight vLLM has not read from the
+    checkpoint. Called before vLLM converts the layer's weight to the kernels' order."""
     if vars(layer).pop("is_empty", False):
         rows = to_row_order(layer.trainers_weight)
         codes, scales = packed_codes(layer), layer.weight_scale
@@ -94,8 +96,8 @@ def give(layer: Any) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """If the trainer's weight has the same bits as a converted linear's, set the linear's parameters to the trainer's
-    memory; return whether this was done."""
+    """Make a linear layer of vLLM use the trainer's memory for its weight, if the trainer's weight has the same bits;
+    return whether it does. Called after vLLM has converted the layer's weight to the kernels' order."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
         return False
@@ -110,9 +112,10 @@ def adopt(layer: Any) -> bool:
 
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
-    """Complete a model whose weights vLLM has loaded and converted. ``one_adapter``: vLLM has one adapter slot, and the
-    operator of gate and up also adds the adapter, so it may compute silu(gate) * up too. With several slots, vLLM adds
-    adapters to the operator's output, so it may not."""
+    """Complete a model whose weights vLLM has loaded and converted: move parameters to the GPU, and let linear layers
+    prefetch the next layer's weight. If ``one_adapter``, vLLM has one adapter slot, and the operator of gate and up
+    also adds the adapter, so it may compute silu(gate) * up too. With several slots, vLLM adds adapters to the
+    operator's output, so it may not."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:
@@ -122,9 +125,9 @@ def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adap
 def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
     """Move the parameters that vLLM has left in host memory to the GPU.
 
-    vLLM converts weights that it has created in host memory (``patches.packed_weights_on_host``) on the GPU. It then
-    moves a parameter back to host memory if the conversion has kept its name. Parameters of adopted linears, which use
-    the trainer's memory, are set to that memory again. Raises CheckFailed if a linear that vLLM has not read from the
+    vLLM creates weights in host memory (``patches.packed_weights_on_host``), converts them on the GPU, and then moves a
+    parameter back to host memory if the conversion has kept its name. Parameters of layers that share the trainer's
+    memory are set to that memory again. Raises CheckFailed if a layer whose weight vLLM has not read from the
     checkpoint was not filled by ``give``.
     """
     for name, layer, _, parts in fused_linears(model, linears):
@@ -144,8 +147,8 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
 
 def tell_next_weights(model: nn.Module) -> None:
-    """Tell each linear that this project's CUDA kernels compute the weight of the next such linear, so that its kernel
-    can prefetch that weight to L2."""
+    """Give each linear layer that this project's CUDA kernels compute a reference to the weight of the next such layer,
+    so that its kernel can prefetch that weight to L2."""
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
         linear.native = linear.native._replace(next_weight=following.weight)
@@ -153,7 +156,7 @@ def tell_next_weights(model: nn.Module) -> None:
 
 def move_activations(model: nn.Module) -> None:
     """Let the kernel of each fused gate and up also compute silu(gate) * up, and replace the MLP's activation layer,
-    which has computed it so far, by the identity."""
+    which would compute it again, by the identity."""
     for mlp in model.modules():
         linear: Any = getattr(mlp, "gate_up_proj", None)
         if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:

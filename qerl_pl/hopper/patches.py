@@ -1,4 +1,4 @@
-"""Run-time patches of vLLM that only make it faster, and that are applied only to tested versions of vLLM. The patches
+"""Run-time patches of vLLM that only make it faster, and that are applied only to tested versions of vLLM. Patches
 without which results would be wrong are in ``rollout/vllm/patches.py``, which also says how a patch is written."""
 
 from collections.abc import Callable, Iterator
@@ -103,10 +103,10 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
 
 @contextmanager
 def packed_weights_on_host() -> Iterator[None]:
-    """Make vLLM create the packed weights of NVFP4 linears in host memory within this context.
+    """Make vLLM allocate the 4-bit weights of NVFP4 linear layers in host memory within this context.
 
-    Symptom: an engine that is going to use the trainer's copy of the base needs memory for a second copy at its start.
-    Cause: vLLM allocates the weights of all linears on the GPU before it reads them from the checkpoint.
+    Symptom: an engine that will use the trainer's copy of the base model needs memory for a second copy at its start.
+    Cause: vLLM allocates the weights of all linear layers on the GPU before it reads them from the checkpoint.
     Versions: vLLM 0.32. Upstream: none known.
     """
     scheme, modelopt = _nvfp4_modules()
@@ -129,7 +129,8 @@ def packed_weights_on_host() -> Iterator[None]:
 
 
 def _nvfp4_modules() -> tuple[Any, Any]:
-    """Import vLLM's modules of NVFP4 linears: for checkpoints of compressed-tensors, and of ModelOpt."""
+    """Import the modules of vLLM that define NVFP4 linear layers: one for checkpoints of compressed-tensors, one for
+    those of ModelOpt."""
     layers = "vllm.model_executor.layers.quantization"
     scheme = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
     return scheme, import_module(f"{layers}.modelopt")

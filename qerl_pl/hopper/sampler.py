@@ -1,5 +1,5 @@
-"""Faster replacements, which ``patches`` installs, for parts of vLLM's sampler on CUDA: the log-probabilities of
-sampled tokens, and the copies of the tables with the sequences' state to the GPU."""
+"""Faster replacements for parts of vLLM's sampler on CUDA: the log-probabilities of sampled tokens, and the copies of
+the sequences' sampling state to the GPU. The module ``patches`` installs them."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ def sampled_scores(
     logits_mode: bool = False,
     **others: Any,
 ) -> LogprobsTensors:
-    """Compute log-probabilities and ranks of sampled tokens [T] from logits [T, V]; replaces vLLM's
-    ``compute_topk_scores``, and calls it if log-probabilities of further tokens are asked for."""
+    """Compute log-probabilities and ranks of sampled tokens [T] from logits [T, V]. Replaces vLLM's
+    ``compute_topk_scores``, and calls it if log-probabilities of tokens that were not sampled are asked for too."""
     if num_logprobs or max_per_req_token_ids or logits_mode:
         others |= {"max_per_req_token_ids": max_per_req_token_ids, "logits_mode": logits_mode}
         return compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)
@@ -34,8 +34,9 @@ def sampled_scores(
 
 
 def copy_if_changed(self: UvaBackedTensor, n: int | None = None) -> torch.Tensor:
-    """Copy a table of the sequences' state (``self.np``) to the GPU, always to the same address, if it has changed
-    since the last call, and return its first n rows; replaces ``UvaBackedTensor.copy_to_uva``."""
+    """Copy a table of the sequences' state, such as temperatures, from the host to the GPU if it has changed since the
+    last call, and return its first n rows there. The GPU address is always the same, so that CUDA graphs can read the
+    table. Replaces ``UvaBackedTensor.copy_to_uva``."""
     copied = vars(self).get("copied")  # values on the GPU; None: ``self.gpu`` is still vLLM's buffer
     if copied is None:
         self.gpu = torch.zeros_like(self.gpu)

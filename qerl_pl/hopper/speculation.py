@@ -1,7 +1,7 @@
 """Speculative decoding that changes no sampled token, on vLLM's model runner for GPUs.
 
 vLLM is started with its own n-gram speculation, so that its scheduler plans for drafts and takes back rejected ones.
-``group_drafts`` then makes the drafts instead of vLLM, and ``equal_drafts`` verifies them.
+The module ``group_drafts`` then makes the drafts instead of vLLM, and ``equal_drafts`` verifies them.
 """
 
 from dataclasses import replace
@@ -24,17 +24,17 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 
 MOST_DRAFTS = DRAFTS_BY_SEQUENCES[0][1]
 MOST_SIBLINGS = 16
-"""Most completions of a prompt that are searched for the last tokens of a completion, this completion included."""
+"""Largest number of completions of a prompt, the one to draft for included, that are searched for drafts."""
 
 
 def arguments(max_num_seqs: int) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for an engine that speculates.
+    """Build the arguments of ``vllm.LLM`` for an engine that uses speculative decoding.
 
     vLLM uses the numbers of drafts in these arguments only to choose which CUDA graphs it captures: before each call of
     ``generate``, the engine gives the scheduler the numbers that ``draft_guard`` has chosen. Any of the chosen numbers
-    may be 0, so vLLM must also capture graphs without drafts. It does so if, in these arguments, at least one number of
-    sequences has no drafts. If all numbers up to ``max_num_seqs`` would have drafts, a batch of one sequence is
-    therefore given none.
+    may be 0, so vLLM must also capture graphs without drafts. It does so only if, in these arguments, at least one
+    number of sequences has no drafts. If every number of sequences up to ``max_num_seqs`` would have drafts, a batch of
+    one sequence is therefore given none.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
@@ -55,8 +55,8 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
 
 
 class EqualDrafts:
-    """Verifies drafts in place of vLLM's ``RejectionSampler``: samples one token per row of logits as without drafts,
-    and takes each sequence's tokens up to and including the first one that differs from its draft."""
+    """Verifier of drafts in place of vLLM's ``RejectionSampler``: samples one token per row of logits as without
+    drafts, and takes each sequence's tokens up to and including the first one that differs from its draft."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -68,8 +68,9 @@ class EqualDrafts:
         draft_logits: Tensor | None = None,
         invalid_drafts: Tensor | None = None,
     ) -> SamplerOutput:
-        """Sample a token in each of R rows of logits [R, V], and take tokens as the class describes. The result has
-        log-probabilities of all R rows; vLLM and its scheduler read only those of the tokens that are taken."""
+        """Sample a token in each of R rows of logits [R, V], and take each sequence's tokens up to and including the
+        first one that differs from its draft. The result has log-probabilities of all R rows; vLLM and its scheduler
+        read only those of the tokens that are taken."""
         assert draft_logits is None
         assert invalid_drafts is None
         batch, output = input_batch, self.sampler(logits, input_batch)
@@ -83,12 +84,13 @@ class EqualDrafts:
 
 
 class GroupDrafts:
-    """Drafts tokens in place of vLLM's n-gram speculator.
+    """Drafter that replaces vLLM's n-gram speculator: it proposes tokens for a sequence from the sequence's own text
+    and from other completions of its prompt.
 
-    vLLM's table keeps the tokens of a request that has ended until another request takes its row. Until then, drafts
-    for other completions of the same prompt are also taken from that row. Only rows that were filled since the last
-    ``forget``, which the engine calls before each sampling, are read, and the completions of a prompt are searched in
-    the order of their requests. So drafts depend on the current sampling call only.
+    vLLM's table of requests keeps the tokens of a request that has ended until another request takes its row, so drafts
+    can also be taken from completions that have ended. Only rows that were filled since the last ``forget``, which the
+    engine calls before each call of ``generate``, are read, and the completions of a prompt are searched in the order
+    of their requests. So drafts depend on the current call only.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -109,8 +111,8 @@ class GroupDrafts:
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
     ) -> None:
-        """Give a request a row of vLLM's table of requests, and let all requests with the same prompt find drafts in
-        each other's tokens; replaces the table's method."""
+        """Add a request to vLLM's table of requests, and let all requests with the same prompt find drafts in each
+        other's tokens. Replaces the table's method of this name."""
         self.add_plainly(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         row, prompt = self.states.req_id_to_index[req_id], tuple(all_token_ids[:prompt_len])
         order = self.orders.setdefault(req_id, len(self.orders))
@@ -125,9 +127,9 @@ class GroupDrafts:
         self.list_candidates(prompt)
 
     def list_candidates(self, prompt: tuple[int, ...]) -> None:
-        """Write, for each request of a prompt, the rows in which to look for its drafts: the rows of all requests of
-        the prompt in the order of the requests or, if there are more than ``MOST_SIBLINGS``, of those nearest to the
-        request in this order."""
+        """Write, for each request of a prompt, the rows of vLLM's table in which to look for its drafts. These are the
+        rows of all requests with this prompt, in the order of the requests or, if there are more than
+        ``MOST_SIBLINGS``, of those nearest to the request in this order."""
         rows = [row for _, row in sorted(self.groups[prompt].items())]
         for place, row in enumerate(rows):
             first = max(0, min(place - MOST_SIBLINGS // 2, len(rows) - MOST_SIBLINGS))
@@ -147,8 +149,8 @@ class GroupDrafts:
         num_speculative_tokens: int = MOST_DRAFTS,
         **__: object,
     ) -> Tensor:
-        """Draft tokens for each of N sequences of a batch, [N, MOST_DRAFTS] int64; the next step verifies the first
-        ``num_speculative_tokens`` of each. Replaces the method of vLLM's speculator."""
+        """Draft tokens for each of the N sequences of a batch; returns [N, MOST_DRAFTS] int64, of which the next step
+        verifies the first ``num_speculative_tokens`` per sequence. Replaces the method of vLLM's speculator."""
         if dummy_run or not num_speculative_tokens:
             return torch.zeros(input_batch.num_reqs, MOST_DRAFTS, dtype=torch.int64, device=self.device)
         if self.is_changed:
@@ -159,8 +161,8 @@ class GroupDrafts:
 
 
 def install(worker: WorkerBase) -> GroupDrafts:
-    """Make an engine that was started with ``arguments`` draft and verify as this module describes. ValueError: vLLM
-    does not use its model runner V2, or the model has recurrent layers."""
+    """Make an engine that was started with ``arguments`` draft and verify tokens as this module describes. Raises
+    ValueError if vLLM does not use its model runner V2, or if the model has recurrent layers."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.rejection_sampler).__name__ != "RejectionSampler":
         raise ValueError(

@@ -1,11 +1,11 @@
-"""Tile order: the order of NVFP4 codes and scales in which this project's CUDA kernels for Hopper read a weight.
+"""Tile order: the order of NVFP4 codes and scales in which this project's CUDA kernels for Hopper read a weight [N, K].
 
 A checkpoint stores the codes of each output's row contiguously (row order). In tile order, the codes of each tile of 64
 outputs x 16 inputs are contiguous (``nvfp4_decode.fragments`` defines their order). A weight in tile order is a
 ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K / 16, N]; in row order, codes
 are uint8. The engine fuses q, k and v, and also gate and up, into one matrix each. Outputs from one multiple of 64 to
-another correspond to contiguous columns of the tensors in tile order, so the trainer's separate linears can be views of
-the fused matrix.
+another are contiguous columns of the tensors in tile order, so the trainer's separate layers can be views of the fused
+matrix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,8 @@ WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multi
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether this project's CUDA kernels support the linear that fuses linears of these shapes (N, K)."""
+    """Return whether this project's CUDA kernels support the linear layer that an engine makes by fusing layers of
+    these shapes (N, K)."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
@@ -36,7 +37,7 @@ def is_in_tile_order(weight: PackedWeight) -> bool:
 
 def to_tile_order(weight: PackedWeight) -> PackedWeight:
     """Copy an NVFP4 weight from row order to tile order, with temporary memory of about twice the bytes of the codes;
-    ValueError if the number of outputs is not a multiple of 64."""
+    raise ValueError if the number of outputs is not a multiple of 64."""
     outputs, blocks = weight.block_scale.shape
     if outputs % TILE:
         raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
@@ -46,7 +47,8 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
 
 
 def _words(codes: Tensor, blocks: int) -> Tensor:
-    """Gather the eight 4-bit codes of each int32 word from codes in row order."""
+    """Arrange 4-bit codes in row order as int32 words of eight codes each, with the words in tile order and, inside a
+    word, every code in four consecutive bits."""
     # In row order a byte has the codes of inputs 2c and 2c + 1 of a k-block of 16 inputs; g is the index of an output
     # among 8. Letters are as in ``fragments``.
     parts = codes.view(-1, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
@@ -78,13 +80,15 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def words_in_tile_order(words: Tensor) -> Tensor:
-    """Move the bits of int32 words, each with eight codes of four bits, to their places in tile order."""
+    """Move the bits of int32 words, each with eight codes in four consecutive bits, to the positions that
+    ``nvfp4_decode.BITS`` defines for tile order."""
     return _moved(words, {up: after for up, (_, after) in _moves().items()})
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Describe how the 32 bits of a word move from row order to tile order. The keys are distances by which bits move
-    up (negative: down); the values are masks of the bits that move by this distance, before and after the move."""
+    """Describe how the 32 bits of a word of eight 4-bit codes move from four consecutive bits per code to the positions
+    of tile order. The keys are distances in bits, positive towards higher bits; the values are masks of the bits that
+    move by this distance, at their positions before and after the move."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32
@@ -104,7 +108,8 @@ def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
 
 
 def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Copy weights with the same K from row order into one buffer in tile order, and return each as a view of it."""
+    """Copy weights with equal K from row order into one buffer in tile order, and return each as a view of this
+    buffer."""
     tiles = [to_tile_order(weight) for weight in weights]
     rows = [weight.block_scale.shape[1] for weight in tiles]
     codes = torch.cat([weight.codes for weight in tiles], dim=1).split([2 * count for count in rows], dim=1)
@@ -114,7 +119,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return the fused weight that ``fused`` made if ``views`` are all of its parts in order, else None."""
+    """Return the whole weight of which ``views`` are the parts, if they are, in order, all the views of one buffer that
+    ``fused`` returned; else None."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2
