@@ -22,13 +22,13 @@ class Change:
     """New value of the setting. If the setting is a number v, it is the largest of v/2, v/4, ... with which the run
     fits."""
     peak: int
-    """Peak bytes of the run with this change and the changes listed before it."""
+    """Peak bytes of GPU memory of the run with this change and the changes listed before it."""
 
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     """Plan the memory of a run that is about to start; warn if it may not fit.
 
-    Training passes that are too large only cause a warning, because the run halves them when memory runs out
+    Training passes that are too large only cause a warning, because the run halves their tokens when memory runs out
     (``retry.MicroBatchBudget``). A rollout engine that is too large is an error, because it cannot be made smaller
     after its start.
 
@@ -99,7 +99,7 @@ def savings(run: RunMemory) -> dict[str, list[Any]]:
     """Return the settings that ``advice`` may change, the least harmful first, by their keys in the YAML file.
 
     Each setting has a list of values that need less memory, starting with the one that costs the run least. The list is
-    empty if the run already has the value that needs least.
+    empty if the run already uses the value that needs the least.
     """
     engine = run.engine or EngineMemory()
     values_of = {
@@ -118,8 +118,8 @@ def savings(run: RunMemory) -> dict[str, list[Any]]:
 
 
 def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
-    """Return the run with changed values of settings that ``savings`` lists; ``changes`` has the new values by the
-    settings' keys in the YAML file."""
+    """Return a run's memory settings with some values changed; ``changes`` has the new values by keys of the YAML file,
+    which are keys that ``savings`` returns."""
     engine = {key.removeprefix(ENGINE): value for key, value in changes.items() if key.startswith(ENGINE)}
     if run.engine and engine:
         run = replace(run, engine=replace(run.engine, **engine))
@@ -138,7 +138,8 @@ def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
 
 
 def _halved(value: int | None, smallest: int) -> list[int]:
-    """Return value/2, value/4, ..., not below ``smallest``."""
+    """Return the numbers value/2, value/4, ..., of which the last is ``smallest``; empty if ``value`` is None or not
+    larger than ``smallest``."""
     halves = []
     while value is not None and value > smallest:
         value = max(smallest, value // 2)

@@ -12,8 +12,8 @@ LARGEST_GPU = 4096
 
 
 def check_gpu_memory(gib: float | None, name: str) -> None:
-    """Raise ValueError if ``gib``, the value of the setting ``name``, is no plausible number of GiB; None, for a
-    setting that is not set, is accepted."""
+    """Raise ValueError if ``gib``, the value of the setting ``name``, is no plausible size of a GPU's memory in GiB;
+    None, for a setting that is not set, is accepted."""
     if gib is not None and not 0 < gib <= LARGEST_GPU:
         raise ValueError(f"{name} is {gib}; expected GiB, more than 0 and at most {LARGEST_GPU}")
 
@@ -26,13 +26,13 @@ def used_bytes(device: torch.device) -> int:
 
 def others_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that other processes use: all bytes in use, less what torch and the CUDA context of
-    this process take. Correct only before vLLM starts, because other memory of this process, such as vLLM's, would
-    count as that of other processes."""
+    this process take. The number is correct only before vLLM starts, because memory of this process that torch does not
+    manage, such as vLLM's, would count as that of other processes."""
     return max(0, used_bytes(device) - torch.cuda.memory_reserved(device) - CONTEXT)
 
 
 def available_bytes(device: torch.device, at_most: float | None = None) -> int:
-    """Return the bytes of GPU memory that this process may use, its context included: what other processes leave free
-    (``others_bytes``), but at most ``at_most`` GiB."""
+    """Return the bytes of GPU memory that this process may use, its CUDA context included: all that other processes
+    leave free (``others_bytes``), but at most ``at_most`` GiB."""
     available = torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
     return available if at_most is None else min(available, int(at_most * 2**30))

@@ -1,4 +1,5 @@
-"""Choose the memory settings that a run leaves open: micro-batch size, gradient checkpointing and KV cache size."""
+"""Choose the memory settings that a run leaves open: micro-batch size, level of gradient checkpointing and KV cache
+size."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ GIB = 2**30
 USUAL_MICRO_BATCH = 16384
 """Tokens of a micro-batch; larger ones train hardly faster."""
 HEADROOM = 0.04
-"""Share of the GPU's memory that a memory plan leaves free, because its predictions may be too low by this share."""
+"""Share of the GPU's memory that a memory plan leaves free, because its predictions may be too low by that much."""
 STEP = 256
-"""Tokens; a chosen micro-batch size is a multiple of this, or exactly the longest prompt and completion together."""
+"""Step, in tokens, between the micro-batch sizes that are tried; a chosen size is a multiple of it, or exactly the
+longest prompt and completion together."""
 
 # The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): times of passes are
 # within 1 % of (tokens + OVERHEAD) * (1 + share) times a constant, from 4096 to 16384 tokens. The overhead, the time of
 # dequantisation and kernel launches, grows with the number of parameters as the time of matrix products does, so the
 # constants are close to right for other model sizes.
 OVERHEAD = 600
-"""Time of a pass that does not depend on its number of tokens, in units of the time per token."""
+"""Time of a training pass that does not depend on its number of tokens, in units of the time per token."""
 # Extra time of recomputation, as a share of the time of a pass without recomputation. WHOLE: every block is recomputed,
 # except its last matrix product, which makes it less than the share of a forward pass. SELECTIVE: only element-wise
 # operations are recomputed.
@@ -42,7 +44,7 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     The plan may not fit: compare its peak with ``usable``. A micro-batch has ``USUAL_MICRO_BATCH`` tokens or as many as
     fit, and no fewer than the longest prompt and completion together. The level of gradient checkpointing is the one
     with which a training pass takes the least time per token or, if none fits, the least memory. The KV cache holds all
-    sequences of a rollout at their maximum length, or as many as fit, and at least one.
+    sequences of a rollout at their maximum length or, if that does not fit, as many as fit, and at least one.
     """
     if run.teacher is not None and run.teacher.keep == "auto":
         kept = [replace(run, teacher=replace(run.teacher, keep=place)) for place in ("gpu", "host")]
@@ -66,8 +68,8 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """Candidate level of gradient checkpointing, with the largest micro-batch with which it fits the GPU or, if none
-    fits, the smallest micro-batch."""
+    """Candidate level of gradient checkpointing, with the largest micro-batch with which it fits the GPU or, if it does
+    not fit with any, the smallest micro-batch."""
 
     how: Recompute
     setting: Setting
@@ -79,7 +81,8 @@ class Option(NamedTuple):
     recomputation (``time_per_token``)."""
 
     def why(self, everything: Option, gpu_bytes: int) -> str:
-        """Say why this level was chosen, and how much slower it is than ``everything``, which keeps all activations."""
+        """Return a sentence that says why this level of gradient checkpointing was chosen, and how much slower it is
+        than ``everything``, the level that keeps all activations."""
         choice = f"gradient_checkpointing is {self.setting}"
         if self.setting == everything.setting:
             return f"{choice}: all activations that backward needs fit"
@@ -94,8 +97,8 @@ class Option(NamedTuple):
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing to choose from, whether they fit or not, starting with the one that
-    needs the most memory. If the run's settings name a level, the list has only this level."""
+    """List the levels of gradient checkpointing to choose from, whether they fit the GPU or not, starting with the one
+    that needs the most memory. If the run's settings name a level, the list has only this level."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     setting = run.recompute(shape.num_layers)
     options = []
@@ -116,12 +119,13 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
 
 
 def usable(gpu_bytes: int) -> int:
-    """Return the bytes of a GPU that a plan may use."""
+    """Return the bytes of a GPU's memory that a memory plan may use: all but the share ``HEADROOM``."""
     return int(gpu_bytes * (1 - HEADROOM))
 
 
 def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
-    """Return the smallest GPU memory, in whole GiB, on which the run fits if its open settings are chosen for it."""
+    """Return the smallest GPU memory, in whole GiB, on which a run fits, if the settings that it leaves open are chosen
+    for that size."""
 
     def fits(gib: int) -> bool:
         return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)
@@ -133,8 +137,8 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     """Return the most tokens that each completion of a run may have on a GPU, a multiple of ``STEP``; 0 if none fits.
 
-    Settings that the run leaves open are chosen anew for each length that is tried, and the KV cache must hold at least
-    one sequence of this length. The number of positions that the model itself supports is not considered.
+    For each length that is tried, the settings that the run leaves open are chosen anew, and the KV cache must hold at
+    least one sequence of this length. The number of positions that the model supports is not considered.
     """
 
     def too_long(steps: int) -> bool:
@@ -168,8 +172,8 @@ def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
 
 
 def extra_work(how: Recompute, num_layers: int, *, fused: bool = False, dropout: bool = False) -> float:
-    """Return the time that recomputation adds to a training pass, as a share of the time of a pass without
-    recomputation."""
+    """Return the time that gradient checkpointing adds to a training pass, as a share of the time of a pass without
+    it."""
     if not how.selective:
         return 0.0
     whole = how.blocks / num_layers
@@ -184,5 +188,5 @@ def time_per_token(
     how: Recompute, num_layers: int, tokens: int, *, fused: bool = False, dropout: bool = False
 ) -> float:
     """Return the time per token of a training pass of ``tokens`` tokens. The unit is the time per token of an
-    infinitely long pass without recomputation, in which the fixed overhead of a pass does not count."""
+    infinitely long pass without gradient checkpointing, in which the fixed overhead of a pass does not count."""
     return (1 + extra_work(how, num_layers, fused=fused, dropout=dropout)) * (1 + OVERHEAD / tokens)

@@ -1,8 +1,9 @@
-"""Formulas of the memory plan: the bytes of GPU memory that each part of a run takes.
+"""Formulas of the memory plan: the bytes of GPU memory that each part of a run takes, such as the activations of a
+block.
 
 Letters: T tokens of a micro-batch; c bytes per value of the compute dtype; r LoRA's rank; L blocks; H hidden size; N
-outputs and K inputs of a linear. The formulas for activations count the tensors that autograd keeps for backward in
-``policy/lora_product.py``, ``policy/attention.py``, ``policy/logprobs.py`` and the decoder blocks of transformers.
+outputs and K inputs of a linear layer. The formulas for activations count the tensors that autograd keeps for backward
+in ``policy/lora_product.py``, ``policy/attention.py``, ``policy/logprobs.py`` and the decoder blocks of transformers.
 """
 
 from collections.abc import Collection
@@ -20,11 +21,14 @@ from qerl_pl.policy.recompute import Recompute
 CONTEXT = 1 * 2**30
 """Bytes of the CUDA context, loaded kernels and workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
-"""Bytes that the engine's CUDA graphs take per decoder block and per number of drafts for which it captures graphs."""
+"""Bytes that the engine's CUDA graphs take per decoder block and, if it drafts tokens, per number of drafts for which
+it captures graphs."""
 FRAGMENTATION = 0.05
-"""Bytes lost to fragmentation in torch's allocator, as a share of the bytes of a pass's tensors."""
+"""Bytes lost to fragmentation in torch's allocator, as a share of the bytes of tensors that exist only during a forward
+or backward pass."""
 SCAN_BYTES = 52
-"""Bytes that backward through the recurrence of a delta net takes per token and per element of queries and values."""
+"""Bytes that backward through the recurrence of a gated delta net takes per token and per element of queries and
+values."""
 
 # Defaults of vLLM 0.32.
 KV_BLOCK = 16
@@ -34,22 +38,22 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the number of LoRA parameters that one block has per unit of rank: the sum of outputs plus inputs over its
-    linears in ``targets``."""
+    """Return the number of LoRA parameters of one block at rank 1: the sum of outputs plus inputs over its linear
+    layers that are in ``targets``."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
 def adapted_experts(shape: ModelShape) -> int:
-    """Return the number of LoRA parameters that all experts of one block have per unit of rank: per expert, one matrix
-    A for gate and up together, a B for each of the two, and A and B of down."""
+    """Return the number of LoRA parameters of all experts of one block at rank 1: per expert, one matrix A for gate and
+    up together, a B for each of the two, and A and B of down."""
     return shape.experts.num * (2 * shape.hidden + 3 * shape.experts.inner)
 
 
 def adapter_values(
     shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool, expert_rank: int = 0
 ) -> int:
-    """Return the number of trained parameters: LoRA's (with rank ``expert_rank`` on experts, and ``rank`` elsewhere)
-    and, if ``train_norms``, those of norms."""
+    """Return the number of trained parameters of a run: those of LoRA (with rank ``expert_rank`` on experts, and
+    ``rank`` elsewhere) and, if ``train_norms``, those of norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
     values = shape.num_layers * (rank * adapted(shape, targets) + norms)
     return values + shape.experts.layers * expert_rank * adapted_experts(shape)
@@ -62,23 +66,24 @@ def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of the inputs [T, H] of the blocks that backward recomputes completely. If they are offloaded to
-    host memory, about four of them are on the GPU at a time, in use or being copied."""
+    """Return the bytes of the stored inputs [T, H] of those blocks that backward recomputes completely. If the inputs
+    are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
 def experts_kept(shape: ModelShape, itemsize: int) -> int:
     """Return the bytes per token that a mixture of experts keeps for backward: for each expert that computes the token,
-    the outputs of two linears, two int64 indices and an fp32 weight; and two fp32 copies of the probabilities of all
-    experts."""
+    the outputs of two linear layers, two int64 indices and an fp32 weight; and two fp32 copies of the probabilities of
+    all experts."""
     sizes = shape.experts
     return sizes.chosen * (2 * itemsize * sizes.inner + 20) + 8 * sizes.num
 
 
 def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
-    """Return the bytes of the tensors with which training replays the engine's choice of experts: the numbers of the
-    experts of each token and layer (``Completion.routes``), and a byte per token and layer that counts differences from
-    the trainer's routers. They exist for all tokens of a rollout, and twice more for the tokens of a pass."""
+    """Return the bytes of the tensors with which training replays the engine's choice of experts. They hold the indices
+    of the experts of each token and layer (``Completion.routes``), and a byte per token and layer that counts
+    differences from the trainer's routers. They exist once for all tokens of a rollout, and twice for the tokens of a
+    pass."""
     return (shape.experts.route_bytes + shape.experts.layers) * (run_tokens + 2 * pass_tokens)
 
 
@@ -101,18 +106,18 @@ def block_kept(
 ) -> int:
     """Return the bytes of the activations that autograd keeps for backward of one block, if nothing is recomputed.
 
-    In the compute dtype: the inputs of linears (two normalised inputs, the attention's output, the MLP's product);
-    queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each adapted linear; A and
-    B. In fp32: the inputs of all norms (query and key norms included) and the attention's log-sum-exp. Fused norms keep
-    their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. In a model with
-    recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer keeps, instead of
-    attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and in fp32 the inputs
-    of its norm and gate. In a mixture, a shared expert's tensors add to those of the chosen ones; every block counts
-    as a mixture or as a dense MLP, whichever keeps more.
+    In the compute dtype: the inputs of linear layers (two normalised inputs, the attention's output, the MLP's
+    product); queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each adapted
+    layer; A and B. In fp32: the inputs of all norms (query and key norms included) and the attention's log-sum-exp.
+    Fused norms keep their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. In
+    a model with recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer keeps,
+    instead of attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and in fp32
+    the inputs of its norm and gate. In a mixture of experts, the tensors of a shared expert are added to those of the
+    chosen experts; every block counts as a mixture or as a dense MLP, whichever keeps more.
 
-    With LoRA dropout, each adapted linear keeps, instead of its input, a copy of the input with zeros for dropped
-    values, which it shares with no other linear, and a mask of one byte per value. The attention's output is kept all
-    the same, because backward of attention needs it.
+    With LoRA dropout, each adapted layer keeps, instead of its input, a copy of the input with zeros for dropped
+    values, which it shares with no other layer, and a mask of one byte per value. The attention's output is kept in any
+    case, because backward of attention needs it.
     """
     norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
     norm_rows = shape.block_norms + shape.head_norms * (shape.num_heads + shape.num_key_heads)
@@ -146,9 +151,9 @@ def block_kept_selectively(
     recomputed.
 
     In the compute dtype: the block's input; the rotated queries and keys, the values and the output of attention; and
-    the outputs of adapted linears. Not counted are the output of the last linear, which backward does not need, and
-    outputs that share memory with attention's inputs: the values, and queries and keys if they are rotated in place. In
-    fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of adapted linears are recomputed too.
+    the outputs of adapted linear layers. Not counted are the output of the last layer, which backward does not need,
+    and outputs that share memory with attention's inputs: the values, and queries and keys if they are rotated in
+    place. In fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of adapted layers are recomputed too.
     """
     sizes = shape.recurrent
     width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
@@ -175,9 +180,11 @@ def blocks_kept(
     dropout: bool = False,
 ) -> tuple[int, int]:
     """Return the bytes of the activations that all blocks keep for backward at two moments: before backward, and during
-    backward of the last block, after its activations have been recomputed. Inputs of recomputed blocks are not included
-    (``checkpoints``). Backward of an earlier block needs no more, since the completely recomputed blocks are the first
-    ones."""
+    backward of the last block, after its activations have been recomputed.
+
+    The stored inputs of completely recomputed blocks are not included; ``checkpoints`` counts them. Backward of an
+    earlier block needs no more, because the completely recomputed blocks are the first ones.
+    """
     options = {"targets": targets, "expert_rank": expert_rank, "fused": fused, "dropout": dropout}
     full = block_kept(shape, tokens, itemsize, rank=rank, **options)
     if not how.selective:
@@ -202,11 +209,11 @@ def block_backward(
 ) -> int:
     """Return the bytes that backward through one block needs in addition to the activations kept for it.
 
-    They are the gradient of the block's output, and what the larger of two moments in the MLP needs. In backward of the
-    last linear: the gradient of its input, and its dequantised weight. In backward of SwiGLU's product silu(gate) * up:
-    the gradients of the two factors, which overwrite the factors if SwiGLU is fused. The product's gradient does not
-    count at this moment, because it takes the memory of the product, which is no longer needed. In a recurrent layer
-    there is a third moment, backward of the recurrence of one group of rows. In a mixture, each expert that computes a
+    They are the gradient of the block's output, and the larger of what two moments in the MLP need. Backward of the
+    last linear layer needs the gradient of its input, and its dequantised weight. Backward of SwiGLU's product
+    silu(gate) * up needs the gradients of the two factors, which overwrite the factors if SwiGLU is fused; the
+    product's gradient does not count then, because it takes the memory of the product. In a recurrent layer there is a
+    third moment, backward of the recurrence of one group of rows. In a mixture of experts, each expert that computes a
     token has at most four tensors of the inner size and two gradients of its input per token; the gradients of adapters
     on experts exist twice in fp32.
     """
@@ -221,10 +228,10 @@ def block_backward(
 def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the bytes that forward and backward through the final norm and the language-model head need.
 
-    They are the norm's input in fp32, and what the larger of two moments needs. In forward of the head: the hidden
+    They are the norm's input in fp32, and the larger of what two moments need. Forward of the head needs the hidden
     states, the gradient of the log-probabilities with respect to them, and one chunk of logits in fp32 with its
-    gradient in the compute dtype. In backward of the norm: the gradient of its output, and three fp32 tensors of the
-    same shape.
+    gradient in the compute dtype. Backward of the norm needs the gradient of its output, and three fp32 tensors of its
+    shape.
     """
     chunk = min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     vocabulary = 2 * itemsize * tokens * shape.hidden + chunk + (chunk // 2 if itemsize == 2 else chunk)
@@ -233,8 +240,8 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the peak bytes of a pass without gradients: the larger of two sums, an MLP's activations and a dequantised
-    weight, and the hidden states and a chunk of logits."""
+    """Return the peak bytes of a forward pass without gradients: the larger of two sums, the activations of an MLP and
+    a dequantised weight, or the hidden states and a chunk of logits."""
     rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
     mlp = itemsize * (tokens * (max(3 * shape.inner, rows) + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
@@ -242,8 +249,8 @@ def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto") -> int:
-    """Return the bytes that one token takes in the KV cache: in each layer with attention, ``2 * key_width`` values,
-    which have one byte if ``kv_cache_dtype`` starts with fp8, else ``itemsize`` bytes."""
+    """Return the bytes that one token takes in the KV cache: ``2 * key_width`` values in each layer with attention, of
+    one byte each if ``kv_cache_dtype`` starts with fp8, else of ``itemsize`` bytes."""
     layers = shape.num_layers - shape.recurrent.num_layers
     return 2 * layers * shape.key_width * (1 if kv_cache_dtype.startswith("fp8") else itemsize)
 
@@ -260,10 +267,10 @@ def kv_cache(
 ) -> int:
     """Return the bytes of vLLM's cache for ``num_sequences`` sequences of ``length`` tokens.
 
-    Every sequence takes a whole number of blocks of ``block`` tokens, and vLLM reserves one block more. A model with
-    recurrent layers has blocks of so many tokens that their keys and values in one layer take at least as many bytes as
-    a recurrent state. Layers are divided into groups of one kind; a sequence needs one block per group of recurrent
-    layers.
+    Every sequence takes a whole number of blocks of ``block`` tokens, and vLLM reserves one block more. In a model with
+    recurrent layers, blocks have more tokens, so that the keys and values of a block in one layer take at least as many
+    bytes as a recurrent state. vLLM divides the layers into groups of equal kind; a sequence needs one block per group
+    of recurrent layers.
     """
     token = kv_token_bytes(shape, itemsize, kv_cache_dtype)
     recurrent = shape.recurrent.num_layers
@@ -278,9 +285,9 @@ def kv_cache(
 
 
 def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, shared_embeddings: bool) -> int:
-    """Return the bytes of vLLM's weights: packed linears, and everything else in the engine's compute dtype.
-
-    Embedding and head may be shared with the trainer, if both have the same dtype."""
+    """Return the bytes of vLLM's weights: 4-bit linear layers, and everything else in the engine's compute dtype.
+    Embedding and head do not count if vLLM shares them with the trainer, which requires that both have the same
+    dtype."""
     own_embeddings = not shared_embeddings or engine_itemsize != itemsize
     dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
     dense += own_embeddings * shape.embedding_bytes
@@ -290,10 +297,9 @@ def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, share
 def engine_pass(
     shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int, dequantises: bool = False
 ) -> int:
-    """Return the peak bytes of vLLM's largest forward pass, which are the larger of two moments: an MLP with LoRA's
+    """Return the peak bytes of vLLM's largest forward pass, the larger of what two moments need: an MLP with LoRA's
     fp32 buffers (and, if the engine ``dequantises``, a dequantised copy of the fused gate and up), and sampling, with
-    two fp32 copies of the logits.
-    """
+    two fp32 copies of the logits."""
     mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
     mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
     logits = shape.vocabulary * 4 * max(2 * num_seqs, SCORED_TOGETHER)
@@ -312,9 +318,9 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
     """Return the bytes that vLLM keeps even while it sleeps.
 
     These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
-    graphs of decoding steps keep; and, for each sequence, an int32 and a bit per entry of the vocabulary. An engine
-    that speculates also has a set of the model's graphs for each number of drafts, logits for each draft, and a table
-    of all sequences' tokens in which it looks for drafts, with up to ``length`` int32 per sequence.
+    graphs of decoding steps keep; and, for each sequence, an int32 and a bit per entry of the vocabulary. With
+    speculative decoding, an engine also has a set of the model's graphs for each number of drafts, logits for each
+    draft, and a table of all sequences' tokens in which it looks for drafts, with up to ``length`` int32 per sequence.
     """
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     sets, rows = 1, num_seqs
@@ -327,8 +333,8 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
 
 
 def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
-    """Return the bytes of vLLM's adapter slots. In a slot of experts, gate and up each have a copy of the matrix A that
-    they share in the trainer."""
+    """Return the bytes of vLLM's memory for one adapter (a slot). For experts, gate and up each have a copy there of
+    the matrix A that they share in the trainer."""
     values = slot_rank(rank) * shape.num_layers * adapted(shape, targets)
     if expert_rank:
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden

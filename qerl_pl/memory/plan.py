@@ -1,4 +1,4 @@
-"""Predict a run's GPU memory in bytes at each moment at which it may peak (``MOMENTS``)."""
+"""Predict a run's GPU memory in bytes at each moment at which it may be largest (``MOMENTS``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,21 +25,23 @@ PASSES = (
     "backward",
     "optimizer's temporaries",
 )
-"""Parts of the memory that are allocated and freed in every pass, and so fragment the memory of torch's allocator."""
+"""Parts of a run's memory that are allocated and freed in every pass, and so fragment the memory of torch's
+allocator."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of every part at every moment."""
+    """Predicted bytes of GPU memory that every part of a run, such as "KV cache", takes at every moment of
+    ``MOMENTS``."""
 
     parts: Mapping[str, Mapping[str, int]]
     """Bytes of each part by moment; moments at which the part does not exist are left out."""
     run: RunMemory
     """Settings of the run that was planned; None and "auto" have been replaced by values."""
     shared: int = 0
-    """Bytes of the packed base weights that exist once and are used by both trainer and vLLM."""
+    """Bytes of the 4-bit base weights that exist once and are used by both trainer and vLLM."""
     why: str = ""
-    """Reason for this level of ``gradient_checkpointing``, and its cost; empty if the settings gave the level."""
+    """Reason for the chosen level of gradient checkpointing, and its cost; empty if the settings gave the level."""
 
     def total(self, moment: str) -> int:
         """Return the bytes at one of ``MOMENTS``."""
@@ -47,7 +49,7 @@ class Plan:
 
     @property
     def moments(self) -> dict[str, str]:
-        """Return those of ``MOMENTS`` that the run has, with their meanings."""
+        """Return the names of those of ``MOMENTS`` that occur in the run, with their meanings."""
         return {name: meaning for name, meaning in MOMENTS.items() if name != "teacher" or self.run.teacher}
 
     @property
@@ -73,7 +75,7 @@ class Plan:
 
     @property
     def train(self) -> int:
-        """Peak bytes of training, without rollouts."""
+        """Peak bytes of training, that is, of all moments except the engine's start and rollouts."""
         return max(self.total(moment) for moment in ("teacher", *TRAINING))
 
     @property
@@ -83,8 +85,8 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the GPU memory of a run whose memory settings are all given; ``fitting.fitted`` chooses settings that a
-    run leaves open."""
+    """Predict the GPU memory of a run whose memory settings are all given; ``fitting.fitted`` chooses the settings that
+    a run leaves open."""
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
     sizes |= _adapter(shape, run)
@@ -160,15 +162,15 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 
 
 def shared_base(shape: ModelShape, run: RunMemory) -> int:
-    """Return the bytes of packed base weights of which trainer and vLLM share one copy; the plan counts them in the
+    """Return the bytes of the 4-bit base weights of which trainer and vLLM share one copy; the plan counts them in its
     part "base" only."""
     engine = run.engine  # the kernels that read the trainer's order of tiles multiply by 16-bit activations only
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """Predict the memory of the transformers engine: a KV cache; a copy of one decoder block's part of the cache, which
-    transformers makes when it appends a token; and fp32 logits."""
+    """Predict the memory of rollouts by transformers: a KV cache; a copy of one decoder block's part of the cache,
+    which transformers makes when it appends a token; and fp32 logits."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)
@@ -182,9 +184,9 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
-    """Predict the memory of a teacher: its weights, its passes and, for a divergence over the whole vocabulary, its
-    hidden states at all completion tokens of the rollout, a copy of its head if its other weights are in host memory,
-    and five tensors of the size of a chunk of logits."""
+    """Predict the memory of a teacher model: its weights and its passes. For a divergence over the whole vocabulary,
+    also its hidden states at all completion tokens of the rollout, a copy of its head if its other weights are in host
+    memory, and five tensors of the size of a chunk of logits."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

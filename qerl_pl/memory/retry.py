@@ -1,4 +1,4 @@
-"""Repeat training passes that ran out of GPU memory with more gradient checkpointing, or smaller micro-batches."""
+"""Repeat training passes that ran out of GPU memory with more gradient checkpointing, or with smaller micro-batches."""
 
 import gc
 import warnings

@@ -1,4 +1,4 @@
-"""Settings of a run that decide its memory."""
+"""Settings of a run that determine how much GPU memory it takes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
 GRAPH_SEQUENCES = 64
-"""vLLM's decoding steps with up to this many sequences run entirely as CUDA graphs, which keep memory for the logits.
-With more sequences the GPU takes longer than the host, so graphs would save nothing."""
+"""Largest number of sequences for which vLLM's decoding steps run entirely as CUDA graphs, which keep memory for the
+logits. With more sequences the GPU takes longer than the host, so graphs would save no time."""
 DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
-"""Pairs (S, D): a decoding step with up to S sequences of an engine that speculates verifies D drafts per sequence;
-with more sequences than the last S, none. D is as many as one more tile of the decode GEMMs holds, so a step with
-drafts has at most ``GRAPH_SEQUENCES`` tokens."""
+"""Pairs (S, D) for engines that use speculative decoding: a decoding step with up to S sequences verifies D drafted
+tokens per sequence, and one with more sequences than the last S verifies none. D is chosen to fill one more tile of the
+decode GEMMs, so a step with drafts has at most ``GRAPH_SEQUENCES`` tokens."""
 CHECKED_TOKENS = 4096
-"""Most tokens of a forward pass of the trainer without gradients while the engine is awake; a pass of this size takes
-less memory than the engine's own passes."""
+"""Largest number of tokens of a forward pass without gradients in which the trainer checks completions while the engine
+is awake; a pass of this size takes less memory than the engine's own passes."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Settings of a vLLM engine that decide how much GPU memory it takes; most have the names of arguments of
+    """Settings of a vLLM engine that determine how much GPU memory it takes; most have the names of arguments of
     ``VLLMEngine``."""
 
     dtype: str = "auto"
@@ -37,18 +37,21 @@ class EngineMemory:
     max_num_batched_tokens: int | None = None
     """Limit on the tokens of one forward pass; None means ``DEFAULT_BATCHED_TOKENS``."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache; None means as much as a rollout can use or, if that does not fit, as much as fits."""
+    """Size of the KV cache in bytes; None means as much as a rollout can use or, if that does not fit, as much as
+    fits."""
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
     enforce_eager: bool = False
     sleep_level: int = 0
-    """While it sleeps, the engine frees the KV cache and, with 1, its weights and its copy of the adapter."""
+    """Level of vLLM's sleep mode: while it sleeps, the engine frees the KV cache and, with level 1, also its weights
+    and its copy of the adapter."""
     one_copy: bool = False
-    """Whether the engine uses the trainer's packed weights instead of a copy, where its kernels can read them."""
+    """Whether the engine uses the trainer's 4-bit weights instead of a copy, where the engine's kernels can read
+    them."""
     dequantises: bool = False
-    """Whether the engine dequantises linears to scratch memory in forward passes with many tokens."""
+    """Whether the engine dequantises weights to scratch memory in forward passes with many tokens."""
     speculates: bool = False
-    """Whether decoding steps verify drafts, with the numbers of ``DRAFTS_BY_SEQUENCES``."""
+    """Whether decoding steps verify drafted tokens, in the numbers that ``DRAFTS_BY_SEQUENCES`` gives."""
 
     def itemsize(self, policy_itemsize: int) -> int:
         """Return the bytes per value of the engine's compute dtype."""
@@ -57,19 +60,19 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class TeacherMemory:
-    """The teacher of a run that distils."""
+    """Settings that determine how much GPU memory the teacher of a distillation run takes."""
 
     shape: ModelShape
     keep: Literal["auto", "gpu", "host"]
-    """Place of the teacher's weights while the teacher does not score; "auto": the GPU if the run fits with them there,
-    else host memory."""
+    """Location of the teacher's weights while the teacher does not compute log-probabilities; "auto": the GPU if the
+    run fits with them there, else host memory."""
     states: bool
     """Whether the teacher's hidden states at all sampled tokens are kept during the updates."""
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Settings of a run that decide its memory on one GPU."""
+    """Settings of a run that determine how much memory it takes on one GPU."""
 
     rows: int
     """Completions per rollout on this GPU."""
@@ -84,35 +87,40 @@ class RunMemory:
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
     expert_rank: int | None = None
-    """Rank of the adapters on experts; None means the default, see ``rank_of_experts``."""
+    """LoRA rank of the adapters on experts of a mixture; None means the default, which ``rank_of_experts`` gives."""
     dropout: bool = False
-    """Whether LoRA has dropout, with which each adapted linear keeps a separate copy of its input for backward."""
+    """Whether LoRA uses dropout, with which each adapted linear layer keeps a separate copy of its input for
+    backward."""
     train_norms: bool = False
     state_bytes: int = 8
     """Bytes of optimizer state per trained parameter: 8 for AdamW in fp32, 2 in 8 bits."""
     micro_batch_tokens: int | None = None
-    """Most tokens of a training pass; None means that the memory plan chooses."""
+    """Largest number of tokens of a training pass; None means that the memory plan chooses it."""
     gradient_checkpointing: Setting = "none"
-    """Activations that backward recomputes (``policy.recompute``); "auto" means the fastest choice that fits."""
+    """Level of gradient checkpointing, that is, which activations backward recomputes (``policy.recompute``); "auto"
+    means the fastest level that fits."""
     offload_checkpoints: bool = False
     fused: bool = False
-    """Whether norms, rotary embeddings and SwiGLU are fused kernels, which keep fewer bytes for backward."""
+    """Whether norms, rotary embeddings and SwiGLU are computed by fused kernels, which keep fewer bytes for
+    backward."""
     engine: EngineMemory | None = None
     """Settings of vLLM; None means that transformers samples with the trainer's model."""
     batch_tokens: int = 0
     """Tokens in the KV cache of the transformers engine."""
     teacher: TeacherMemory | None = None
     router_replay: bool = False
-    """Whether training uses the experts that the engine chose, if the base is a mixture."""
+    """Whether training uses the experts that the engine chose for each token, if the model is a mixture of experts."""
     shared_embeddings: bool = True
-    """Whether trainer and engine share the memory of embedding and head; they do so only if their dtypes are equal."""
+    """Whether trainer and engine may share the memory of embedding and head; they do so only if both have the same
+    dtype."""
 
     def recompute(self, num_layers: int) -> Recompute | None:
-        """Return the level of gradient checkpointing that the settings name; None and errors as in ``recompute_of``."""
+        """Return the level of gradient checkpointing that the settings name, or None for "auto"; errors are those of
+        ``recompute_of``."""
         return recompute_of(self.gradient_checkpointing, num_layers, self.offload_checkpoints)
 
     def rank_of_experts(self, shape: ModelShape) -> int:
-        """Return the rank of the adapters on the experts of a base; 0 if the base has no experts or they get no
+        """Return the LoRA rank of the adapters on a model's experts; 0 if the model has no experts or they get no
         adapters."""
         return expert_rank(self.rank, self.expert_rank, self.targets, shape.experts.chosen)
 
@@ -122,24 +130,25 @@ class RunMemory:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row that is trained on."""
+        """Number of tokens of the longest sequence, prompt and completion, that is trained on."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def checked_tokens(self) -> int:
-        """Number of tokens of the trainer's largest forward pass without gradients while the engine is awake, in which
-        completions are checked."""
+        """Number of tokens of the largest forward pass, without gradients, in which the trainer checks completions
+        while the engine is awake."""
         return min(check_limit(self.longest_row), self.rows * self.longest_row)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence that is sampled, in training or evaluation."""
+        """Number of tokens of the longest sequence, prompt and completion, that is sampled in training or
+        evaluation."""
         return self.prompt_tokens + max(self.completion_tokens, self.evaluation_tokens)
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the limit on the tokens of a forward pass that checks completions of the engine: ``CHECKED_TOKENS``, or
-    the longest row if this has more."""
+    """Return the limit on the tokens of a forward pass in which the trainer checks the engine's completions:
+    ``CHECKED_TOKENS`` or, if that is less, the tokens of the longest prompt and completion, ``longest_row``."""
     return max(longest_row, CHECKED_TOKENS)
 
 

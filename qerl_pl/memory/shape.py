@@ -1,5 +1,5 @@
-"""Dimensions of a model and bytes of its weights, found without loading weights: in a checkpoint's headers, in
-config.json, or only by the model's name."""
+"""Dimensions of a model and bytes of its weights, determined without loading weights: from a checkpoint's headers, from
+config.json, or only from the model's name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ from qerl_pl.quant.selection import fused_groups, is_ignored
 
 
 class Recurrent(NamedTuple):
-    """Sizes of layers with a recurrent state instead of attention (Qwen3.5's gated delta nets); all are 0 if the model
-    has no such layers."""
+    """Sizes of layers that keep a recurrent state instead of keys and values (Qwen3.5's gated delta nets); all are 0 if
+    the model has no such layers."""
 
     num_layers: int = 0
     """Number of such layers."""
@@ -44,7 +44,7 @@ class Recurrent(NamedTuple):
     conv_tokens: int = 0
     """Number of earlier tokens that the convolution reads for each token."""
     query_width: int = 0
-    """Number of value heads times a query's dimension; queries and keys are repeated for the value heads."""
+    """Number of value heads times the dimension of a query; queries and keys are repeated for the value heads."""
     value_width: int = 0
     """Number of value heads times the dimension of a value."""
     state_values: int = 0
@@ -52,7 +52,7 @@ class Recurrent(NamedTuple):
 
 
 class ExpertSizes(NamedTuple):
-    """Sizes of a block's mixture of experts; all are 0 if the model has no experts."""
+    """Sizes of the mixtures of experts of a model; all are 0 if the model has no experts."""
 
     num: int = 0
     """Number of experts of a block, E."""
@@ -67,15 +67,15 @@ class ExpertSizes(NamedTuple):
 
     @property
     def route_bytes(self) -> int:
-        """Bytes per token that training needs to store which experts computed the token: a number for each mixture and
-        chosen expert."""
+        """Number of bytes per token with which training stores which experts computed the token: one index for each
+        block with experts and each chosen expert."""
         return self.layers * self.chosen * Routing(self.layers, self.num, self.chosen).dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder model, and bytes that its weights take on a GPU in trainer and engine. Letters: L blocks,
-    H hidden size, I MLP size, V vocabulary."""
+    """Dimensions of a decoder model, and the bytes that its weights take on a GPU in trainer and engine. Letters: L
+    blocks, H hidden size, I inner size of the MLP, V vocabulary."""
 
     num_layers: int
     hidden: int
@@ -98,24 +98,27 @@ class ModelShape:
     trained_norms: int
     """Number of norms per block that ``train_norms`` trains."""
     last_linear: str
-    """Name of the last linear of a block (e.g. ``down_proj``), whose output backward does not need."""
+    """Name of the last linear layer of a block (e.g. ``down_proj``), whose output is not needed for backward."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, output size N and input size K of each linear of a block that LoRA may adapt; the largest of all blocks."""
+    """Name, number of outputs N and number of inputs K of each linear layer of a block that LoRA may adapt; the largest
+    of all blocks."""
     linear_bytes: int
     """Bytes of the trainer's linears except the head."""
     engine_linear_bytes: int
-    """Bytes of vLLM's linears except the head; NF4, for which vLLM has no kernels, counts as dense."""
+    """Bytes of vLLM's linear layers except the head; NF4 layers, for which vLLM has no kernels, count as dense."""
     engine_packed_bytes: int
-    """Part of ``engine_linear_bytes`` that is packed in 4 bits, and so does not depend on vLLM's compute dtype."""
+    """Bytes of those of vLLM's linear layers that have 4-bit weights, which do not depend on vLLM's compute dtype;
+    included in ``engine_linear_bytes``."""
     fitting_bytes: int
-    """Part of ``engine_packed_bytes`` that this project's NVFP4 kernels can read from the trainer's memory, so that
-    vLLM needs no copy."""
+    """Bytes of those of vLLM's 4-bit weights that this project's NVFP4 kernels can read from the trainer's memory, so
+    that vLLM needs no copy; included in ``engine_packed_bytes``."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
     """Bytes of norms, biases and convolutions."""
     largest_packed: int
-    """Weights of the largest packed linear (that of all experts counts as one); 0 for a dense base."""
+    """Number of weights of the largest 4-bit linear layer, where the layers of all experts of a block count as one; 0
+    for a model without 4-bit weights."""
     recurrent: Recurrent
     """Layers without attention."""
     positions: int | None
@@ -135,8 +138,8 @@ class ModelShape:
 
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
-    """Compute the shape of a model from its configuration. Linears, except the head, have 4-bit weights of the format
-    ``fmt``, or are dense if ``fmt`` is None; all other weights have ``dtype``."""
+    """Compute the dimensions of a model from its configuration. Linear layers, except the head, have 4-bit weights of
+    the format ``fmt``, or are dense if ``fmt`` is None; all other weights have ``dtype``."""
     return _shape(empty_model(config, dtype), fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 
@@ -174,9 +177,10 @@ def checkpoint_shape(
 def planned_shape(
     base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
 ) -> ModelShape:
-    """Find the dimensions of the base that the settings ``model.base``, ``base_format`` and ``quantize`` describe: from
-    the base's folder or, if the folder does not exist, by the name in the table of known models or in config.json on
-    the hub. ValueError: the base was found in none of these places, or a run cannot use it."""
+    """Find the dimensions of the base model that the settings ``model.base``, ``base_format`` and ``quantize``
+    describe. They come from the model's folder or, if the folder does not exist, from the table of known models, by
+    name, or from config.json on the hub. Raises ValueError if the model is in none of these places, or if a run cannot
+    use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
     fmt = WRITERS[name].fmt if name else None
