@@ -1,9 +1,9 @@
-"""Triton kernels that dequantise packed 4-bit weights; ``qerl_pl.quant.formats`` defines what they compute.
+"""Triton kernels that dequantise 4-bit weights; ``qerl_pl.quant.formats`` defines what they compute.
 
 Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
-threads writes 16 bytes, coalesced. The result is allocated by torch's caching allocator and freed once the matrix
-product has been queued, so the next layer gets the same memory. Unlike a static buffer, this is safe with several
-streams, threads and recomputation.
+threads writes 16 bytes of a 16-bit dtype, coalesced. The result is allocated by torch's caching allocator and freed
+once the matrix product has been queued, so the next layer gets the same memory. Unlike a static buffer, this is safe
+with several streams, threads and recomputation.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -19,9 +19,9 @@ WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight to [N, K] from contiguous codes [N, K/2] and block scales [N, K/16], uint8 in row
-    order (as checkpoints store them); equals ``nvfp4.dequantize_reference``, rounded once to ``dtype``. The tensor
-    scale, fp64 or fp32, is [], or [E] for E concatenated weights of N / E rows each."""
+    """Dequantise an NVFP4 weight to [N, K] of ``dtype``, rounded once. Codes [N, K/2] and block scales [N, K/16] are
+    contiguous uint8, in the row order of checkpoints. The tensor scale ``global_scale``, fp64 or fp32, is [], or [E]
+    for E concatenated weights of N / E rows each."""
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
     grid, words_a_scale = (triton.cdiv(words.numel(), WORDS),), words.numel() // global_scale.numel()
@@ -32,9 +32,9 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 
 
 def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight of any 4-bit format, contiguous codes [N, K/2] and scales [N, K/block] fp32 (block a multiple
-    of 8), to [N, K] by the table ``values`` [16] fp32; equals ``formats.decode`` bit for bit. For NVFP4 weights this
-    takes a third longer than ``dequantize_nvfp4``."""
+    """Dequantise a weight of any 4-bit format to [N, K] of ``dtype`` by a table of its 16 values, ``values`` [16] fp32.
+    Codes [N, K/2] and scales [N, K/block] fp32 are contiguous, and block is a multiple of 8. The result equals
+    ``formats.decode`` bit for bit. For NVFP4 weights, ``dequantize_nvfp4`` takes a quarter less time."""
     assert scale.is_contiguous(), scale.stride()
     out, words = _output_and_words(codes, dtype)
     with torch.cuda.device_of(codes):

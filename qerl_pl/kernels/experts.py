@@ -1,6 +1,6 @@
 """Triton kernels for the element-wise work of a mixture of experts, each in one pass over its tensors;
 ``qerl_pl.quant.grouped`` defines what they compute. Letters: T tokens, k experts per token, S = k T rows sorted by
-expert."""
+expert (one per token and chosen expert), I inner size of an expert."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
@@ -17,8 +17,9 @@ TILE = 64, 64  # rows and columns per program of ``add_grouped``, powers of 2, a
 
 
 def summed(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    """Add the k rows of each token, contiguous [S, N], times their weights [T, k] (None: 1), given the places of the
-    token's rows, contiguous ``inverse`` [T, k] int64: [T, N]; equals ``grouped.summed`` bit for bit."""
+    """Sum the k rows of each token, times their weights [T, k] if given; returns [T, N]. ``rows`` [S, N] are contiguous
+    and sorted by expert; ``inverse`` [T, k] int64, contiguous, has the indices of each token's rows. The result equals
+    ``grouped.summed`` bit for bit."""
     assert rows.is_contiguous(), rows.stride()
     assert inverse.is_contiguous(), inverse.stride()
     (tokens, chosen), width = inverse.shape, rows.shape[1]
@@ -32,7 +33,8 @@ def summed(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) * up of contiguous tensors of one shape and dtype; the activation is rounded to it too."""
+    """Compute silu(gate) * up of contiguous tensors of equal shape and dtype; silu(gate) and the product are each
+    rounded to this dtype."""
     assert gate.is_contiguous(), gate.stride()
     assert up.is_contiguous(), up.stride()
     product = torch.empty_like(gate)
@@ -42,7 +44,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
-    """Compute what ``grouped.swiglu_gradients`` defines, from contiguous tensors."""
+    """Compute the gradients of share * silu(gate) * up with respect to gate, up and share, and the product silu(gate) *
+    up, as ``grouped.swiglu_gradients`` defines; all tensors must be contiguous."""
     tensors = gate, up, d_product, share
     assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
     d_gate, d_up, product = (torch.empty_like(gate) for _ in range(3))
@@ -53,9 +56,9 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
 
 
 def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
-    """Add to contiguous ``out`` [S, N], in place, the products of contiguous rows [S, R] and the matrix, of [E, R, N]
-    with any strides, of each row's expert; ``ends`` [E] int32 are the ends of the experts' rows. Sums are fp32 and
-    rounded once."""
+    """Add to ``out`` [S, N], in place, the product of each row of ``rows`` [S, R] and the matrix of the row's expert in
+    ``matrices`` [E, R, N]. Rows are sorted by expert, and ``ends`` [E] int32 has the index after each expert's last
+    row. ``out`` and ``rows`` are contiguous; ``matrices`` may have any strides. Sums are fp32 and rounded once."""
     assert out.is_contiguous(), out.stride()
     assert rows.is_contiguous(), rows.stride()
     (size, width), (experts, rank, _), strides = out.shape, matrices.shape, matrices.stride()

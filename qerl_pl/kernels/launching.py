@@ -1,8 +1,8 @@
 """Launch Triton kernels with little work on the host.
 
 Before each launch, Triton takes about 50 us to inspect every argument, longer than many kernels run. ``launch`` finds
-the compiled variant of the kernel faster, by the few properties on which Triton's choice depends: dtypes, and whether
-integers are 1 or multiples of 16.
+the compiled variant of the kernel faster, by the few properties of the arguments on which Triton's choice of a variant
+depends: dtypes, and whether integers are 1 or multiples of 16.
 """
 
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -26,7 +26,8 @@ def cache_folder() -> str:
 
 
 def dot_size(size: int) -> int:
-    """Return the smallest power of 2 that is at least ``size`` and that tensor cores can multiply."""
+    """Return the smallest power of 2 that is at least ``size`` and that tensor cores can multiply, that is, at least
+    16."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -79,8 +80,8 @@ def _compiled(
     options: tuple[tuple[str, int | bool], ...],
 ) -> CompiledKernel:
     """Compile a kernel for the current device, or return the variant compiled before. ``kinds`` has one entry per
-    argument: the dtype of a tensor, whose address must be a multiple of 16, or a number that stands for an integer
-    (``_kind``)."""
+    argument: the dtype of a tensor, whose address must be a multiple of 16, or an example of the integers for which
+    Triton compiles the same variant (``_kind``)."""
     return kernel.warmup(*kinds, **dict(constants), **dict(options), grid=(1,))
 
 

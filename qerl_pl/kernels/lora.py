@@ -1,9 +1,11 @@
-"""Triton kernels for y += (x A^T) B^T: one LoRA adapter, any frozen base; used in rollouts.
+"""Triton kernels that add one LoRA adapter, y += (x A^T) B^T, to the output y of a linear layer with any kind of frozen
+weight; used in rollouts.
 
-A linear that vLLM fuses (q/k/v, gate/up) has slices of its outputs, each with its own A and B; one launch serves up to
-three. While decoding, latency dominates: ``shrink`` splits K over the whole GPU and writes one fp32 partial sum per
-split; ``expand`` adds these in a fixed order (equal inputs give equal bits) and loads B while ``shrink`` is still
-running (programmatic dependent launch). With a high rank cuBLAS is faster, and ``add_lora`` calls it.
+A linear layer that vLLM fuses (q/k/v, gate/up) has slices of its outputs, each with its own A and B; one launch
+computes up to three slices. While decoding, latency dominates: ``shrink`` splits K over the whole GPU and writes one
+fp32 partial sum of x A^T per split; ``expand`` adds these in a fixed order (equal inputs give equal bits), and loads B
+while ``shrink`` is still running (programmatic dependent launch). With a high rank cuBLAS is faster, and ``add_lora``
+calls it.
 
 Tile sizes follow a fixed rule, because no kernel can be timed while a CUDA graph is captured. There are few of them,
 because compiling a kernel for another tile size takes longer than a rollout. Letters: T tokens, K inputs, N outputs of
@@ -37,27 +39,30 @@ MOST_STEPS = 8  # most output tiles per program of ``expand``, which is compiled
 
 
 class ShrinkTiles(NamedTuple):
-    """Tile sizes of ``shrink``; all but ``chunk`` are powers of 2, at least 16."""
+    """Tile sizes of the kernel ``shrink``, which computes x A^T; all but ``chunk`` are powers of 2, at least 16."""
 
     tokens: int
     rank: int
     k_block: int  # inputs of one step of the loop over K
     chunk: int
-    """Number of inputs that one program sums over, a multiple of k_block; K is divided into ceil(K / chunk) splits."""
+    """Number of inputs over which one program sums, a multiple of k_block; K is divided into ceil(K / chunk) splits."""
 
 
 class ExpandTiles(NamedTuple):
-    """Tile sizes of ``expand``; tokens and outputs are powers of 2, at least 16."""
+    """Tile sizes of the kernel ``expand``, which multiplies x A^T by B^T; tokens and outputs are powers of 2, at least
+    16."""
 
     tokens: int
     outputs: int
     steps: int
-    """Number of output tiles, a power of 2, that a program computes from the same x A^T, summed over splits once."""
+    """Number of output tiles, a power of 2, that a program computes one after another, after adding up the partial sums
+    of x A^T once."""
 
 
 @lru_cache(1024)
 def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkTiles:
-    """Choose tile sizes of ``shrink`` with enough splits of K to occupy the GPU, but few for ``expand`` to add up."""
+    """Choose tile sizes of the kernel ``shrink`` that split K into enough parts to occupy the GPU, but few for
+    ``expand`` to add up."""
     tokens, tile_rank, k_block = min(dot_size(num_tokens), 64), min(dot_size(rank), 64), 128
     tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(rank, tile_rank) * num_slices
     splits = _power_of_2_below(min(PROGRAMS // tiles, 32, EXPAND_SUMS // (EXPAND_TOKENS * dot_size(rank))))
@@ -66,15 +71,17 @@ def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkT
 
 @lru_cache(1024)
 def expand_tiles(num_tokens: int, widths: tuple[int, ...]) -> ExpandTiles:
-    """Choose tile sizes of ``expand`` such that each SM has four programs or more, if there are enough outputs."""
+    """Choose tile sizes of the kernel ``expand`` such that each SM has four programs or more, if there are enough
+    outputs. ``widths`` are the numbers of outputs of the slices."""
     per_program = triton.cdiv(sum(widths) * triton.cdiv(num_tokens, EXPAND_TOKENS), 4 * PROGRAMS)
     outputs = min(dot_size(per_program), 128)
     return ExpandTiles(EXPAND_TOKENS, outputs, min(_power_of_2_below(per_program // outputs), MOST_STEPS))
 
 
 def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1) -> list[int]:
-    """Return, for each combination of tile sizes, the lowest number of tokens (at least ``fewest``) that has it.
-    Calling ``add_lora`` with each of these numbers compiles every kernel that it may need."""
+    """Return numbers of tokens which together use all combinations of tile sizes: for each combination, the lowest
+    number (at least ``fewest``) that uses it. Calling ``add_lora`` with each of these numbers compiles every kernel
+    that it may need."""
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
     end = MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1
     # From one multiple of EXPAND_TOKENS to the next, tile sizes are the same.
@@ -108,25 +115,29 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
 
 
 def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
-    """Return whether ``add_lora`` calls cuBLAS; True for fp32, which the Triton kernels' products do not support."""
+    """Return whether ``add_lora`` uses cuBLAS: for high ranks, and always for fp32, which the matrix products of the
+    Triton kernels do not support."""
     lowest_rank = HIGH_RANK + 1 if len(x) >= MANY_TOKENS else MATMUL_RANK
     return len(a[0]) >= lowest_rank or x.dtype == torch.float32
 
 
 def have_short_offsets(*matrices: Tensor) -> bool:
-    """Return whether every element's offset from the start of its matrix fits the 32 bits that the kernels have."""
+    """Return whether the offset of every element from the start of its matrix fits the 32-bit integers that the kernels
+    use for offsets."""
     return all(len(matrix) * matrix.stride(0) < 2**31 for matrix in matrices)
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
-    """Add (x A^T) B^T by two cuBLAS calls per slice; x must be finite (tokens without adapter count times 0)."""
+    """Add (x A^T) B^T to y by two cuBLAS calls per slice. x must be finite, because for tokens without the adapter x
+    A^T is multiplied by 0."""
     with_adapter = (indices[: len(x)] >= 0).unsqueeze(1)
     for part, first, second in zip(y.split([len(matrix) for matrix in b], dim=1), a, b, strict=True):
         part.addmm_(F.linear(x, first) * with_adapter, second.t())
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
-    """Compute x A^T, x [T, K] and one contiguous A [R, K] for each slice, as partial sums [slices, splits, T, R] fp32.
+    """Compute x A^T as partial sums over parts of K, [slices, splits, T, R] fp32. x is [T, K], and each slice has one
+    contiguous A [R, K].
 
     From compute capability 9.0 on, the kernel may start before the previous kernel of the stream has ended, and waits
     for its end before reading x.
@@ -145,10 +156,10 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
 
 
 def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, tiles: ExpandTiles) -> None:
-    """Add up the partial sums of x A^T, and add (x A^T) B^T to the rows of y [T, N] whose entry in ``indices`` is >= 0,
-    in place.
+    """Add up the partial sums of x A^T, and add (x A^T) B^T, in place, to those rows of y [T, N] whose entry in
+    ``indices`` is not negative.
 
-    B is one contiguous [n, R] for each slice. ``shrink`` must be the previous kernel of the stream: from compute
+    ``b`` has one contiguous B [n, R] for each slice. ``shrink`` must be the previous kernel of the stream: from compute
     capability 9.0 on, this kernel starts before ``shrink`` has ended, loads B, and then waits for the partial sums.
     """
     assert y.stride(1) == 1, y.stride()

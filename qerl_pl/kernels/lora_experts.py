@@ -1,9 +1,11 @@
-"""Triton kernel that adds LoRA adapters of the experts of a mixture; used in rollouts for few rows.
+"""Triton kernel that adds the LoRA adapters of the experts of a mixture to their outputs; used in rollouts for few
+rows.
 
 A row is a token and one of the k experts chosen for it. Each thread block computes a part of the outputs for the rows
-of one expert. It finds these rows itself among the ids of the chosen experts, so no kernel has to sort rows before, and
-it reads the expert's matrices once for 16 rows. A thread block per row would read them for every row. Letters: T
-tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs of which a slice (gate, up) has n, R rank.
+of one expert. It finds these rows itself among the indices of the chosen experts, so no kernel has to sort rows before,
+and it reads the expert's matrices once for 16 rows, whereas one thread block per row would read them for every row.
+Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs of which a slice (gate or up) has
+n, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -19,11 +21,14 @@ from qerl_pl.kernels.launching import dot_size, has_pdl, launch, pdl_options
 
 SCANNED, FEW_SCANNED = 1024, 128  # largest numbers of ids that a thread block reads; the kernel is compiled for both
 MOST_ROWS, MOST_PER_EXPERT = 4 * SCANNED, 32
-"""Most rows for which this kernel is used, in all and on average per expert. It reads an expert's matrices once for
-each ``SCANNED`` rows and, within these, for each ``BLOCK_T`` rows of the expert; kernels that sort the rows first read
-them once for up to 64 rows of the expert. For example, in 16 bits the matrices of rank 8 of gate and up, for 128
-experts with 2048 inputs and 768 outputs each, have 11.5 MB. The L2 cache of an H100 delivers four times as much in
-about 10 us, which is about what the kernels that sort rows take, so from there on sorting is worth it."""
+"""Largest numbers of rows for which this kernel is used, in all and on average per expert.
+
+This kernel reads an expert's matrices once for each ``SCANNED`` rows and, within these, for each ``BLOCK_T`` rows of
+the expert; kernels that sort the rows first read them once for up to 64 rows of the expert. For example, in 16 bits the
+matrices of rank 8 of gate and up, for 128 experts with 2048 inputs and 768 outputs each, have 11.5 MB. The L2 cache of
+an H100 delivers four times as much in about 10 us, which is about what the kernels that sort rows take, so sorting is
+worth it for more rows.
+"""
 MOST_RANK = 64  # of this kernel; larger tiles of A do not fit in shared memory
 PROGRAMS = 256  # wanted number of thread blocks that have rows: two for each SM, as many as run at the same time
 WARPS, STAGES = 8, 4  # the warps of a thread block share the sum over K; more stages keep more loads in flight
@@ -31,8 +36,8 @@ BLOCK_T, BLOCK_N = 16, 128  # rows (the fewest that tensor cores multiply) and o
 
 
 def is_faster(ids: Tensor, a: Tensor) -> bool:
-    """Return whether ``add_lora`` should be used rather than a kernel for sorted rows, for the experts' numbers of all
-    rows and the matrices A [E, R, K] of a slice."""
+    """Return whether ``add_lora`` of this module is expected to be faster than a kernel for sorted rows. ``ids`` [T, k]
+    are the experts' indices of all rows, and ``a`` [E, R, K] are the matrices A of a slice."""
     num_experts, rank, _ = a.shape
     return rank <= MOST_RANK and ids.numel() <= min(MOST_ROWS, MOST_PER_EXPERT * num_experts)
 
@@ -47,11 +52,12 @@ def add_lora(
     ids: Tensor,
     weights: Tensor | None = None,
 ) -> None:
-    """Add w (x A^T) B^T to the rows of y, with the matrices A and B of each row's expert. Rows of tokens without the
-    adapter are left as they are, and so are rows whose expert's number is negative or at least E.
+    """Add w (x A^T) B^T to the rows of y, where A and B are the matrices of each row's expert and w is the row's
+    weight. Rows of tokens without the adapter are not changed, nor are rows whose expert's index is negative or at
+    least E.
 
-    Sums are fp32. x A^T is rounded to the dtype of y, and so is the update before it is added to y: these are the
-    roundings of the trainer and of vLLM's kernel.
+    Sums are fp32. x A^T is rounded to the dtype of y, and so is w (x A^T) B^T before it is added to y; the trainer and
+    vLLM's kernel round in the same places.
 
     Args:
         y: [S, N], the rows of a token following each other; written in place.
@@ -61,7 +67,7 @@ def add_lora(
         indices: [T] or longer, integers: 0 for a token with the adapter, -1 for one without.
         enabled: [1] or longer, integers; if the first is 0, nothing is added.
         ids: [T, k] integers, experts of each token.
-        weights: [T, k], the factor w of each row; None means 1.
+        weights: [T, k], the weight w of each row; None means 1.
     """
     (num_tokens, chosen), (num_experts, rank, K), width = ids.shape, a[0].shape, b[0].shape[1]
     num_rows = num_tokens * chosen
