@@ -1,23 +1,24 @@
-"""Table of the supported model families, by the ``model_type`` of transformers. Other modules read the fields of a
-``Family`` and never test its name."""
+"""Table of the supported model families, by transformers' ``model_type``. Other modules read the fields of a
+``Family``, and never test which family a model belongs to."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Names of a block's linears in most families."""
+"""Names of the linear layers of a decoder block in most families."""
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Maps a linear that some families store as one merged matrix to the separate linears of other families."""
+"""Maps a linear layer that some families store as one merged matrix to the separate layers of other families."""
 INSTEAD = {"in_proj_qkv": MERGED["qkv_proj"], "in_proj_z": MERGED["qkv_proj"], "out_proj": ("o_proj",)}
-"""Maps a linear of gated delta nets, which some layers have in place of attention, to linears of attention. The linear
-gets a LoRA adapter if LoRA's targets name all of these linears of attention."""
+"""Maps the linear layers of gated delta nets, which some blocks have in place of attention, to layers of attention. A
+layer of a gated delta net gets a LoRA adapter if LoRA's targets name all of the attention layers that it is mapped
+to."""
 MLP = ("gate_proj", "up_proj", "down_proj")
 Elementwise = Literal["norms", "mlp", "attention"]
 
 
 class Experts(NamedTuple):
-    """Keys of config.json that describe a mixture of experts."""
+    """Keys of config.json under which a family describes its mixtures of experts."""
 
     number: str = "num_experts"
     """Number of experts of a block, E."""
@@ -26,21 +27,23 @@ class Experts(NamedTuple):
     inner: str = "moe_intermediate_size"
     """Inner size of an expert."""
     normalised: str = "norm_topk_prob"
-    """Whether the weights of the chosen experts are divided by their sum; they are in families without this key."""
+    """Whether the weights of the chosen experts are divided by their sum; in families without this key, they are."""
     shared: str | None = None
-    """Inner size of the expert that computes every token; None: the family has none, or gives ``shared_number``."""
+    """Inner size of a shared expert, which computes every token; None: the family has none, or gives
+    ``shared_number``."""
     shared_number: str | None = None
     """Number of experts of size ``inner`` that compute every token, which are stored as one larger expert."""
     correction: str | None = None
-    """Name of a parameter of the router (not a key of config.json), which is added to the scores by which experts are
-    chosen, and not to their weights. In families with it, scores are sigmoids of the router's logits, in others a
-    softmax over the experts."""
+    """Name of a parameter of the router (not a key of config.json) that is added to the scores by which experts are
+    chosen, but not to the weights of their outputs. In families with this parameter, scores are sigmoids of the
+    router's logits, in others a softmax over the experts."""
     scale: str | None = None
-    """Number by which the weights of the chosen experts are multiplied; None: they are not."""
+    """Number by which the weights of the chosen experts are multiplied; None: they are not multiplied."""
     groups: tuple[str, ...] = ()
-    """Numbers of groups of experts, from which a router chooses before it chooses experts; only 1 is supported."""
+    """Keys with numbers of groups of experts. With more than 1 group, a router would choose groups before experts; only
+    1 is supported."""
     dense_blocks: str | None = None
-    """Number of blocks before the first with experts."""
+    """Number of blocks with a dense MLP before the first block with experts; None: all blocks have experts."""
 
     def shared_inner(self, config: object) -> int:
         """Return the inner size of the expert that computes every token, given the model's configuration; 0 if there is
@@ -52,42 +55,44 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Description of a family's decoder blocks for quantisation, adapters, noise and memory planning. Linear layers and
-    norms are given by their attribute names within a block, e.g. ``q_proj`` or ``self_attn.o_proj``."""
+    """Description of the decoder blocks of a model family for quantisation, adapters, noise and memory planning. Linear
+    layers and norms are given by their attribute names within a block, e.g. ``q_proj``."""
 
     projections: tuple[str, ...] = PROJECTIONS
-    """Linears that LoRA may adapt."""
+    """Linear layers that LoRA may adapt."""
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    """Groups of linears that inference engines fuse into one matrix, which in NVFP4 has a single tensor scale."""
+    """Groups of linear layers that inference engines fuse into one matrix, which in NVFP4 has a single tensor scale."""
     last_linear: str = "down_proj"
-    """Last linear of a block, whose output is only added to the residual stream."""
+    """Last linear layer of a block, whose output is only added to the residual stream."""
     noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms of a block whose weights get AQN's noise in rollouts, and are trained if ``train_norms`` is set."""
+    """Norms of a block to whose weights adaptive quantization noise (AQN) is added in rollouts, and which are trained
+    if ``train_norms`` is set."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
     """Parts of a block that ``policy.elementwise`` may replace by fused kernels, because they compute the same function
     in this family: norms, the MLP's SwiGLU, or the rotary embeddings in attention."""
     logit_divisor: str | None = None
-    """Name in config.json of the number by which the model divides its logits; None: it does not."""
+    """Key in config.json of the number by which the model divides its logits; None: it does not divide them."""
     logit_cap: str | None = None
-    """Key in config.json of c in the logits' soft cap c tanh(logits / c); None, or a null value: no soft cap."""
+    """Key in config.json of the soft cap c of the logits, c tanh(logits / c); None, or a null value: no soft cap."""
     keys_as_values: bool = False
-    """Whether blocks without v_proj use k_proj's output, LoRA's part included, as values; the norm of the values then
-    differs from the norm of the keys."""
+    """Whether blocks without v_proj use the output of k_proj, its LoRA adapter included, as values; the norm of the
+    values then differs from the norm of the keys."""
     dense: tuple[str, ...] = ()
-    """Linears that stay in 16 bits in a 4-bit base and get no LoRA adapter, because they are small and the model takes
-    an exponential of their output, which amplifies quantisation errors, or chooses experts by their output."""
+    """Linear layers that stay in 16 bits in a 4-bit model and get no LoRA adapter. They are small, and the model takes
+    an exponential of their output, which amplifies quantisation errors, or chooses experts by it."""
     fp32: tuple[str, ...] = ()
-    """Parameters that trainer and vLLM both hold in fp32, whatever the compute dtype is: the last parts of their names,
-    such as ``A_log`` or ``gate.weight``."""
+    """Parameters that trainer and vLLM both hold in fp32, whatever the compute dtype is, given by the last components
+    of their names, such as ``A_log`` or ``gate.weight``."""
     needed: tuple[str, ...] = ()
     """Keys of config.json without which vLLM does not start, although transformers has values for them."""
     refused: tuple[tuple[str, str], ...] = ()
     """Keys of config.json whose values must be null, false or 0, because the feature that they enable is not supported;
     each with a description of this feature for the error message."""
     one_window: bool = False
-    """True if vLLM supports this family only with a sliding window in all blocks or in no block."""
+    """Whether vLLM supports this family only if all blocks have a sliding attention window, or none has."""
     experts: Experts | None = None
-    """Keys of config.json for mixtures of experts, whose other MLPs get no adapters; None: the family has none."""
+    """Keys of config.json for mixtures of experts; None: the family has none. Dense MLPs of a family with mixtures get
+    no adapters."""
 
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear layer, given by its full name, is one of ``dense``."""
@@ -98,10 +103,13 @@ class Family:
         return f".{parameter}".endswith(tuple(f".{name}" for name in self.fp32))
 
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
-        """Translate LoRA targets to the linear layers of this family. Naming all parts of a merged matrix, such as
-        q_proj, k_proj and v_proj, means this matrix, here qkv_proj; naming only some raises ValueError. In a mixture of
-        experts, gate_proj, up_proj and down_proj mean the experts; they are left out of the result, which lists linear
-        layers only. ValueError if only some of these three are named, or if nothing else is."""
+        """Translate the layer names given as LoRA targets to the linear layers of this family.
+
+        Naming all parts of a merged matrix, such as q_proj, k_proj and v_proj, means this matrix, here qkv_proj; naming
+        only some raises ValueError. In a mixture of experts, gate_proj, up_proj and down_proj together mean the
+        experts; the result leaves them out, because it lists linear layers only. Raises ValueError if only some of
+        these three are named, or if nothing else is.
+        """
         targets = list(names)
         if self.experts is not None and set(MLP) & set(names):
             targets = [name for name in names if name not in MLP]
@@ -214,7 +222,8 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: object, *, path: object) -> Family:
-    """Look up a family by config.json's ``model_type``; raise ValueError, naming ``path``, if there is none."""
+    """Return the description of a model family by config.json's ``model_type``; raise ValueError, naming ``path``, if
+    the family is not supported."""
     if model_type not in FAMILIES:
         raise ValueError(f"{path} is a {model_type!r} model; expected one of {', '.join(FAMILIES)}")
     return FAMILIES[str(model_type)]

@@ -1,7 +1,7 @@
 """Read a checkpoint folder in Hugging Face layout: its config.json, and its safetensors files tensor by tensor.
 
-Of a checkpoint that also has a vision part (``WITH_VISION``), only the text model is read, as if it were stored alone:
-on text, the whole model computes exactly what its text model does.
+Of a checkpoint of a vision-language model (``WITH_VISION``), only the language model is read, as if it were stored
+alone: for a prompt of text, the whole model computes exactly what its language model does.
 """
 
 import json
@@ -25,22 +25,23 @@ WITH_VISION = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-"""Maps the ``model_type`` of checkpoints with a vision part to the ``model_type`` of their text model, which is used if
-``text_config`` in config.json, the text model's configuration, does not name it."""
+"""Maps the ``model_type`` of vision-language models to the ``model_type`` of their language model, which is used if
+``text_config`` in config.json, the language model's configuration, does not name it."""
 PREFIXES = {
     "language_model.model.": "model.",  # written by transformers 4, and found in the hub's checkpoints
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-"""Maps prefixes that the text model's tensors have in a checkpoint with a vision part to the prefixes that they have in
-a checkpoint of the text model alone."""
+"""Maps prefixes that the language model's tensors have in a checkpoint of a vision-language model to the prefixes that
+they have in a checkpoint of the language model alone."""
 NOT_USED = "its vision part is not used"
 _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 
 class _Place(NamedTuple):
-    """File and name of a stored tensor and, for a part of stacked experts, the expert's index and its rows."""
+    """Location of a tensor in a checkpoint: the file and the stored tensor's name and, for a matrix of stacked experts,
+    the expert's index and its rows in the stored tensor."""
 
     file: str
     stored: str
@@ -48,11 +49,11 @@ class _Place(NamedTuple):
 
 
 class Checkpoint:
-    """Tensors of a checkpoint folder by name; files are memory-mapped, and a tensor is read by ``read``. Raise
-    ValueError if the folder has no model, or a file is missing, truncated or not safetensors.
+    """Tensors of a checkpoint folder by name; files are memory-mapped, and ``read`` reads one tensor. Raises ValueError
+    if the folder has no model, or if a file is missing, truncated or not safetensors.
 
-    Tensors of blocks for multi-token prediction (``_drafting``) are left out. Stacked experts
-    (``mlp.experts.gate_up_proj``, [E, 2I, H]) count as matrices with names such as
+    Tensors for multi-token prediction (``_drafting``) are left out. Stacked experts (``mlp.experts.gate_up_proj``, [E,
+    2I, H] for E experts of inner size I and hidden size H) are presented as matrices with names such as
     ``mlp.experts.3.up_proj.weight``.
     """
 
@@ -113,7 +114,8 @@ class Checkpoint:
         return self._slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor to the CPU; it may be a view of the memory-mapped file, valid as long as this object."""
+        """Read a tensor to the CPU; it may be a view of the memory-mapped file, valid only as long as this object
+        exists."""
         file, stored, expert = self._stored[name]
         return self._files[file].get_tensor(stored) if expert is None else self._slice(name)[expert]
 
@@ -123,8 +125,8 @@ class Checkpoint:
 
 
 def _drafting(config: Mapping) -> tuple[str, ...]:
-    """Return the prefixes of the names of tensors for multi-token prediction, which some families store as blocks after
-    the model's last block, and which neither training nor sampling uses."""
+    """Return the name prefixes of tensors for multi-token prediction, which some families store as blocks after the
+    model's last block, and which neither training nor sampling uses."""
     first, number = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     if type(first) is not int or type(number) is not int:
         return ()
@@ -132,8 +134,8 @@ def _drafting(config: Mapping) -> tuple[str, ...]:
 
 
 def _expert_places(name: str, place: _Place, shape: list[int]) -> Iterator[tuple[str, _Place]]:
-    """Yield name and place of a stored tensor or, if experts are stacked in it, the name and place of each expert's
-    matrices."""
+    """Yield the name and the location of a stored tensor or, if experts are stacked in the tensor, those of each
+    expert's matrices."""
     module, _, leaf = name.rpartition(".")
     if not module.endswith(".mlp.experts") or leaf not in ("gate_up_proj", "down_proj") or len(shape) != 3:
         yield name, place
@@ -147,8 +149,8 @@ def _expert_places(name: str, place: _Place, shape: list[int]) -> Iterator[tuple
 
 
 def model_config(path: Path) -> Mapping:
-    """Read config.json of a checkpoint folder; if the checkpoint has a vision part, return the config.json that its
-    text model would have alone, including the values that are left out because they are defaults."""
+    """Read config.json of a checkpoint folder. For a vision-language model, return the config.json that its language
+    model would have if it were stored alone, including values that were left out because they are defaults."""
     config = read_json(path / CONFIG)
     if not has_vision(config):
         return config
@@ -163,13 +165,13 @@ def model_config(path: Path) -> Mapping:
 
 
 def has_vision(config: Mapping) -> bool:
-    """Return whether a config.json describes a text model with a vision part that can be left out."""
+    """Return whether a config.json describes a vision-language model whose vision model can be left out."""
     return config.get("model_type") in WITH_VISION and isinstance(config.get("text_config"), Mapping)
 
 
 def text_name(name: str) -> str | None:
-    """Translate a tensor's name in a checkpoint with a vision part to its name in the text model stored alone; None for
-    tensors of the vision part."""
+    """Translate a tensor's name in a checkpoint of a vision-language model to its name in the language model stored
+    alone; None for tensors of the vision model."""
     for stored, plain in PREFIXES.items():
         if name.startswith(stored):
             return plain + name.removeprefix(stored)

@@ -19,9 +19,11 @@ from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 LOCAL = "models"
-"""Local folder for models in this project's documentation, so ``models/NAME`` is never a model on the hub."""
+"""Local folder that holds the models in this project's documentation, so ``models/NAME`` never names a model on the
+hub."""
 ANSWER_S = 5.0
-"""Seconds in which the hub has to answer a first request; huggingface_hub's own retries take half a minute."""
+"""Seconds in which the hub has to answer a first request; with huggingface_hub's own retries, it would take half a
+minute until the hub is known to be unreachable."""
 
 T = TypeVar("T")
 
@@ -34,8 +36,9 @@ def is_hub_name(base: str) -> bool:
 
 
 def hub_config(name: str) -> Path:
-    """Download config.json, and ModelOpt's quantisation configuration if there is one. Returns the model's folder in
-    the local cache; ValueError, in one line, if that is not possible."""
+    """Download config.json of a model on the hub, and ModelOpt's quantisation configuration if the model has one.
+    Returns the model's folder in the local cache; raises ValueError, with a message of one line, if that is not
+    possible."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     with suppress(ValueError):
         _fetched(name, lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
@@ -44,7 +47,8 @@ def hub_config(name: str) -> Path:
 
 def hub_folder(name: str) -> Path:
     """Download a whole model with a progress bar, and return its folder in huggingface_hub's local cache; files that
-    are there already are not downloaded again. Raise ValueError, in one line, if that is not possible."""
+    are there already are not downloaded again. Raises ValueError, with a message of one line, if that is not
+    possible."""
     local = not hub_answers()
     bars = sys.stderr.isatty()  # huggingface_hub shows bars of its own there
     with nullcontext() if bars or local else phase(f"downloading {name}, where the cache here does not have it"):
@@ -52,8 +56,8 @@ def hub_folder(name: str) -> Path:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub answers a request within ``ANSWER_S`` seconds; it is asked once per process, and not at
-    all with ``HF_HUB_OFFLINE=1``. Without an answer, only the local cache of huggingface_hub is used."""
+    """Return whether the hub answers a request within ``ANSWER_S`` seconds. It is asked once per process, and not at
+    all if ``HF_HUB_OFFLINE=1`` is set. Without an answer, only models in huggingface_hub's local cache can be used."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
@@ -88,8 +92,8 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads files of the model ``name``, without the hub client's warnings about retries;
-    known errors become ValueErrors that say what to do."""
+    """Call ``fetch``, which downloads files of the model ``name``, without the hub client's warnings about retries.
+    Known errors, such as that of an unknown model, become ValueErrors that say what to do."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

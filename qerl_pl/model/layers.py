@@ -9,14 +9,15 @@ _BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
 def block_of(name: str) -> str | None:
-    """Return the decoder block of a tensor or module, e.g. "model.layers.3"; None for names outside the blocks."""
+    """Return the decoder block that a tensor or module belongs to, by its name, e.g. "model.layers.3"; None if it
+    belongs to none."""
     block = _BLOCK_OF.match(name)
     return block and block[1]
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per layer; if all layers have the same sizes, this is the model's configuration,
-    repeated."""
+    """Return one configuration per decoder block; if all blocks have the same sizes, each is the model's
+    configuration."""
     per_layer = getattr(config, "per_layer_config", None)  # older versions of transformers do not have it
     return [config if per_layer is None else per_layer[index] for index in range(config.num_hidden_layers)]
 
@@ -28,8 +29,9 @@ def head_dims(config: PretrainedConfig) -> list[int]:
 
 
 def attention_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return for each layer the size of its sliding window, that is, the number of last tokens to which each token
-    attends, itself included. None for a layer without a window, 0 for a layer with a recurrent state."""
+    """Return, for each decoder block, the size of its sliding attention window, that is, the number of last tokens to
+    which each token attends, itself included. None stands for a block without a window, 0 for one with a recurrent
+    state."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -39,5 +41,5 @@ def attention_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def num_recurrent_layers(config: PretrainedConfig) -> int:
-    """Count the layers that keep a recurrent state instead of the keys and values of all tokens."""
+    """Count the decoder blocks that keep a recurrent state instead of the keys and values of all tokens."""
     return sum(kind == "linear_attention" for kind in getattr(config, "layer_types", None) or ())

@@ -1,4 +1,4 @@
-"""Settings with which a run quantises a 16-bit base when it uses this base for the first time."""
+"""Settings by which a run quantises a 16-bit base model when it uses this model for the first time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,13 +48,14 @@ class Quantization:
 
 
 def method_of(method: Method | None, calibration: str | None) -> Method:
-    """Return the given method or, if it is None, the default: gptq with calibration data, rtn without."""
+    """Return the given rounding method or, if it is None, the default: gptq with calibration data, rtn (rounding to
+    nearest) without."""
     return method or ("rtn" if calibration is None else "gptq")
 
 
 def check_calibrated(calibration: str | None, samples: int, length: int, *, section: str = "--") -> None:
-    """Raise ValueError if ``samples`` or ``length`` is set (not the default) without calibration data, because it would
-    have no effect; ``section`` stands before the setting's name in the error message."""
+    """Raise ValueError if ``samples`` or ``length`` differs from its default although there are no calibration data,
+    because it would have no effect. ``section`` stands before the setting's name in the error message."""
     for name, value in (("samples", samples), ("length", length)) if calibration is None else ():
         if value != getattr(Quantization, name):
             raise ValueError(
@@ -63,7 +64,8 @@ def check_calibrated(calibration: str | None, samples: int, length: int, *, sect
 
 
 Quantize = FormatName | Quantization
-"""Type of ``model.quantize`` in YAML: only a format such as ``nvfp4``, or the fields of ``Quantization``."""
+"""Type of ``model.quantize`` in YAML: either just a format such as ``nvfp4``, or a mapping with the fields of
+``Quantization``."""
 
 
 def quantization_of(value: Quantize | Mapping[str, Any] | None) -> Quantization | None:

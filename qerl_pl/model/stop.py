@@ -1,4 +1,5 @@
-"""End completions at stop strings, such as ``</answer>``, as if the token that completes one were an end token."""
+"""Stop strings, such as ``</answer>``: end a completion at the token that completes one, as if this token were an end
+token."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,14 +15,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteri
 @cache
 # returns Any, because vLLM's type for tokenizers has more attributes than transformers'
 def tokenizer_of(base: str) -> Any:
-    """Load the tokenizer of a checkpoint folder; cached, because a large one takes half a second."""
+    """Load the tokenizer of a checkpoint folder; the result is cached, because loading a large one takes half a
+    second."""
     return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
 def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError for stop strings that cannot work: empty or repeated ones, the end-of-sequence token, strings
-    that the tokenizer's tokens cannot write, and strings that contain another stop string, because that one would
-    always end the completion first."""
+    that the tokenizer's tokens cannot produce, and strings that contain another stop string, which would always end the
+    completion first."""
     for text in stop:
         if not text:
             raise ValueError("data.stop has an empty string, which would end every completion at its first token")
@@ -59,10 +61,12 @@ class StopStrings(StoppingCriteria):
         self._kept = max(map(len, stop)) - 1
         self._num_tokens = 0
         self.lengths: list[int | None] = [None] * len(prompts)
-        """Tokens of each row's completion up to the end of its first stop string; None if it has none."""
+        """Number of tokens of each row's completion up to the end of its first stop string; None if it has none so
+        far."""
 
     def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:
-        """Return which rows have ended, [B] bool, given prompt and completion of all rows, [B, S] int64."""
+        """Return for each row whether its completion has ended, [B] bool. ``input_ids``, [B, S] int64, are prompt and
+        completion of all rows; each call must have one token per row more than the call before."""
         self._num_tokens += 1
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if self.lengths[row] is not None:

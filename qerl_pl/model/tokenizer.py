@@ -1,4 +1,4 @@
-"""Load the tokenizer of a base, and check that it fits the model and that its chat template works."""
+"""Load the tokenizer of a base model, and check that it fits the model and that its chat template works."""
 
 import json
 import re
@@ -16,21 +16,24 @@ from qerl_pl.model.hub import hub_answers, is_hub_name
 EMBEDDING = "model.embed_tokens.weight"
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 OF_PROCESSOR = ("chat_template.json", "processor_config.json")
-"""Files in which processors of models with a vision part have the chat template, if the tokenizer's files have none."""
+"""Files in which processors of vision-language models have the chat template, if the tokenizer's files have none."""
 TEMPLATES = "chat_templates"
-"""Folder of chat templates by name, ``NAME.jinja``; transformers reads the folder ``additional_chat_templates``."""
+"""Folder with chat templates in files ``NAME.jinja``, from which they are read here; transformers itself reads only the
+folder ``additional_chat_templates``."""
 RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents", CLOCK)
-"""Variables of a chat template that this program sets, so the user's template arguments cannot have these names."""
+"""Variables of a chat template that this program sets itself, so the user's template arguments must not have these
+names."""
 PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 """Text that encoding and decoding must not change; it has the characters of typical problems and answers."""
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder with the given config.json. ValueError: files are missing (transformers
-    would silently build another tokenizer), or ordinary text has tokens for which the model has no embedding.
+    """Load the tokenizer of a checkpoint folder with the given config.json. Raises ValueError if files are missing
+    (transformers would silently build another tokenizer), or if the tokenizer encodes ordinary text to tokens for which
+    the model has no embedding.
 
     Tokens that were added to a tokenizer may lack an embedding, such as Gemma 3 1B's token for images: the model cannot
-    sample these tokens, and prompts with them are refused.
+    sample these tokens, and prompts that contain them are refused.
     """
     folder = Path(path)
     if not any(all((folder / name).is_file() for name in names) for names in FILES):
@@ -62,7 +65,8 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; one without a chat template gets that of ``OF_PROCESSOR`` or ``TEMPLATES``, if any."""
+    """Load a tokenizer. If its files have no chat template, it gets the one of the files ``OF_PROCESSOR`` or of the
+    folder ``TEMPLATES``, if there is one."""
     # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon, because its client would
     # otherwise retry for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
@@ -76,7 +80,8 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _template_in(path: str | Path, name: str, local: bool) -> Any:
-    """Return the chat template in a processor's file, or several by name; None if there is none."""
+    """Return the chat template in a processor's file, or a mapping of templates by name if it has several; None if
+    there is none."""
     file = cached_file(path, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
@@ -91,7 +96,8 @@ def _template_in(path: str | Path, name: str, local: bool) -> Any:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the only chat template, or the one named default, for prompts; raise ValueError without one."""
+    """Return the chat template by which prompts are made: the tokenizer's only one, or the one named default. Raises
+    ValueError if there is neither."""
     name, template = tokenizer.name_or_path, tokenizer.chat_template
     if not template:
         raise ValueError(
@@ -116,7 +122,8 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> dict[int, str]:
-    """Return the added tokens, text by id, for which the model of a folder with config.json has no embedding."""
+    """Return those added tokens of a tokenizer, text by id, for which the model in the folder ``path`` has no
+    embedding, according to config.json."""
     file = Path(path, "config.json")
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -125,7 +132,7 @@ def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Pat
 
 
 def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Raise ValueError if encoding and decoding changes more than white space of the text ``PROBE``."""
+    """Raise ValueError if encoding and decoding the text ``PROBE`` changes more than its white space."""
     tokens = tokenizer(PROBE, add_special_tokens=False).input_ids
     back = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
     if "".join(str(back).split()) != "".join(PROBE.split()):
@@ -136,8 +143,8 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, base: str) -> None:
-    """Raise ValueError, with the teacher's name ``base``, unless every token of the policy's tokenizer has the same
-    text and number in the teacher's; the teacher may have more tokens."""
+    """Raise ValueError unless every token of the policy's tokenizer has the same text and id in the teacher's
+    tokenizer, which may have more tokens. ``base`` is the teacher's name for the message."""
     known = teacher.get_vocab()
     other = sorted((index, token) for token, index in tokenizer.get_vocab().items() if known.get(token) != index)
     if other:
@@ -157,9 +164,12 @@ def check_chat_template(
     date: str | None = None,
 ) -> None:
     """Check the tokenizer's chat template by applying it to one user message, after a system message if
-    ``system_prompt`` is given. The template has to read the user's ``arguments``, and the ``date``, in ISO form, if it
-    is given; and a generation prompt has to be between the user's message and the assistant's, or the policy would
-    continue the user's message."""
+    ``system_prompt`` is given; raise ValueError if it does not work.
+
+    The template has to read all of the user's ``arguments``, and the ``date``, in ISO form, if one is given. It must
+    have a generation prompt between the user's message and the assistant's, or the policy would continue the user's
+    message.
+    """
     name, template = tokenizer.name_or_path, template_of(tokenizer)
     if date is not None and not reads_clock(tokenizer):
         raise ValueError(f"data.date is {date!r}, and the chat template of {name} writes no date; leave it out")
@@ -195,8 +205,8 @@ def check_chat_template(
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, date: str | None, **variables: Any
 ) -> str:
-    """Apply the chat template to messages; if the template reads the clock (``strftime_now``), it gets ``date``, or the
-    current time if that is None."""
+    """Apply the chat template to messages. If the template reads the clock (``strftime_now``), it gets ``date`` or, if
+    that is None, the current time."""
     if date is not None:
         variables = {**variables, CLOCK: template_clock(date)}
     chat, template = [*map(dict, messages)], template_of(tokenizer)
@@ -204,8 +214,8 @@ def render(
 
 
 def _reads_system(tokenizer: PreTrainedTokenizerBase, date: str | None, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the template writes the system prompt into the text. The test prompt has no words like
-    ``/no_think``, because some templates (SmolLM3's) take these out."""
+    """Return whether the chat template writes the system prompt into the text. The system prompt of this test has no
+    commands like ``/no_think``, because some templates (SmolLM3's) remove them."""
     text = "Use few words."
     messages = [{"role": "system", "content": text}, {"role": "user", "content": PROBE}]
     return text in render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)
@@ -214,8 +224,8 @@ def _reads_system(tokenizer: PreTrainedTokenizerBase, date: str | None, argument
 def _answers_directly(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], asked: str, **variables: Any
 ) -> bool:
-    """Return whether the template puts the assistant's text right after the user's turn, as Mistral's does after
-    ``[/INST]``, so that it needs no generation prompt."""
+    """Return whether the chat template puts the assistant's text right after the user's message, as Mistral's does
+    after ``[/INST]``, so that it needs no generation prompt."""
     answer = "It is 42."
     try:
         whole = render(tokenizer, [*messages, {"role": "assistant", "content": answer}], **variables)
