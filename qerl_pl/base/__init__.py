@@ -1,1 +1,1 @@
-"""Base checkpoint as a run uses it: found, checked, converted or quantised, and kept in a cache."""
+"""Base checkpoint of a run: found, checked, converted or quantised, and kept in a cache."""

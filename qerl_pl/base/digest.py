@@ -13,11 +13,12 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import Phase, phase
 
 KEPT = ".qerl-pl-digests.json"
-"""File in the base's folder with size, modification and change times and SHA-256 digest of every weight file."""
+"""File in the base checkpoint's folder with the size, modification time, change time and SHA-256 digest of every weight
+file."""
 
 
 def base_digest(base: str | Path) -> str:
-    """Compute a digest, of sixteen hex digits, of config.json and every byte of the safetensors files of a folder.
+    """Compute a digest, sixteen hex digits, of config.json and of every byte of the safetensors files of a folder.
 
     A weight file is read again only if its size, modification time or change time (in nanoseconds) has changed since
     its digest was stored. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s); four files are read at a
@@ -32,8 +33,8 @@ def base_digest(base: str | Path) -> str:
 
 
 def stored_digests(folder: Path, files: Sequence[Path]) -> dict[str, str]:
-    """Return hex SHA-256 digests of a folder's files by name; compute and store a digest that is missing or whose file
-    has changed."""
+    """Return hex SHA-256 digests of files in a folder, by file name. Digests are stored in the folder; one that is
+    missing, or whose file has changed, is computed and stored."""
     kept = _read(folder / KEPT)
     stats = {path.name: path.stat() for path in files}
     stamps = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}

@@ -15,12 +15,13 @@ BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 
 
 def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool = True) -> str:
-    """Return the folder of the checkpoint that a run uses: the base's folder; with ``base_format``, the existing copy
-    of the base in this 4-bit format (``BASE-nvfp4`` next to ``BASE``); or, if the base is a GGUF file, the folder in
-    the cache with its dequantised weights.
+    """Return the folder of the checkpoint that a run uses. This is the folder ``base``; with ``base_format``, the
+    existing copy of it in this 4-bit format (``BASE-nvfp4`` next to ``BASE``); or, if ``base`` is a GGUF file, the
+    folder in the cache with its dequantised weights.
 
-    ValueError: the GGUF file cannot be used, the base's folder holds something else than files and folders, or the copy
-    does not exist (with ``must_exist`` False, the path that it would have is returned instead).
+    Raises ValueError if the GGUF file cannot be used, if the folder holds anything other than files and folders, or if
+    the copy does not exist. If ``must_exist`` is False, a missing copy is no error, and the path that it would have is
+    returned.
     """
     if base:
         base = os.path.expanduser(base)
@@ -45,15 +46,16 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
 
 
 def check_kinds_of_files(base: Path) -> None:
-    """Refuse a named pipe, a device or a socket as the base or in its folder, because reading it might never end."""
+    """Raise ValueError if the base checkpoint is, or its folder contains, a named pipe, a device or a socket, because
+    reading it might never end."""
     for path in (base, *base.iterdir()) if base.is_dir() else (base,):
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise ValueError(f"model.base: {path} is no regular file; expected a checkpoint's folder with its files")
 
 
 def check_base(path: str | Path) -> Mapping:
-    """Return the content of config.json of a checkpoint's folder, after checking, without reading weights, that a run
-    can use the checkpoint. ValueError says in one line why it cannot."""
+    """Check, without reading weights, that a run can use the checkpoint in a folder, and return the content of its
+    config.json. Raises ValueError, which says in one line why the run cannot use it."""
     if Path(path).is_file():
         raise ValueError(
             f"model.base: {path} is a file; give the folder of the checkpoint, with config.json in it, or a GGUF file"

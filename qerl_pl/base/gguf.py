@@ -1,4 +1,5 @@
-"""Read a GGUF file (of llama.cpp or Ollama) as a base: dequantise it once into a checkpoint folder of the cache."""
+"""Use a GGUF file (of llama.cpp or Ollama) as the base model of a run: dequantise it once into a checkpoint folder in
+the cache."""
 
 from __future__ import annotations
 
@@ -34,23 +35,26 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 RECORD = "gguf.json"
-"""File of the dequantised folder and its copies: the GGUF file's name, bits per weight and weights by type."""
+"""File, in the dequantised folder and its copies, with the GGUF file's name, its bits per weight, and the share of
+weights of each GGUF type."""
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 BYTES_PER_WEIGHT = 6
-"""Host memory at the peak: all weights in bfloat16, and one tensor, perhaps most of the weights, in fp32."""
+"""Peak bytes of host memory per weight that a conversion takes: all weights in bfloat16, and one tensor, perhaps with
+most of the weights, in fp32."""
 SAME_MATRIX = 0.2
-"""Embeddings and output head with a smaller relative difference are taken for one matrix stored at two precisions.
+"""Relative difference of embeddings and output head below which they are taken for one matrix stored at two precisions.
 Rounding to 2 bits per weight causes about this difference; two different matrices differ by more than 1."""
 ROPE_TENSOR, ROPE_TYPE = "rope_freqs.weight", ".rope.scaling.type"
-"""Metadata keys under which a GGUF file says that the model scales its rotary positions, as Llama 3.1 and models with
-YaRN do."""
+"""Tensor name and metadata key by which a GGUF file says that the model scales its rotary positions, as Llama 3.1 and
+models with YaRN do."""
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "</s>")
 """Tokens that end a turn or a text. A GGUF file names only one end token, although a model may have several."""
 
 
 def is_gguf(base: str | Path) -> bool:
-    """Return whether ``base`` is a GGUF file, by its suffix or, as Ollama's files have none, its four magic bytes."""
+    """Return whether ``base`` is a GGUF file, by its suffix or by its first four bytes, because Ollama's files have no
+    suffix."""
     path = Path(base)
     if path.suffix.lower() == ".gguf":
         return True
@@ -63,7 +67,7 @@ def is_gguf(base: str | Path) -> bool:
 
 def gguf_folder(file: str | Path) -> Path:
     """Return the checkpoint folder in the cache that holds a GGUF file's model in bfloat16, with its tokenizer and chat
-    template; make it if it does not exist. Log the bits per weight of the file."""
+    template; create the folder if it does not exist. Logs the bits per weight of the file."""
     path = Path(file)
     _check(path)
     folder = made_once(path, path.stem, {"from": "gguf", "version": VERSION}, lambda output: _dequantize(path, output))
@@ -147,7 +151,8 @@ def _end_tokens(reader: GGUFReader, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _check_contents(reader: GGUFReader, path: Path) -> None:
-    """Refuse a file with contents that transformers would silently ignore."""
+    """Raise ValueError if a GGUF file is one of several parts, is cut short, or scales its rotary positions, which
+    transformers would silently ignore."""
     parts = reader.fields.get("split.count")
     if parts is not None and (count := int(parts.contents())) > 1:
         raise ValueError(
@@ -168,8 +173,8 @@ def _check_contents(reader: GGUFReader, path: Path) -> None:
 
 
 def _unquantized(read: PreTrainedModel) -> PreTrainedModel:
-    """Change the model that ``from_pretrained`` read from a GGUF file so that transformers can save it, and tie
-    embeddings and output head if the file stores one matrix for both; returns the model."""
+    """Convert a model that ``from_pretrained`` read from a GGUF file so that transformers can save it, and return it.
+    Embeddings and output head are tied if the file stores one matrix for both."""
     config, weights = read.config, dict(read.state_dict())
     vars(config).pop("quantization_config", None)  # set by some releases
     embeddings, head = weights["model.embed_tokens.weight"].float(), weights["lm_head.weight"].float()

@@ -1,4 +1,4 @@
-"""Prepare the checkpoint folder that a run loads: the base, downloaded, quantised or converted if necessary."""
+"""Prepare the checkpoint folder that a run loads: the base model, downloaded, quantised or converted if necessary."""
 
 import hashlib
 import os
@@ -22,13 +22,13 @@ from qerl_pl.quant.published import conversion_reasons
 
 
 def prepared_base(base: str, base_format: BaseFormat | None = None, quantization: Quantization | None = None) -> str:
-    """Return the checkpoint folder that a run loads; download, quantise or convert the base if necessary, and log which
-    of its features were removed or converted.
+    """Return the checkpoint folder that a run loads; download, quantise or convert the base model if necessary, and log
+    which of its features were removed or converted.
 
-    The result is the base's folder, its existing copy in ``base_format``, or a folder of the cache. The cache holds
-    quantised bases; text models taken from checkpoints with a vision part; and copies of published NVFP4 checkpoints
-    which also quantise activations, the KV cache or some linear layers (to FP8), converted so that only weights are
-    quantised (W4A16).
+    The result is the base model's folder, its existing copy in ``base_format``, or a folder of the cache. The cache
+    holds quantised models; language models taken from vision-language checkpoints; and copies of published NVFP4
+    checkpoints which also quantise activations, the KV cache or some linear layers (to FP8), converted so that only
+    weights are quantised (W4A16).
     """
     base = os.path.expanduser(base)
     name = base.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
@@ -62,7 +62,8 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
 
 
 def check_format(base: str, base_format: BaseFormat | None, quantization: Quantization | None) -> None:
-    """Refuse ``model.base_format`` together with ``model.quantize`` or with a model's name on the hub."""
+    """Raise ValueError if ``model.base_format`` is given together with ``model.quantize``, or with a model's name on
+    the hub."""
     if base_format is not None and quantization is not None:
         raise ValueError(
             f"model.base_format is {base_format!r} and model.quantize {quantization.format!r}; the first takes a copy "

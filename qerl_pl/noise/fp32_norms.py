@@ -2,9 +2,9 @@
 rounded away.
 
 bf16 numbers near 1 are 2^-8 to 2^-7 apart, so rounding the sum of weight and noise to bf16 would leave a tenth or less
-of noise with sigma 5e-4 (arXiv 2510.11696). A norm here rounds its normalised input to the activations' dtype,
-multiplies it by the weight in fp32 and rounds the product. The product of two bf16 numbers is exact in fp32, so a bf16
-weight that is stored in fp32 gives the same bits as the bf16 weight does in transformers' norms.
+of noise with standard deviation 5e-4 (arXiv 2510.11696). These norms round the normalised input to the activations'
+dtype, multiply it by the weight in fp32 and round the product. The product of two bf16 numbers is exact in fp32, so a
+bf16 weight that is stored in fp32 gives the same bits as the bf16 weight does in transformers' norms.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,15 +29,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
 
 def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Cast a norm's output to the dtype of its input, as a forward hook. A norm with an fp32 weight would otherwise
-    return fp32, and the residual stream would not stay in 16 bits."""
+    """Cast a norm's output to the dtype of its input; a forward hook. A norm with an fp32 weight would otherwise return
+    fp32, and the residual stream would not stay in 16 bits."""
     return output.to(args[0].dtype)
 
 
 @contextmanager
 def weights_replaced(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the context, replace the weights of transformers' norms by other weights [H] of any dtype; ``modules`` and
-    ``weights`` have the same keys. The output of each norm keeps the dtype of its input."""
+    """Replace the weights of transformers' norms, inside the context, by other weights [H] of any dtype. ``modules``
+    and ``weights`` have the same keys. The output of each norm keeps the dtype of its input."""
     with ExitStack() as after:
         for name, weight in weights.items():
             parameter = modules[name].get_parameter("weight")

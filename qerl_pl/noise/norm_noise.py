@@ -1,4 +1,5 @@
-"""Add Gaussian noise to norm weights: the result is a pure function of the weights without noise, sigma and a seed."""
+"""Add Gaussian noise to norm weights: the result is a pure function of the weights without noise, the standard
+deviation sigma and a seed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ class NormNoise:
     """Gaussian noise that is added to the norm weights for one rollout."""
 
     sigma: float = 0.0
-    """Standard deviation, not relative to the weight; 0 means no noise."""
+    """Standard deviation of the noise, absolute and not relative to the weight; 0 means no noise."""
     seed: int = 0
     """Seed in [0, 2^63)."""
     rounded: bool = False
@@ -25,13 +26,14 @@ class NormNoise:
             raise ValueError(f"sigma is {self.sigma}; expected 0 (no noise) or more")
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a rollout engine that computes in ``dtype`` stores norm weights with this noise."""
+        """Return the dtype in which a rollout engine that computes in ``dtype`` stores the norm weights with this
+        noise."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
 def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
-    """Return whether a parameter is the weight of a norm to which AQN adds noise; ``norms`` are the names of these
-    norms in a block (``Family.noise_norms``)."""
+    """Return whether a parameter is the weight of a norm to which adaptive quantization noise (AQN) is added; ``norms``
+    are the names of these norms in a block (``Family.noise_norms``)."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module.rpartition(".")[2] in norms
 
@@ -40,10 +42,10 @@ def noisy_norms(
     clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Compute w + Z with Z ~ N(0, sigma^2) for every weight w [H] (arXiv 2510.11696, eq. 7-10). Returns new tensors by
-    name, also with sigma 0, on the device of each weight, in ``dtype`` (None: in the dtype of each weight).
+    name, also if sigma is 0, on the device of each weight, in ``dtype`` (None: in the dtype of each weight).
 
     The noise is drawn in fp32 on the CPU, by one random generator for all norms in the order of their names, so it is
-    the same on every device and rank.
+    equal on every device and rank.
     """
     if noise.sigma == 0:
         return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}

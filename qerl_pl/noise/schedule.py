@@ -1,4 +1,4 @@
-"""The noise schedule: sigma as a function of the rollout index."""
+"""Schedule of adaptive quantization noise (AQN): the standard deviation sigma as a function of the rollout's index."""
 
 import math
 from typing import Literal
@@ -9,7 +9,7 @@ Decay = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
 
 
 def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> None:
-    """Raise ValueError if there are fewer than 3 stages, or not 0 < sigma_end <= sigma_start < infinity."""
+    """Raise ValueError if there are fewer than 3 stages of noise, or unless 0 < sigma_end <= sigma_start < infinity."""
     if num_stages < 3:
         raise ValueError(f"num_stages is {num_stages}; expected at least 3: one without noise and two to decay over")
     if not sigma_start <= LARGEST:
@@ -23,8 +23,8 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
 
 
 def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
-    """Return the index of a rollout's stage. The run is split into stages of equally many rollouts; rollouts after the
-    end of the run belong to the last stage."""
+    """Return the index of the noise stage that a rollout belongs to. A run is split into ``num_stages`` stages of
+    equally many rollouts; rollouts after the end of the run belong to the last stage."""
     if index < 0:
         raise ValueError(f"rollout index is {index}; expected 0 or more")
     if num_rollouts < 1:
