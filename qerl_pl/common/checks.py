@@ -1,12 +1,12 @@
-"""Checks of the range of settings; the function that decides which rollouts get the time-consuming checks; and the
-exception with which a check ends a run."""
+"""Checks of the range of settings; the function that decides which rollouts get the time-consuming checks of the
+engine; and the exception by which a check ends a run."""
 
 import math
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
 """Largest 32-bit float. Settings are used in fp32 arithmetic, in which a larger number is infinite."""
 EARLY = 4
-"""Number of rollouts at the start of a run, when most faults show, that all get the time-consuming checks."""
+"""Number of rollouts at the start of a run that all get the time-consuming checks, because most faults show there."""
 EXIT_STATUS = 4
 """Exit status of a run that a check ended."""
 
@@ -17,35 +17,36 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 class CheckFailed(RuntimeError):
-    """Raised by a check that finds that the run must not go on, for example because the engine's completions are not
+    """Error of a check which finds that the run must not go on, for example because the engine's completions are not
     samples from the policy. The program prints the message without a traceback and exits with ``EXIT_STATUS``;
     checkpoints and logs are those of the last finished step."""
 
 
 def is_due(index: int, every: int) -> bool:
-    """Return whether the rollout of this index, counted from 0 over the run, gets the time-consuming checks: if it is
-    one of the first ``EARLY`` rollouts, or its index is a multiple of ``every``."""
+    """Return whether a rollout, given by its index in the run from 0, gets the time-consuming checks: if it is one of
+    the first ``EARLY`` rollouts, or if its index is a multiple of ``every``."""
     return index < EARLY or index % every == 0
 
 
 def require_at_least(least: float, *, section: str = "", hint: str = "", **settings: float | None) -> None:
-    """Raise ValueError for a setting that is nan or below ``least``; None is accepted. The message names the setting,
-    after its ``section`` of the YAML file if that is given, and ends with ``hint``."""
+    """Raise ValueError if one of ``settings`` is nan or below ``least``; None is accepted. The message names the
+    setting, after its ``section`` of the YAML file if that is given, and ends with ``hint``."""
     for name, value in settings.items():
         if value is not None and not value >= least:
             raise ValueError(f"{section}{name} is {value}; expected at least {least}{hint}")
 
 
 def require_finite(section: str, **settings: float | None) -> None:
-    """Raise ValueError for a setting that is nan (a comparison with a limit may accept nan) or infinite as a 32-bit
-    float. ``section`` is the section of the YAML file, for the message. None is accepted."""
+    """Raise ValueError if one of ``settings`` is nan, or infinite as a 32-bit float; None is accepted. nan is checked
+    here because a comparison with a limit may accept it. ``section`` is the section of the YAML file, for the
+    message."""
     for name, value in settings.items():
         if value is not None and not abs(value) <= LARGEST:
             raise ValueError(f"{section}.{name} is {value}; expected a finite number (of 32 bits)")
 
 
 def require_no_nan(section: str, **settings: float | None) -> None:
-    """Raise ValueError for a bound that is nan; infinity is accepted and means no bound."""
+    """Raise ValueError if one of ``settings``, which are bounds, is nan; infinity is accepted and means no bound."""
     for name, value in settings.items():
         if value is not None and math.isnan(value):
             raise ValueError(f"{section}.{name} is nan; expected a number, or .inf for no bound")

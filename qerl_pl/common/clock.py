@@ -1,4 +1,4 @@
-"""The clock of chat templates: one date for the whole run, written the same in every locale and time zone."""
+"""Clock of chat templates: one date for the whole run, written in the same way in every locale and time zone."""
 
 import re
 from collections.abc import Callable

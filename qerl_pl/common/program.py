@@ -1,5 +1,5 @@
-"""Functions about the process: how the user calls this program, its arguments and environment variables, the exception
-with which a signal ends it, and the parser of commands' options."""
+"""Functions about the process: how the user called this program, its arguments and environment variables, the exception
+by which a signal ends it, and the parser of commands' options."""
 
 import argparse
 import atexit
@@ -13,18 +13,21 @@ from typing import NoReturn
 
 
 def called_as(command: str) -> str:
-    """Return how to call a command, as the user did: ``qerl COMMAND`` or ``python -m qerl_pl COMMAND``."""
+    """Return the text by which a user calls a command, in the form that was used for this process: ``qerl COMMAND`` or
+    ``python -m qerl_pl COMMAND``."""
     return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"
 
 
 class Stopped(SystemExit):
-    """Raised by a signal handler when a signal asks the program to end, with exit status 128 plus the signal's number.
-    Its type lets ``rewards.guard`` distinguish it from a SystemExit that a reward raises."""
+    """Exception that a signal handler raises when a signal asks the program to end, with exit status 128 plus the
+    signal's number. A separate class lets ``rewards.guard`` distinguish it from a SystemExit that a reward function
+    raises."""
 
 
 @contextmanager
 def restored_arguments() -> Iterator[None]:
-    """Restore ``sys.argv`` at the end of the context, because ``cli.training.main`` replaces it."""
+    """Restore ``sys.argv`` at the end of the context, because ``cli.training.main``, called within it, replaces
+    ``sys.argv``."""
     arguments = list(sys.argv)
     try:
         yield
@@ -51,7 +54,7 @@ def kept_for_good() -> Iterator[None]:
 
 
 def quoted_from_environment(error: Exception) -> str:
-    """Return the environment variables whose values an error message quotes, as text to append to it, e.g. "
+    """Return text to append to an error message: the environment variables whose values the message quotes, e.g. "
     (environment: RANK=x)"; "" if there are none."""
     # packages that read environment variables raise errors that quote only the value and not the variable's name
     told = {name: value for name, value in os.environ.items() if value and repr(value) in str(error)}

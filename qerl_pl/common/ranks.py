@@ -1,6 +1,6 @@
-"""Collective operations between the ranks of a run; in a run of one rank they return their input.
+"""Collective operations over the ranks of a run; in a run of one rank they return their input.
 
-Every rank must make the same calls in the same order, even if it has no completions.
+Every rank must call the same functions in the same order, even if it has no completions.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def rank() -> int:
 
 
 def mean(value: Tensor) -> Tensor:
-    """Average a floating-point tensor, of the same shape on every rank, over the ranks."""
+    """Average a floating-point tensor over the ranks; it must have the same shape on every rank."""
     if num_ranks() == 1:
         return value
     total = value.detach().to(device(), copy=True)
@@ -57,8 +57,9 @@ def gather_values(value: T) -> list[T]:
 
 
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
-    """Gather the rows of all ranks, which each passes group by group, in the order of the whole batch. Rank r of W has
-    the groups r, r + W, r + 2W, ... of the batch. Ranks may have different numbers of groups."""
+    """Gather rows from all ranks and return them in the order of the whole batch. The batch consists of groups of
+    ``group_size`` rows; rank r of W passes the rows of groups r, r + W, r + 2W, ... Ranks may have different numbers of
+    groups."""
     shares = [[part[i : i + group_size] for i in range(0, len(part), group_size)] for part in gather_values(rows)]
     turns = chain.from_iterable(zip_longest(*shares, fillvalue=()))
     return list(chain.from_iterable(turns))

@@ -18,15 +18,16 @@ LOCK = ".lock"
 
 
 def run_named_after(files: Sequence[Path]) -> str:
-    """Derive the name of a run's folder from its configuration files, except ``base.yaml`` and those in ``eval``:
-    ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives runs/gsm8k_bf16; no file gives runs/default."""
+    """Return the default path of a run's folder, derived from the names of its configuration files: ``-c
+    configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives runs/gsm8k_bf16, and no file gives runs/default.
+    ``base.yaml`` and files in ``eval`` are ignored."""
     names = [path.stem for path in files if path.parent.name != "eval" and path.name != "base.yaml"]
     return f"runs/{'_'.join(names) or 'default'}"
 
 
 def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
-    """Read a run's config.yaml, which must have model.base and the given sections. ValueError: it is no YAML of plain
-    values, or lacks model.base or a section."""
+    """Read a run's config.yaml, which must have model.base and the given sections. Raises ValueError if the file is no
+    YAML of plain values (no Python objects), or lacks model.base or a section."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -51,7 +52,7 @@ def plain_yaml(file: Path) -> dict[str, Any]:
 
 def run_folder(text: str) -> str:
     """Normalise the path of a run's folder: replace ``~`` and environment variables, and turn ``a/./b/`` into ``a/b``.
-    ArgumentTypeError: the path is empty, unprintable, or names an unknown variable or user."""
+    Raises ArgumentTypeError if the path is empty or unprintable, or names an unknown variable or user."""
     if not text.strip():
         raise ArgumentTypeError("run_dir is empty; expected a folder, e.g. runs/first")
     if not text.isprintable():
@@ -64,7 +65,8 @@ def run_folder(text: str) -> str:
 
 def check_places(run: Path) -> None:
     """Check, before the model is loaded, that a run can write its files into its folder, which need not exist yet.
-    ValueError names a path where something else than the needed folder or regular file exists."""
+    Raises ValueError, naming the path, if the folder cannot be written to, or if something other than the needed folder
+    or regular file exists where the run writes one."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
@@ -79,7 +81,8 @@ def check_places(run: Path) -> None:
 
 
 def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
-    """Return the paths, which must exist, of a run's config.yaml and a checkpoint: ``last``, ``best``, or a path."""
+    """Return the paths of a run's config.yaml and of one of its checkpoints; raise ValueError if one does not exist.
+    ``checkpoint`` is "last", "best", or a path."""
     config = run / "config.yaml"
     if not config.is_file():
         raise ValueError(f"{run} is no run folder: it has no config.yaml")
@@ -90,7 +93,8 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
 
 
 def date_in(config: Mapping[str, Any]) -> str | None:
-    """Return the date in a run's config.yaml; None if the chat template writes no date into prompts."""
+    """Return the date in a run's config.yaml that its chat template writes into prompts; None if the template writes no
+    date."""
     date = (config.get("data") or {}).get("date")
     return None if date is None else str(date)  # YAML reads a date without quotes as a date
 
@@ -108,9 +112,9 @@ def is_running(folder: Path) -> bool:
 
 
 def keep_metrics(folder: Path) -> Path | None:
-    """Rename the metrics.csv of a run that was interrupted to the first free one of metrics-1.csv, metrics-2.csv, ...,
-    because Lightning's CSVLogger would delete it. Returns the new path; None, without renaming, if there is no
-    metrics.csv or another process trains in the folder. Only the first rank may call this."""
+    """Rename the metrics.csv of an interrupted run to the first free one of metrics-1.csv, metrics-2.csv, ..., because
+    Lightning's CSVLogger would delete it. Returns the new path; returns None, without renaming, if there is no
+    metrics.csv or another process trains in the folder. Only the first rank may call this function."""
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):
         return None

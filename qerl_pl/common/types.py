@@ -19,22 +19,24 @@ class Problem(NamedTuple):
     question: str
     answer: str
     messages: tuple[Message, ...] = ()
-    """Chat messages, the last of the role "user", that the policy gets instead of the question; empty: none."""
+    """Chat messages, the last of the role "user", that the policy gets instead of the question; empty if the policy
+    gets the question."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
     """All columns of the problem's row in the data set."""
 
 
 class Prompt(NamedTuple):
-    """A problem as the tokens of a prompt. The class is a NamedTuple because Lightning refuses frozen dataclasses when
-    it moves a batch to the device."""
+    """Prompt as tokens, made from a problem, with the problem's answer. The class is a NamedTuple because Lightning
+    refuses frozen dataclasses when it moves a batch to the device."""
 
     tokens: tuple[int, ...]
-    """The whole chat prompt, including the generation prompt."""
+    """Tokens of the whole chat prompt, including the generation prompt."""
     answer: str
     copy: int = 0
-    """Number of earlier prompts with the same tokens in the rollout or evaluation, by which their seeds differ."""
+    """Number of earlier prompts with equal tokens in the rollout or evaluation; prompts with equal tokens get different
+    seeds by it."""
     text: str = ""
-    """The tokens as text, special tokens included."""
+    """Text of the prompt's tokens, special tokens included."""
     messages: tuple[Message, ...] = ()
     """The prompt's chat messages before the chat template was applied, including the system prompt."""
     row: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
@@ -43,8 +45,7 @@ class Prompt(NamedTuple):
     """Whether the data source gave messages instead of a question."""
 
     def with_own_row(self) -> Prompt:
-        """Return a copy with its own row and messages, which other prompts do not share, so that a reward may change
-        them."""
+        """Return a copy whose row and messages are not shared with other prompts, so that a reward may change them."""
         return self._replace(messages=deepcopy(self.messages), row=deepcopy(self.row))
 
 
@@ -55,24 +56,26 @@ class Completion:
     tokens: tuple[int, ...]
     """Sampled tokens, including the end-of-sequence token, or the token that completes a stop string."""
     logprobs: tuple[float, ...]
-    """Log-probability of each token in nats at the sampling temperature, under the distribution that was sampled from,
-    i.e. the policy's with AQN's noise if the rollout has noise."""
+    """Log-probability of each token, in nats at the sampling temperature, under the distribution from which it was
+    sampled: the policy's, with noise on the norm weights (AQN) if the rollout has noise."""
     finished: bool
-    """Whether the completion ended at an end token or stop string, and was not cut off at max_tokens."""
+    """Whether the completion ended at an end token or stop string; False if it was cut off at max_tokens."""
     text: str = ""
-    """Text with special tokens, but without the token that ended the completion; the rollout loop fills it in."""
+    """Text of the completion with special tokens, but without the token that ended it; the rollout loop sets it."""
     seed: int | None = None
     """Key of the random noise with which the completion's tokens were sampled (see ``policy.margins``); None if the
     engine does not sample by such noise."""
     routes: Tensor | None = field(default=None, compare=False, repr=False)
-    """[T, L, k] integers: numbers of the k experts that computed each token in each of the model's L mixtures, for all
-    tokens of prompt and completion but the last, which goes through no layer. None: the model has no mixtures, or
-    training does not replay routes. The rollout loop converts them to uint8 (int16 for more than 256 experts)."""
+    """[T, L, k] integers: indices of the k experts that computed each token in each of the model's L blocks with
+    experts. There is one entry per token of prompt and completion except the last, which goes through no layer. None:
+    the model has no experts, or training does not use the engine's choice of experts. The rollout loop converts the
+    tensor to uint8 (int16 for more than 256 experts)."""
 
 
 class Experience(NamedTuple):
-    """One rollout as tensors: B rows, each a prompt and its completion, with advantages. In fields [B, S],
-    position s is about token s (e.g. its log-probability), not about token s + 1."""
+    """One rollout as tensors: B rows, each a prompt and its completion, with advantages. In fields [B, S], where S is
+    the number of tokens of the longest row, position s is about token s (e.g. its log-probability), not about token s +
+    1."""
 
     tokens: Tensor
     """[B, S] int64, token ids of prompt and completion, right-padded."""
@@ -89,5 +92,6 @@ class Experience(NamedTuple):
     advantages: Tensor
     """[B] fp32, exactly 0 for rows without a reward and for groups whose rewards are all equal."""
     routes: Tensor | None = None
-    """[B, S, L, k] uint8 or int16, ``Completion.routes``; 0 for a row's last token and padding. None: training lets
-    the routers choose, or the model has none."""
+    """[B, S, L, k] uint8 or int16: the experts that the engine chose for each token, ``Completion.routes``; 0 for a
+    row's last token and for padding. None: in training the model's routers choose the experts, or the model has
+    none."""
