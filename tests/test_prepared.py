@@ -58,7 +58,7 @@ def test_damage_is_told_in_one_line_and_leaves_nothing(make_checkpoint, cache):
     path = make_checkpoint("qwen3")
     compressed(path)
     rewrite(path, {name: tensor for name, tensor in read_all(path).items() if name != "model.norm.weight"})
-    with pytest.raises(ValueError, match=r"half a checkpoint: model\.norm\.weight") as refused:
+    with pytest.raises(ValueError, match=r"incomplete checkpoint: model\.norm\.weight") as refused:
         prepared_base(str(path))
     assert "\n" not in str(refused.value)
     assert [file.suffix for file in cache.iterdir()] in ([], [".lock"])

@@ -76,11 +76,11 @@ def read_layout(path: Path) -> Layout | None:
     variant = config.get(_VARIANT_KEYS.get(str(method), "quant_algo"))
     layout = _LAYOUTS.get((method, variant))
     if layout is None:
-        raise ValueError(f"{path} is quantised by {method!r} as {variant!r}; we read {_KNOWN}")
+        raise ValueError(f"{path} is quantised by {method!r} as {variant!r}; supported: {_KNOWN}")
     if method == "bitsandbytes" and config.get("bnb_4bit_use_double_quant"):
-        raise ValueError(f"{path} quantises its scales too (double quantisation); we read {_KNOWN}")
+        raise ValueError(f"{path} quantises its scales too (double quantisation); supported: {_KNOWN}")
     if method != "bitsandbytes" and variant != "W4A16_NVFP4" and not is_weight_only(config):
-        raise ValueError(f"{path} quantises activations too ({variant}, W4A4); we read {_KNOWN}")
+        raise ValueError(f"{path} quantises activations too ({variant}, W4A4); supported: {_KNOWN}")
     sizes = [(key, config.get(key)) for key in ("group_size", "blocksize")]
     for group in (config.get("config_groups") or {}).values():
         sizes.append(("config_groups.weights.group_size", (group.get("weights") or {}).get("group_size")))
@@ -91,7 +91,7 @@ def read_layout(path: Path) -> Layout | None:
                 "per scale, so one of the two is wrong: take config.json from the folder that the weights are from"
             )
     if quantises_cache(config):
-        raise ValueError(f"{path} quantises the key/value cache; we read {_KNOWN}")
+        raise ValueError(f"{path} quantises the key/value cache; supported: {_KNOWN}")
     return layout
 
 

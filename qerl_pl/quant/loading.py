@@ -157,7 +157,7 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
     stored = {*checkpoint.names(), *stored_packed}
     wanted = {name for name, _ in model.named_parameters()}
     if missing := sorted(name for name in wanted - stored if tied.get(name) not in stored):
-        raise ValueError(f"{checkpoint.path} is half a checkpoint: {_few(missing, 3)} missing")
+        raise ValueError(f"{checkpoint.path} is an incomplete checkpoint: {_few(missing, 3)} missing")
     for name, parameter in model.named_parameters():
         if name not in checkpoint or name in stored_packed:
             continue

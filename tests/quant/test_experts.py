@@ -423,7 +423,7 @@ def test_a_missing_or_misshapen_expert_is_refused(folder, tmp_path):
     tensors = tensors_of(folder / "dense")
     name = f"{first_mixture(folder / 'dense')}.experts.7.up_proj.weight"
     lacking = changed(folder / "dense", tmp_path / "lacking", {key: t for key, t in tensors.items() if key != name})
-    with pytest.raises(ValueError, match=rf"half a checkpoint: {name} missing"):
+    with pytest.raises(ValueError, match=rf"incomplete checkpoint: {name} missing"):
         quantize_checkpoint(lacking, tmp_path / "out")
     with pytest.raises(ValueError, match=rf"missing {name}; unexpected nothing"):
         load_base(lacking, dtype=torch.float32, device="cpu")

@@ -122,7 +122,10 @@ NOT_READ = [
         ({**COMPRESSED, "config_groups": groups}, r"quantization_config\.config_groups.* is .*; expected a mapping")
         for groups in ([1], {"a": "b"}, {"a": {"weights": 4}})
     ),
-    *(({"quant_method": method}, f"by {method!r} as None; we read unq") for method in ("gptq", "awq", "fp8", None, 3)),
+    *(
+        ({"quant_method": method}, f"by {method!r} as None; supported: unq")
+        for method in ("gptq", "awq", "fp8", None, 3)
+    ),
     ({**NF4, "bnb_4bit_quant_type": "fp4"}, "'bitsandbytes' as 'fp4'"),
     ({**NF4, "bnb_4bit_use_double_quant": True}, "double quantisation"),
     ({**NF4, "blocksize": 128}, "blocksize 128; its format has 64"),

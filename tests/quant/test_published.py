@@ -162,8 +162,8 @@ def without(module: str, *leaves: str) -> Callable[[dict[str, Tensor]], dict[str
         (without(UP, "weight_scale"), r"up_proj is incomplete: .* no weight_scale"),
         (without(UP, "weight_scale_2"), r"up_proj is incomplete: .* no weight_scale_2"),
         (without(UP, "weight"), r"up_proj is incomplete: .* no weight"),
-        (without("model.norm", "weight"), r"half a checkpoint: model\.norm\.weight missing"),
-        (without(DOWN, *LEAVES), r"half a checkpoint: model\.layers\.1\.mlp\.down_proj\.weight missing"),
+        (without("model.norm", "weight"), r"incomplete checkpoint: model\.norm\.weight missing"),
+        (without(DOWN, *LEAVES), r"incomplete checkpoint: model\.layers\.1\.mlp\.down_proj\.weight missing"),
         (
             lambda t: {**without(UP, *LEAVES)(t), f"{UP}.weight": torch.ones(128, 64, dtype=torch.bfloat16)},
             r"gate_proj is in NVFP4 and model\.layers\.0\.mlp\.up_proj in 16 bits; engines fuse",

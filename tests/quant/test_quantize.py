@@ -271,8 +271,8 @@ OF_BLOCK, NORM, EMBEDDING = "layers.0.mlp.up_proj.weight", "layers.0.input_layer
         (OF_BLOCK, lambda weight: weight[:-1], r"NAME is BF16 .* expects floating point and \[.*\] for it"),
         (NORM, lambda weight: weight[:-1], r"NAME is BF16 .* expects floating point and \[.*\] for it"),
         (NORM, lambda weight: weight.to(torch.int8), "NAME is I8 .* expects floating point"),
-        (OF_BLOCK, None, "is half a checkpoint: NAME missing"),
-        ("norm.weight", None, "is half a checkpoint: NAME missing"),
+        (OF_BLOCK, None, "is an incomplete checkpoint: NAME missing"),
+        ("norm.weight", None, "is an incomplete checkpoint: NAME missing"),
     ],
 )
 def test_weights_that_no_model_has_are_refused_by_name_and_nothing_is_left(

@@ -153,6 +153,6 @@ def test_half_of_a_checkpoint_is_refused_and_nothing_is_written(whole, tmp_path)
     place = r"model\.layers\.1\.mlp\.(experts\.0\.)?up_proj\.weight"
     del tensors[next(name for name in tensors if re.fullmatch(place, text_name(name) or ""))]
     save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"half a checkpoint: {place} missing"):
+    with pytest.raises(ValueError, match=f"incomplete checkpoint: {place} missing"):
         convert_checkpoint(whole, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
