@@ -112,7 +112,8 @@ FUNCTION void synchronize_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// As above, but orders no memory accesses: it only keeps a thread block alive while others read its shared memory.
+// Waits for all thread blocks of the cluster without ordering memory accesses, which keeps a thread block alive while
+// others read its shared memory.
 FUNCTION void synchronize_cluster_without_memory() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

@@ -1,20 +1,21 @@
 // h = x A^T of LoRA adapters, for the kernels that compute it. Needs hopper.cuh and nvfp4.cuh.
 
-// Fetches 32 rows of A from ``first_rank`` on to L2; thread ``part`` of ``parts`` threads.
+// Prefetches up to 32 rows of A, from row ``first_rank`` on, to L2. Each of ``parts`` threads calls this with its index
+// ``part``.
 FUNCTION void prefetch_a(const u16 *a, int K, int first_rank, int rank, int part, int parts) {
   constexpr int LINE = 64;  // numbers per cache line
   const int size = min(rank - first_rank, 32) * K;
   for (int i = part * LINE; i < size; i += parts * LINE) prefetch_to_l2(a + (size_t)first_rank * K + i);
 }
 
-// Computes h for one tile of tokens and 32 ranks, by the thread blocks of a cluster (along y); in each of them, WARPS
-// warps compute a slice of the adapter. ``a`` is the matrix of this warp's slice, ``hidden`` the start of the first
-// slice.
+// Computes h = x A^T for one tile of tokens and 32 ranks, by the thread blocks of a cluster (along y). Each thread
+// block has WARPS warps for each slice of the adapter, that is, for each of the linear layers that are fused into one.
+// ``a`` is the matrix A of this warp's slice, and ``hidden`` is h of the first slice.
 //
 // A chunk is 32 inputs. A lane loads 8 contiguous inputs of a chunk and passes them to two mma instructions; the order
-// of the inputs within a chunk does not matter, because A and x are loaded in the same order. The warps have different
-// chunks. A thread block adds up its warps' sums in shared memory, [warps][TOKENS][36] fp32, and the cluster adds up
-// those of its thread blocks. When the function returns, other thread blocks may still read this one's sums.
+// of the inputs within a chunk does not matter, because A and x are loaded in the same order. Each warp of a slice has
+// its own chunks. A thread block adds up its warps' sums in shared memory, [warps][TOKENS][36] fp32, and the cluster
+// adds up those of its thread blocks. When the function returns, other thread blocks may still read this one's sums.
 template <int TOKENS, int SLICES, int WARPS, int IN_FLIGHT, int SUMS_IN_FLIGHT>
 FUNCTION void shrink_tile(const u16 *x, const u16 *a, const long long *indices, u16 *hidden, int tokens, int K,
                           int rank, int splits, int first_token, int first_rank) {

@@ -124,18 +124,19 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
   *(uint2 *)(y + (size_t)token * N + n) = four_to_bf16(sum);
 }
 
-// Calls ``store`` for a thread block's share of what its cluster stores: FOURS groups of four outputs per token.
-// ``store`` gets the token and the group's first output.
+// Divides what a cluster stores, FOURS groups of four outputs per token, among its ``splits`` thread blocks, and calls
+// ``store`` for each group of this thread block, with the token and the group's first output.
 template <int FOURS, int THREADS, typename Store>
 FUNCTION void store_share(int tokens, int splits, Store store) {
-  // The thread blocks take turns with as many parts as they have threads, or with fewer if there are few parts.
+  // Each thread block in turn gets ``turn`` consecutive groups: one per thread, or fewer if there are few groups.
   const int parts = tokens * FOURS, turn = min(THREADS, (parts + splits - 1) / splits);
   if (threadIdx.x >= turn) return;
   for (int part = blockIdx.y * turn + threadIdx.x; part < parts; part += splits * turn)
     store(part / FOURS, part % FOURS * 4);
 }
 
-// Stores a thread block's share of its cluster's sums: FOURS groups of four outputs per token, from output ``n`` on.
+// Adds up a cluster's sums of FOURS groups of four outputs per token, and stores this thread block's share of them to
+// y [tokens, N], from output ``n`` on.
 template <int FOURS, int THREADS, int IN_FLIGHT>
 FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
   store_share<FOURS, THREADS>(tokens, splits, [=](int token, int output) {
@@ -151,8 +152,8 @@ FUNCTION float gated(float gate, float up) {  // rounds like bf16 operations of 
   return from_bf16(to_bf16(x / (1.f + expf(-x)))) * from_bf16(to_bf16(up));
 }
 
-// Stores a thread block's share of y [tokens, N] from output ``n`` on. The cluster's sums are, per token, 128 outputs
-// of gate and then the same outputs of up.
+// Stores a thread block's share of y = silu(gate) * up [tokens, N] from output ``n`` on. The cluster's sums are, per
+// token, 128 outputs of gate and then the outputs of up with equal indices.
 template <int THREADS, int IN_FLIGHT>
 FUNCTION void store_gated_sums(u32 sums, u16 *y, int tokens, int n, int N, int splits) {
   constexpr int FOURS = 32;
