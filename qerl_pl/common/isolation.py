@@ -1,4 +1,4 @@
-"""Protect the trainer's global random state and torch settings from a rollout engine in the same process."""
+"""Protect the trainer's global random state and torch settings from a rollout engine that runs in the same process."""
 
 import random
 import sys

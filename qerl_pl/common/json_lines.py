@@ -126,7 +126,7 @@ def _parse(line: str, where: str) -> dict[str, object]:
 
 
 class _RepeatedKeyError(ValueError):
-    """An object of a row has the same key twice."""
+    """Error of a JSON object that has the same key twice."""
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Log completions to those Lightning loggers that take texts; Lightning's own ``self.log`` takes only numbers."""
+"""Log completions to those Lightning loggers that accept texts; Lightning's own ``self.log`` accepts only numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -21,8 +21,8 @@ from qerl_pl.common import ranks
 
 class Pooled(Metric):
     """Metric that stores every value, gathers the values of all ranks, and computes statistics of them. ``statistics``
-    is a function of the [N] values that returns scalar tensors by name; its results must not depend on the order of the
-    values, so that they are equal on any number of ranks."""
+    is a function of all N values, a tensor [N], that returns scalar tensors by name; its results must not depend on the
+    order of the values, so that they are equal on any number of ranks."""
 
     full_state_update = False
     values: list[Tensor]
@@ -90,7 +90,7 @@ def over_ranks(metric: Metric, *values: Tensor) -> Any:
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """Return the q-quantile of sorted values [N], without interpolation, as a scalar tensor."""
+    """Return the q-quantile of N sorted values [N], without interpolation, as a scalar tensor."""
     # torch.quantile takes at most 16 million values
     return values[round(q * (len(values) - 1))]
 

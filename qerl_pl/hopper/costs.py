@@ -6,6 +6,10 @@ decide which of several correct schedules of a kernel runs, and therefore only i
 measured again by ``python -m tests.bench.bench_constants``, or is a threshold between two alternatives, set where the
 named benchmark found both equally fast. ``docs/kernels.md`` says how to fit them to another GPU of compute capability
 9.0.
+
+The decode GEMM (``nvfp4_decode``) and the batch GEMM (``nvfp4_batch``) multiply by NVFP4 weights, for few and for many
+tokens. A linear layer is wide if it has more than ``WIDE`` blocks of 256 outputs, and narrow otherwise. Letters: K
+inputs and N outputs of a linear layer, A and B the matrices of its LoRA adapter.
 """
 
 SMS, CLOCK_HZ = 132, 1.755e9

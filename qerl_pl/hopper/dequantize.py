@@ -1,4 +1,7 @@
-"""Triton kernel that dequantises NVFP4 weights in tile order (``tile_order.py``)."""
+"""Triton kernel that dequantises NVFP4 weights in tile order (``tile_order.py``).
+
+Letters: N outputs, K inputs.
+"""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 # Triton's type hints do not have its launch options and scalars.

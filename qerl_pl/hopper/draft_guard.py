@@ -18,11 +18,11 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 
 CLASSES = tuple(number for number in VERIFICATION if number <= DRAFTS_BY_SEQUENCES[-1][0])
-"""Classes of decoding steps, each given by the largest number of sequences of its steps; drafts and tokens are counted
+"""Classes of decoding steps, each given by the largest number of sequences in its steps; drafts and tokens are counted
 per class."""
 KNOWN = 512
-"""Smallest number of verified drafts at which a class of decoding steps may lose its drafts; with fewer, the mean
-number of accepted tokens is too uncertain."""
+"""Smallest number of verifications (of one sequence's drafts in one step) at which a class of decoding steps may lose
+its drafts; with fewer, the mean number of tokens per verification is too uncertain."""
 
 
 def by_class(counts: DraftCounts) -> list[list[int]]:

@@ -22,18 +22,18 @@ POSITION_BITS, COLUMN_BITS = 24, 12
 
 
 def draft(tokens: Tensor, lengths: Tensor, candidates: Tensor, rows: Tensor, num_drafts: int) -> Tensor:
-    """Draft tokens for N sequences of a table with R rows: [N, num_drafts] int64.
+    """Draft tokens for N sequences, whose tokens are rows of a table with R rows: [N, num_drafts] int64.
 
-    The drafts follow an earlier occurrence of the sequence's last m tokens, for the largest m up to ``LONGEST_MATCH``.
-    Of several occurrences, the one at the latest position is taken; of several at that position, in different rows, the
-    one in the row that ``candidates`` lists first. Where nothing matches, or after the end of the text found, drafts
-    repeat the sequence's last token.
+    A sequence's drafts are the tokens that follow an earlier occurrence of its last m tokens, for the largest m up to
+    ``LONGEST_MATCH``. Of several occurrences, the one at the latest position is taken; of several at that position, in
+    different rows, the one in the row that ``candidates`` lists first. If nothing matches, or where the row found has
+    no further tokens, the drafts repeat the sequence's last token.
 
     Args:
-        tokens: [R, L] int32, with stride 1 along L.
+        tokens: [R, L] int32, up to L tokens per row, with stride 1 along L.
         lengths: [R] int32, number of each row's tokens, at least 1 for rows that are read.
-        candidates: [R, C] int32, for each row the rows, itself included, in which to look for its last tokens; unused
-            places are -1.
+        candidates: [R, C] int32, for each row of the table up to C rows, itself included, in which to look for its last
+            tokens; unused entries are -1.
         rows: [N] int64, the row of each sequence.
         num_drafts: drafts per sequence, at least 1.
     """

@@ -126,7 +126,7 @@ def all_kernels() -> list[driver.Kernel]:
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
     """Compute h = x A^T, [slices, T, R] bf16, rounded once, from x [T, K] and a contiguous A [R, K] bf16 for each slice
-    of a fused linear. h is zero for tokens whose entry in ``indices``, [T] or longer, is negative.
+    of a fused linear layer. h is zero for tokens whose entry in ``indices``, [T] or longer, is negative.
 
     The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
     reads h. All its other inputs must be complete before this kernel starts.

@@ -4,6 +4,8 @@ vLLM uses for them, and the torch operators that they call.
 Native kernels compute forward passes of up to 2048 tokens. In passes with more tokens, each weight is dequantised to
 scratch memory and multiplied by cuBLAS. Native kernels and cuBLAS add partial sums in a fixed order, so equal inputs
 give equal bits.
+
+Letters: T tokens, K inputs, N outputs, R rank of a LoRA adapter.
 """
 
 from collections.abc import Sequence
@@ -87,7 +89,7 @@ class NativeLinear(NvFp4LinearKernel):
         one_copy.adopt(layer)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute a linear without an adapter, [..., K] -> [..., N]."""
+        """Compute a linear layer without an adapter, [..., K] -> [..., N]."""
         if hasattr(layer, "native"):
             return call(layer, x, bias)
         weights = layer.weight, layer.weight_scale, layer.weight_scale_2
@@ -108,13 +110,14 @@ def prepare(outputs: int, inputs: int, device: torch.device) -> None:
 
 
 def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
-    """List this project's CUDA kernels for linears of one shape and for their adapters."""
+    """List this project's CUDA kernels for linear layers of one shape and for their adapters."""
     linears = *nvfp4_decode.kernels_for(outputs, inputs), *nvfp4_batch.kernels_for(outputs, inputs)
     return [*linears, *lora_hopper.all_kernels()]
 
 
 def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear with an adapter, [..., K] -> [..., N]; replaces ``_apply_sync`` of vLLM's LoRA layers."""
+    """Compute a linear layer and its LoRA adapter, [..., K] -> [..., N]; replaces ``_apply_sync`` of vLLM's LoRA
+    layers."""
     layer = self.base_layer
     if not hasattr(layer, "native") or not isinstance(self.punica_wrapper, OneAdapterKernels):
         return _apply_with_adapter(self, x, bias)
@@ -144,19 +147,20 @@ def nvfp4_linear(
     indices: Tensor | None,
     no_lora: Tensor | None,
 ) -> Tensor:
-    """Compute an NVFP4 linear [T, K] bf16 -> [T, N], or [T, N / 2] if it is gated; an operator that is opaque to
-    torch.compile.
+    """Compute an NVFP4 linear layer and, if given, its LoRA adapter: [T, K] bf16 -> [T, N], or [T, N / 2] if it is
+    gated. This is the body of a custom operator that torch.compile does not trace.
 
-    The number of tokens decides what multiplies: with few the decode GEMM (``nvfp4_decode``), with more the batch GEMM
-    (``nvfp4_batch``), with most cuBLAS and a dequantised weight. The GEMM also adds the adapter if this is faster than
-    separate kernels. If ``gated``, the decode GEMM also computes silu(gate) * up, so that no kernel runs between it and
-    the GEMM of ``down``; after the other two, vLLM's kernel does, and rounds where the decode GEMM rounds.
+    The number of tokens decides how the product is computed: for few tokens by the decode GEMM (``nvfp4_decode``), for
+    more by the batch GEMM (``nvfp4_batch``), and for the most by cuBLAS with a dequantised weight. The decode GEMM and
+    the batch GEMM also add the adapter if this is faster than separate kernels. If ``gated``, the decode GEMM also
+    computes silu(gate) * up, so that no kernel runs between it and the GEMM of ``down``; after the batch GEMM and
+    cuBLAS, vLLM's kernel computes it, with the same roundings.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
-        next_weight: weight of the linear that runs next, or None; see ``nvfp4_decode.decode_linear``.
-        gated: whether the linear is the fused gate and up of an MLP.
-        a: one [R, K] for each part of a fused linear, such as q, k and v; empty without an adapter.
+        next_weight: weight of the linear layer that runs next, or None; see ``nvfp4_decode.decode_linear``.
+        gated: whether the layer is the fused gate and up of an MLP.
+        a: one [R, K] for each part of a fused layer, such as q, k and v; empty without an adapter.
         b: one [n, R] for each part, which has n outputs.
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.

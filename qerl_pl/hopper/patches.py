@@ -76,16 +76,17 @@ def warmup_without_unused_kernels() -> None:
 
 @contextmanager
 def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) -> Iterator[None]:
-    """Use this project's kernel class for NVFP4 linears with 16-bit activations that vLLM loads within this context.
+    """Use this project's kernel class for the NVFP4 linear layers with 16-bit activations that vLLM loads within this
+    context.
 
     Symptom: with few sequences, NVFP4 decodes no faster than bf16, and equal calls may sample different tokens.
     Cause: vLLM chooses from a fixed list of its own kernel classes, and its LoRA layers add the adapter afterwards.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        kernel: makes the kernel object of one linear.
-        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls the original for linears of other
-            kernel classes.
+        kernel: creates the kernel object of one linear layer.
+        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls the original for linear layers of
+            other kernel classes.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 

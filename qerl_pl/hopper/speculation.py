@@ -68,9 +68,9 @@ class EqualDrafts:
         draft_logits: Tensor | None = None,
         invalid_drafts: Tensor | None = None,
     ) -> SamplerOutput:
-        """Sample a token in each of R rows of logits [R, V], and take each sequence's tokens up to and including the
-        first one that differs from its draft. The result has log-probabilities of all R rows; vLLM and its scheduler
-        read only those of the tokens that are taken."""
+        """Sample a token in each of R rows of logits [R, V] over a vocabulary of V tokens, and take each sequence's
+        tokens up to and including the first one that differs from its draft. The result has log-probabilities of all R
+        rows; vLLM and its scheduler read only those of the tokens that are taken."""
         assert draft_logits is None
         assert invalid_drafts is None
         batch, output = input_batch, self.sampler(logits, input_batch)

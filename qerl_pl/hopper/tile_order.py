@@ -1,4 +1,5 @@
-"""Tile order: the order of NVFP4 codes and scales in which this project's CUDA kernels for Hopper read a weight [N, K].
+"""Tile order: the order of NVFP4 codes and scales in which this project's CUDA kernels for Hopper read a weight [N, K]
+with N outputs and K inputs.
 
 A checkpoint stores the codes of each output's row contiguously (row order). In tile order, the codes of each tile of 64
 outputs x 16 inputs are contiguous (``nvfp4_decode.fragments`` defines their order). A weight in tile order is a

@@ -2,6 +2,8 @@
 
 A decoding step has one row per sequence, often fewer than the GPU has SMs. So each program reads one block of the
 vocabulary of one row, and a second kernel merges the blocks.
+
+Letters: T rows, one per token that is scored; V entries of the vocabulary.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false

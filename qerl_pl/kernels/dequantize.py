@@ -4,6 +4,8 @@ Each thread converts one 32-bit word of codes, which is eight weights: a warp re
 threads writes 16 bytes of a 16-bit dtype, coalesced. The result is allocated by torch's caching allocator and freed
 once the matrix product has been queued, so the next layer gets the same memory. Unlike a static buffer, this is safe
 with several streams, threads and recomputation.
+
+Letters: N outputs, K inputs, E weights.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false

@@ -1,6 +1,6 @@
 """Triton kernels for the element-wise work of a mixture of experts, each in one pass over its tensors;
 ``qerl_pl.quant.grouped`` defines what they compute. Letters: T tokens, k experts per token, S = k T rows sorted by
-expert (one per token and chosen expert), I inner size of an expert."""
+expert (one per token and chosen expert), E experts, I inner size of an expert, N columns, R rank of a LoRA adapter."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false

@@ -1,5 +1,5 @@
-"""Triton kernels for log-probabilities, entropies and log-partition functions of logits [R, V], and for their gradient,
-each in one pass over the logits; ``qerl_pl.policy.logprobs`` defines them in plain PyTorch."""
+"""Triton kernels for log-probabilities, entropies and log-partition functions of logits [R, V] (rows, vocabulary), and
+for their gradient, each in one pass over the logits; ``qerl_pl.policy.logprobs`` defines them in plain PyTorch."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 # Triton's type hints do not have its launch options and scalars.
@@ -13,7 +13,7 @@ BLOCK = 4096  # logits that a program holds at a time, a power of 2
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of the targets, entropies and log-partition functions of softmax(logits / temperature),
-    [R] fp32 each, in nats, from contiguous logits [R, V] fp32 and targets [R] int64."""
+    each [R] fp32 in nats. Logits are contiguous [R, V] fp32 (rows, vocabulary), and targets [R] int64."""
     assert logits.is_contiguous(), logits.stride()
     logprobs, entropy, log_partition = logits.new_empty(3, len(logits)).unbind()
     tensors = logits, targets.contiguous(), logprobs, entropy, log_partition

@@ -146,15 +146,17 @@ def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtyp
 def checkpoint_shape(
     path: str | Path, dtype: torch.dtype, fmt: Format | None = None, ignore: Sequence[str] = ()
 ) -> ModelShape:
-    """Compute the shape of a checkpoint folder from config.json and the headers of its safetensors files.
+    """Compute the dimensions of the model in a checkpoint folder from config.json and the headers of its safetensors
+    files.
 
-    If the folder has no weights, all linears except the head are assumed to have the format that config.json names.
+    If the folder has no weights, all linear layers except the head are assumed to have the format that config.json
+    names.
 
     Args:
         path: the folder.
-        dtype: dtype of everything that is not packed.
-        fmt: 4-bit format to which a dense checkpoint will be quantised, except the linears of ``ignore`` (names, or
-            "re:PATTERN"); None: it stays dense.
+        dtype: dtype of all weights except those in 4 bits.
+        fmt: 4-bit format to which a dense checkpoint will be quantised, except the linear layers in ``ignore`` (names,
+            or "re:PATTERN"); None: it stays dense.
 
     Raises:
         ValueError: the folder holds no supported model, or its quantisation is not supported.

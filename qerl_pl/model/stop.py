@@ -65,8 +65,8 @@ class StopStrings(StoppingCriteria):
         far."""
 
     def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:
-        """Return for each row whether its completion has ended, [B] bool. ``input_ids``, [B, S] int64, are prompt and
-        completion of all rows; each call must have one token per row more than the call before."""
+        """Return for each row whether its completion has ended, [B] bool. ``input_ids``, [B, S] int64 (rows, tokens),
+        are prompt and completion of all rows; each call must have one token per row more than the call before."""
         self._num_tokens += 1
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if self.lengths[row] is not None:

@@ -5,6 +5,8 @@ bf16 numbers near 1 are 2^-8 to 2^-7 apart, so rounding the sum of weight and no
 of noise with standard deviation 5e-4 (arXiv 2510.11696). These norms round the normalised input to the activations'
 dtype, multiply it by the weight in fp32 and round the product. The product of two bf16 numbers is exact in fp32, so a
 bf16 weight that is stored in fp32 gives the same bits as the bf16 weight does in transformers' norms.
+
+H is the hidden size.
 """
 
 from collections.abc import Iterator, Mapping

@@ -41,8 +41,9 @@ def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
 def noisy_norms(
     clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Compute w + Z with Z ~ N(0, sigma^2) for every weight w [H] (arXiv 2510.11696, eq. 7-10). Returns new tensors by
-    name, also if sigma is 0, on the device of each weight, in ``dtype`` (None: in the dtype of each weight).
+    """Compute w + Z with Z ~ N(0, sigma^2) for every weight w [H] of hidden size H (arXiv 2510.11696, eq. 7-10).
+    Returns new tensors by name, also if sigma is 0, on the device of each weight, in ``dtype`` (None: in the dtype of
+    each weight).
 
     The noise is drawn in fp32 on the CPU, by one random generator for all norms in the order of their names, so it is
     equal on every device and rank.

@@ -1,4 +1,7 @@
-"""Run calibration sequences through a model one decoder block at a time, with only this block on the device."""
+"""Run calibration sequences through a model one decoder block at a time, with only this block on the device.
+
+Letters: S sequences, L tokens per sequence, H hidden size, K inputs of a linear layer.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +19,8 @@ from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
 PRIOR_ROWS = 256
-"""Weight, in input rows, that the average of x x^T over all experts of a block gets in the average of each single
-expert."""
+"""Number of input rows as which the second moment over all experts of a block is counted when it is mixed into the
+second moment of each single expert."""
 
 
 class BlockStream:

@@ -17,7 +17,7 @@ class Calibration(NamedTuple):
     """Calibration sequences and the name of their source."""
 
     tokens: Tensor
-    """[S, L] int64, no padding."""
+    """[S, L] int64, S sequences of L tokens without padding."""
     source: str
 
 

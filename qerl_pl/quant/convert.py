@@ -37,7 +37,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original.
     Checkpoints by ModelOpt store tensor scales; the copy stores their fp32 reciprocals, which changes weights by a
     relative error of at most 2^-23 before rounding. Raises ValueError if the checkpoint is damaged, or if tensor scales
-    of linear layers that engines fuse into one matrix cannot be made equal without changing weights.
+    of linear layers that inference engines fuse into one matrix cannot be made equal without changing weights.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
@@ -85,8 +85,8 @@ def _dense(
 
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors to write for NVFP4 linear layers that engines fuse into one matrix, after giving the layers
-    one common tensor scale. Raises ValueError if that would change dequantised weights."""
+    """Return the tensors to write for NVFP4 linear layers that inference engines fuse into one matrix, after giving the
+    layers one common tensor scale. Raises ValueError if that would change dequantised weights."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())
@@ -143,7 +143,8 @@ def _absorbed(weight: PackedWeight, scale: Tensor) -> Tensor | None:
 
 
 def dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Dequantise an FP8 weight with scales per tensor, row or block; returns [N, K] in the dtype of the scales."""
+    """Dequantise an FP8 weight with scales per tensor, row or block; returns [N, K] (outputs, inputs) in the dtype of
+    the scales."""
     weight, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
     rows, columns = weight.shape
     if scale.numel() == 1:

@@ -3,8 +3,8 @@
 A checkpoint stores each expert's linear layers separately. While its weights are read, the model has
 ``SeparateExperts``, whose layers the quantiser and the loader treat like all other linear layers. The loader then
 replaces them by ``FrozenExperts``, which multiplies by all experts' weights in one grouped matrix product. Letters: T
-tokens, S = k T rows (one per token and chosen expert), H hidden size, I inner size of an expert, L blocks that have
-experts.
+tokens, S = k T rows (one per token and chosen expert), H hidden size, I inner size of an expert, N outputs and K inputs
+of a linear layer, L blocks that have experts.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch
 
 def check_alike(packed: Collection[str], model: nn.Module) -> None:
     """Raise ValueError if a mixture of experts has both 4-bit linear layers (named in ``packed``) and others, because
-    engines compute all experts of a mixture by one kernel, for one format."""
+    inference engines compute all experts of a mixture by one kernel, for one format."""
     for name, module in model.named_modules():
         if isinstance(module, SeparateExperts):
             inside = [f"{name}.{expert}.{part}" for expert in range(len(module)) for part in PARTS]

@@ -4,8 +4,8 @@ rows times that expert's matrices.
     y_t = sum_k w_tk z_tk,   z = h W2^T + (h A2^T) (s B2)^T,   h = silu(g) u,   (g, u) = x W13^T + (x A13^T) (s B13)^T
 
 The terms with A and B are those of LoRA adapters and are optional; gate (g) and up (u) share A13. Letters: T tokens, E
-experts, k experts per token, S = k T rows (one per token and chosen expert), H hidden size, I inner size, R rank, s
-LoRA's scaling.
+experts, k experts per token, S = k T rows (one per token and chosen expert), H hidden size, I inner size, N outputs and
+K inputs of a matrix, R rank, s LoRA's scaling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Linear layer with a frozen 4-bit weight, which it dequantises in forward and again in backward."""
+"""Linear layer with a frozen 4-bit weight, which it dequantises in forward and again in backward.
+
+Letters: N outputs, K inputs.
+"""
 
 import torch
 from torch import Tensor, nn

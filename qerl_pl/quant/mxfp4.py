@@ -23,7 +23,7 @@ def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
 
 
 def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
-    """Convert biased exponents to powers of two, fp32 of the same shape."""
+    """Convert block scales, which are exponents biased by 127, to powers of two, fp32 of equal shape."""
     bits = block_scale.int()
     return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)  # 2^-127 is subnormal
 

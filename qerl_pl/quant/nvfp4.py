@@ -10,6 +10,8 @@ The tensor scale is stored as an fp64 factor. compressed-tensors stores its reci
 stores the factor in fp32; both can be recovered from the fp64 factor exactly. For every E4M3 scale whose result is a
 normal number, ``fp32(scale * (1 / divisor))`` is the correctly rounded quotient, because the quotient of a 4-bit and a
 24-bit significand is never within 2^-49 of an fp32 rounding boundary, and the fp64 error is 2^-52.
+
+Letters: N outputs, K inputs, E weights.
 """
 
 from collections.abc import Iterator

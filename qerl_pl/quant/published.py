@@ -3,8 +3,8 @@
 
 Published checkpoints may have features that training does not support, and that ``convert`` removes: scales of
 activations and of the KV cache, linear layers in FP8, a quantised head, and different tensor scales of q/k/v or of
-gate/up, which engines fuse into one matrix. The format of a linear layer is derived from its tensors, and not from the
-lists of excluded modules in config.json and hf_quant_config.json.
+gate/up, which inference engines fuse into one matrix. The format of a linear layer is derived from its tensors, and not
+from the lists of excluded modules in config.json and hf_quant_config.json.
 """
 
 import math
@@ -113,8 +113,8 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
 
 
 def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
-    """Group the NVFP4 linear layers of the decoder blocks by the matrices into which engines fuse them, such as q, k
-    and v. Raises ValueError if only some layers of a group are in NVFP4."""
+    """Group the NVFP4 linear layers of the decoder blocks by the matrices into which inference engines fuse them, such
+    as q, k and v. Raises ValueError if only some layers of a group are in NVFP4."""
     groups = []
     for name in stored.packed:
         group = fused_with(name, stored.modules)

@@ -1,11 +1,13 @@
 """Offline quantiser: write a copy of a dense checkpoint with 4-bit weights, one decoder block at a time.
 
 All linear layers except the ignored ones are quantised; embeddings, norms and biases are copied. Linear layers that
-engines fuse into one matrix share one tensor scale.
+inference engines fuse into one matrix share one tensor scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. With
 calibration data, each block's weights are rounded, and their errors measured, on inputs that the previous blocks
 compute with quantised weights (and with the adapter that approximates their quantisation errors, if one is written).
+
+Letters: N outputs, K inputs of a linear layer.
 """
 
 import math

@@ -2,6 +2,8 @@
 
 With this adapter the quantised model is nearer to the dense one (LoftQ, arXiv 2310.08659; QERA, arXiv 2410.06040). It
 is written as a PEFT folder inside the checkpoint, and training can start from it.
+
+Letters: N outputs, K inputs of a linear layer.
 """
 
 import shutil

@@ -1,5 +1,8 @@
 """Methods of rounding a weight to a 4-bit format, and measures of the resulting errors. Weights are rounded to the
-nearest value, or with searched block scales and GPTQ's second-order corrections (arXiv 2210.17323)."""
+nearest value, or with searched block scales and GPTQ's second-order corrections (arXiv 2210.17323).
+
+Letters: N outputs, K inputs of a linear layer.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

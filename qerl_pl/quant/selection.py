@@ -1,5 +1,7 @@
-"""Decide which linear layers are quantised, which of them share a tensor scale, and which tensors each output file
-has."""
+"""Decide which linear layers are quantised, which of them share a tensor scale, and which tensors each output file has.
+
+Letters: N outputs, K inputs of a linear layer.
+"""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,8 +18,8 @@ from qerl_pl.quant.experts import check_alike
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
-"""Maps the last component of a linear layer's name to the group of layers that engines fuse with it; groups are the
-same in all families."""
+"""Maps the last component of a linear layer's name to the group of layers that inference engines fuse with it; groups
+are the same in all families."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +127,17 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 
 def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]:
-    """Return the names of the linear layers that engines fuse with ``linear`` into one matrix with a single tensor
-    scale, ``linear`` included. If ``present`` is given, layers that are not in it are left out, because blocks of some
-    families lack some of these layers."""
+    """Return the names of the linear layers that inference engines fuse with ``linear`` into one matrix with a single
+    tensor scale, ``linear`` included. If ``present`` is given, layers that are not in it are left out, because blocks
+    of some families lack some of these layers."""
     parent, dot, leaf = linear.rpartition(".")
     group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
     return [member for member in group if present is None or member in present]
 
 
 def fused_groups(linears: Sequence[str], present: Collection[str] | None = None) -> dict[str, list[str]]:
-    """Group linear layers by the matrices into which engines fuse them, each group by the name of its first layer;
-    ``present`` are the layers that the model has. Raises ValueError if only some layers of a group are in
+    """Group linear layers by the matrices into which inference engines fuse them, each group by the name of its first
+    layer; ``present`` are the layers that the model has. Raises ValueError if only some layers of a group are in
     ``linears``."""
     groups: dict[str, list[str]] = {}
     known = set(linears)
