@@ -138,7 +138,7 @@ def _add_lora_kernel(
     count = tl.reduce(found, 0, tl.standard._sum_combine)
     for first in range(0, count, BLOCK_T):
         wanted = first + 1 + tl.arange(0, BLOCK_T)
-        # [BLOCK_T]: the row of this expert with a number is preceded by as many rows as have smaller numbers
+        # [BLOCK_T]: the index of the n-th row of this expert is the number of rows up to which there are fewer than n
         before = (number[None, :] < wanted[:, None]).to(tl.int32)
         row = tl.program_id(2) * BLOCK_S + tl.reduce(before, 1, tl.standard._sum_combine)
         in_rows = (wanted <= count)[:, None]

@@ -60,8 +60,8 @@ def adapter_values(
 
 
 def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
-    """Return the bytes of the LoRA matrices of one block's experts, whose rank is padded to a multiple of ``MULTIPLE``
-    for the matrix products."""
+    """Return the bytes of the LoRA matrices of one block's experts, with a rank that is padded to a multiple of
+    ``MULTIPLE``, as the matrix products need it."""
     return itemsize * ceil(expert_rank / MULTIPLE) * MULTIPLE * adapted_experts(shape)
 
 
@@ -240,8 +240,8 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the peak bytes of a forward pass without gradients: the larger of two sums, the activations of an MLP and
-    a dequantised weight, or the hidden states and a chunk of logits."""
+    """Return the peak bytes of a forward pass without gradients, the larger of what two moments need: an MLP its
+    activations and a dequantised weight, and the head the hidden states and a chunk of logits."""
     rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
     mlp = itemsize * (tokens * (max(3 * shape.inner, rows) + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)

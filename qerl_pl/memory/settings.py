@@ -147,8 +147,8 @@ class RunMemory:
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the limit on the tokens of a forward pass in which the trainer checks the engine's completions:
-    ``CHECKED_TOKENS`` or, if that is less, the tokens of the longest prompt and completion, ``longest_row``."""
+    """Return the limit on the tokens of a forward pass in which the trainer checks the engine's completions: the larger
+    of ``CHECKED_TOKENS`` and ``longest_row``, the tokens of the longest prompt and completion."""
     return max(longest_row, CHECKED_TOKENS)
 
 

@@ -94,7 +94,7 @@ class ModelShape:
     block_norms: int
     """Number of norms per block, not counting norms of queries and keys."""
     fusable: bool
-    """Whether ``policy.elementwise`` can replace norms, rotary embeddings and MLPs of this family."""
+    """Whether ``policy.elementwise`` can replace norms, rotary embeddings and MLPs of this model by fused kernels."""
     trained_norms: int
     """Number of norms per block that ``train_norms`` trains."""
     last_linear: str

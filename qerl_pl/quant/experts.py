@@ -288,7 +288,7 @@ def check_alike(packed: Collection[str], model: nn.Module) -> None:
             dense = [linear for linear in inside if linear not in packed]
             if 0 < len(dense) < len(inside):
                 some = next(linear for linear in inside if linear in packed)
-                raise ValueError(f"{some} is packed and {dense[0]} is not; engines compute all experts in one format")
+                raise ValueError(f"{some} is in 4 bits and {dense[0]} is not; engines use one format for all experts")
 
 
 def stack_experts(block: nn.Module) -> None:

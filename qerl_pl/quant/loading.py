@@ -97,9 +97,9 @@ def _swap_packed_linears(
             continue
         if not isinstance(linear, nn.Linear):
             kind = type(linear).__name__
-            raise ValueError(f"{checkpoint.path} holds {name} packed; expected a linear, the model has a {kind}")
+            raise ValueError(f"{checkpoint.path} holds {name} in 4 bits; expected a linear, the model has a {kind}")
         if name.endswith(".mlp.gate"):
-            raise ValueError(f"{checkpoint.path} holds the router {name} packed; expected 16 bits, as engines read it")
+            raise ValueError(f"{checkpoint.path} holds the router {name} in 4 bits; expected 16, as engines read it")
         bias, dtype = linear.bias is not None, model.dtype
         packed = FrozenLinear(
             linear.in_features, linear.out_features, layout.fmt, bias=bias, dtype=dtype, device="meta"
@@ -169,7 +169,7 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
             )
     if copies := [name for name in packed if f"{name}.weight" in tied]:
         raise ValueError(
-            f"{checkpoint.path}: {copies[0]} is packed and config.json ties it to {tied[copies[0] + '.weight']}"
+            f"{checkpoint.path}: {copies[0]} is in 4 bits and config.json ties it to {tied[copies[0] + '.weight']}"
         )
 
 

@@ -74,7 +74,7 @@ def conversion_reasons(path: Path) -> list[str]:
             f"{len(stored.fp8)} linears are in FP8: held in 16 bits, {in_bytes(2 * extra)} instead of {in_bytes(extra)}"
         )
     if outside := [name for name in stored.packed if block_of(name) is None]:
-        reasons.append(f"{', '.join(outside)} is packed: held in 16 bits, as engines do embeddings and heads")
+        reasons.append(f"{', '.join(outside)} is in NVFP4: held in 16 bits, as engines do embeddings and heads")
     scales = {name: checkpoint.read(f"{name}.{_tensor_scale(leaves)}").item() for name, leaves in stored.packed.items()}
     if apart := [group for group in fused_packed(path, stored) if len({scales[name] for name in group}) > 1]:
         reasons.append(f"{len(apart)} groups of linears that engines fuse have tensor scales of their own: made equal")

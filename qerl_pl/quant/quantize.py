@@ -234,4 +234,4 @@ def _check_calibrated(
         raise ValueError(f"{what} needs calibration data: give --calibration")
     if outside and method == "gptq":
         names = [name for group in outside for name in group]
-        raise ValueError(f"method {method} packs decoder blocks only; add {names} to ignore")
+        raise ValueError(f"method {method} quantises decoder blocks only; add {names} to ignore")

@@ -116,7 +116,7 @@ def split_linears(
             raise ValueError(f"{name} has {module.in_features} inputs, not a multiple of {block}; add it to ignore")
         shapes[name] = (module.out_features, module.in_features)
     if not shapes:
-        raise ValueError(f"ignore {list(ignore)} leaves no linear to pack")
+        raise ValueError(f"ignore {list(ignore)} leaves no linear layer to quantise")
     check_alike(shapes.keys(), model)
     return shapes, [name for name in linears if name not in shapes]
 

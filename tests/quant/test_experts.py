@@ -445,13 +445,13 @@ def test_a_packed_router_and_a_partly_packed_mixture_are_refused(folder, tmp_pat
         f"{router}.weight_global_scale": (1 / weight.global_scale).float().view(1),
     }
     rest = {name: tensor for name, tensor in packed.items() if name != f"{router}.weight"}
-    with pytest.raises(ValueError, match=f"holds the router {router} packed; expected 16 bits"):
+    with pytest.raises(ValueError, match=f"holds the router {router} in 4 bits; expected 16,"):
         load_base(changed(folder / "nvfp4", tmp_path / "router", rest | as_router), dtype=torch.float32, device="cpu")
     name = f"{mlp}.experts.3.down_proj"
     rest = {key: tensor for key, tensor in packed.items() if not key.startswith(f"{name}.")}
     mixed = changed(folder / "nvfp4", tmp_path / "mixed", rest | {f"{name}.weight": dense[f"{name}.weight"]})
-    message = rf"{mlp}.experts.0.gate_proj is packed and {name} is not; engines compute all experts in one format"
+    message = rf"{mlp}.experts.0.gate_proj is in 4 bits and {name} is not; engines use one format for all experts"
     with pytest.raises(ValueError, match=message):
         load_base(mixed, dtype=torch.float32, device="cpu")
-    with pytest.raises(ValueError, match=r"is packed and .* is not; engines compute all experts in one format"):
+    with pytest.raises(ValueError, match=r"is in 4 bits and .* is not; engines use one format for all experts"):
         quantize_checkpoint(folder / "dense", tmp_path / "out", ignore=["lm_head", r"re:.*experts\.3\.down_proj"])
