@@ -26,12 +26,12 @@ def parallel_token_scores() -> None:
 
 
 def state_at_fixed_addresses() -> None:
-    """Keep the tables of the sequences' state, such as temperatures, at fixed addresses in the GPU's memory, and copy
-    them only if they have changed.
+    """Keep the tables of the sequences' state, such as temperatures, at fixed addresses in GPU memory, and copy them
+    from the host only if they have changed.
 
     Symptom: in each decoding step the host copies 16 small tables, nearly always unchanged, and kernels read them from
-    the host's memory. Since their addresses change, these kernels cannot be in a CUDA graph.
-    Cause: vLLM writes each table to one of two buffers in the host's memory, in turns.
+        host memory. Since the tables' addresses change, these kernels cannot be in a CUDA graph.
+    Cause: vLLM writes each table alternately to one of two buffers in the host's memory.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.hopper.sampler import copy_if_changed
@@ -177,7 +177,8 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
 
 
 def speculation_without_other_tokens(runner: Any, verifier: Any, drafts: Any) -> None:
-    """Verify drafts by the tokens that are sampled anyway, and draft from completions of the same prompt.
+    """Accept a drafted token only if it equals the token that is sampled at its position without drafts, and draft also
+    from other completions of the prompt.
 
     Symptom: with vLLM's verification, drafts decide which tokens are sampled; vLLM drafts from a sequence's text only.
     Cause: vLLM accepts or rejects a draft by a further random number, and replaces a rejected one by another token.

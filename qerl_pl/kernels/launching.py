@@ -86,8 +86,8 @@ def _compiled(
 
 
 def _is_plain(argument: Tensor | int) -> bool:
-    """Return whether the fast look-up supports an argument: a tensor that is aligned as torch allocates it, or an
-    integer of at most 32 bits."""
+    """Return whether ``launch`` can look up the compiled variant of a kernel for this argument itself: a tensor that is
+    aligned as torch allocates it, or an integer of at most 32 bits."""
     return argument.data_ptr() % 16 == 0 if isinstance(argument, Tensor) else argument < 2**31
 
 

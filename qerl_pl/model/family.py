@@ -68,8 +68,9 @@ class Family:
     """Norms of a block to whose weights adaptive quantization noise (AQN) is added in rollouts, and which are trained
     if ``train_norms`` is set."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
-    """Parts of a block that ``policy.elementwise`` may replace by fused kernels, because they compute the same function
-    in this family: norms, the MLP's SwiGLU, or the rotary embeddings in attention."""
+    """Parts of a block that compute the same function in this family as fused kernels do, so that
+    ``policy.elementwise`` may replace them by these kernels: norms, the MLP's SwiGLU, or the rotary embeddings in
+    attention."""
     logit_divisor: str | None = None
     """Key in config.json of the number by which the model divides its logits; None: it does not divide them."""
     logit_cap: str | None = None

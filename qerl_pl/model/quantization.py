@@ -13,7 +13,7 @@ class Quantization:
     """Settings of the quantiser, as the options of ``python -m qerl_pl quantize``.
 
     Args:
-        format: format of the packed weights: nvfp4, mxfp4 or nf4.
+        format: format of the 4-bit weights: nvfp4, mxfp4 or nf4.
         method: how weights are rounded. rtn: to nearest; gptq: column by column, where later columns compensate the
             rounding errors of earlier ones; null: gptq with calibration data, which leaves about a third of rtn's
             divergence from the dense policy (docs/real_models.md), and rtn without.

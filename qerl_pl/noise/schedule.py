@@ -41,12 +41,12 @@ def stage_sigma(
     sigma_end: float = 5e-4,
     decay: Decay = "exponential",
 ) -> float:
-    """Return the sigma of a rollout's noise by the schedule (arXiv 2510.11696, eq. 8 and algorithm 1).
+    """Return the standard deviation sigma of a rollout's noise (arXiv 2510.11696, eq. 8 and algorithm 1).
 
-    Stage 0 of the ``num_stages`` equal parts of a run has no noise, stage 1 has sigma_start, and the last stage has
-    sigma_end. With the exponent that the paper gives for stage k, (k-1)/(K-1), sigma_end would not be reached. The
-    exponent here is (k-1)/(K-2), as in the paper's published code. The decay "exponential" did best in the paper; with
-    "constant", all stages after stage 0 have sigma_start.
+    A run has K = ``num_stages`` stages of equal length, from 0 to K - 1. Stage 0 has no noise, stage 1 has sigma_start,
+    and the last stage has sigma_end. With the exponent that the paper gives for stage k, (k-1)/(K-1), sigma_end would
+    not be reached. The exponent here is (k-1)/(K-2), as in the paper's published code. The decay "exponential" did best
+    in the paper; with "constant", all stages after stage 0 have sigma_start.
     """
     check_schedule(num_stages=num_stages, sigma_start=sigma_start, sigma_end=sigma_end)
     stage = stage_of(index, num_rollouts=num_rollouts, num_stages=num_stages)

@@ -56,9 +56,8 @@ ROPE_NUMBERS = (
 
 
 def check_family(path: str | Path) -> Mapping:
-    """Check, from its config.json alone, that the model in a checkpoint folder can be trained; if not, raise
-    ValueError with a message of one line. Returns the configuration; of a checkpoint with a vision part, that of its
-    text model."""
+    """Check, from config.json alone, that the model in a checkpoint folder can be trained; raise ValueError with a
+    message of one line if not. Returns the configuration; for a vision-language model, that of its language model."""
     file = Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path} has no {CONFIG}; expected a Hugging Face checkpoint folder")
