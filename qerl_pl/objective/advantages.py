@@ -1,4 +1,7 @@
-"""Compute advantages of completions relative to their group: the G completions of one of P prompts."""
+"""Compute advantages of completions relative to the other completions of their prompt.
+
+Shapes: P prompts, G completions per prompt, which form a group.
+"""
 
 from collections.abc import Callable
 from typing import Literal
@@ -8,15 +11,16 @@ from torch import Tensor
 
 Baseline = Literal["normalized", "batch_normalized", "centered", "leave_one_out"]
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
-"""Computes advantages [P, G], 0 on unscored rows, from the first two arguments of ``group_advantages``."""
+"""A rule that computes advantages [P, G] from rewards [P, G] and a mask ``scored`` [P, G] bool. Where the mask is
+False, the completion has no reward, and the rule has to return 0."""
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Return [P] bool: True for groups in which at least two scored rewards differ, so that the group's advantages are
-    not all 0 and it contributes to the loss.
+    """Return [P] bool: True for groups in which at least two scored rewards differ, so that the built-in rules give
+    them advantages other than 0.
 
-    ``rewards`` and ``scored`` are as in ``group_advantages``; raises ValueError if their shapes differ or are not
-    [P, G], or a scored reward is not finite.
+    ``rewards`` and ``scored`` are as in ``group_advantages``. ValueError: their shapes differ or are not [P, G], or a
+    scored reward is not finite.
     """
     if rewards.ndim != 2 or rewards.shape != scored.shape:
         raise ValueError(
@@ -39,15 +43,19 @@ def group_advantages(
 ) -> Tensor:
     """Compute advantages: how much better each completion is than its group.
 
-    "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
-    no eps). "batch_normalized": with the std of the whole batch, so that a group of nearly equal rewards keeps small
-    advantages instead of being scaled to the same size as other groups (arXiv 2508.08221; TRL's scale_rewards "batch").
-    "centered": r - mean (Dr. GRPO, arXiv 2503.20783). "leave_one_out": r minus the mean of the other rewards (RLOO,
-    arXiv 2402.14740), which is "centered" times n / (n - 1).
+    The rule ``baseline`` is one of, with r the reward, and mean and std over the group unless stated otherwise:
 
-    Unscored rows do not enter mean or std. A group whose scored rewards are all equal gets exact zeros. Rounding would
-    otherwise make them nonzero: the computed mean of eight rewards of 0.7 is one ulp off, and this error would be
-    divided by a std of the same size.
+    - "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
+      no eps);
+    - "batch_normalized": the same quotient with the std of the whole batch, so that a group of nearly equal rewards
+      keeps small advantages instead of being scaled to the size of other groups (arXiv 2508.08221; TRL's scale_rewards
+      "batch");
+    - "centered": r - mean (Dr. GRPO, arXiv 2503.20783);
+    - "leave_one_out": r minus the mean of the other rewards of the group (RLOO, arXiv 2402.14740), which for n scored
+      rewards is "centered" times n / (n - 1).
+
+    Completions without a reward do not enter mean or std. A group whose rewards are all equal gets exact zeros: the
+    rounding error of the mean would otherwise be divided by a std of the same size.
 
     Args:
         rewards: [P, G] fp32; where ``scored`` is False, any value, nan included.
@@ -58,11 +66,10 @@ def group_advantages(
             computed from ``rewards``.
 
     Returns:
-        [P, G] of the rewards' dtype (computed in fp64), exactly 0 on unscored rows and in groups whose scored rewards
-        are all equal.
+        [P, G] of the rewards' dtype, computed in fp64; exactly 0 where ``scored`` is False.
 
     Raises:
-        ValueError: see ``has_signal``.
+        ValueError: the shapes differ or are not [P, G], or a scored reward is not finite.
     """
     signal = has_signal(rewards, scored).unsqueeze(1)
     if callable(baseline):
@@ -84,22 +91,21 @@ def group_advantages(
 
 
 def batch_std(rewards: Tensor) -> Tensor:
-    """Compute the unbiased std, [] fp64, of a batch's N scored rewards, which the caller has gathered from all ranks; 0
-    if N < 2."""
+    """Compute the unbiased standard deviation, [] fp64, of the N scored rewards [N] of all ranks; 0 if N < 2."""
     return rewards.double().std() if len(rewards) > 1 else rewards.new_zeros((), dtype=torch.float64)
 
 
 def less_penalty(
     advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline | AdvantageFunction = "normalized"
 ) -> Tensor:
-    """Subtract a penalty [P, G], such as the KL of each completion, from advantages A [P, G]. As a reward would be, the
-    penalty is taken relative to its group: A - (penalty - baseline of the group's penalties).
+    """Subtract a penalty [P, G], such as the KL of each completion to a reference, from advantages [P, G]. The penalty
+    is first taken relative to its group: the mean over the group is subtracted ("leave_one_out": the mean over the
+    other completions).
 
-    "centered" and "leave_one_out" are linear, so this equals ``group_advantages(rewards - penalty)``: RLOO's KL in the
-    reward (arXiv 2402.14740). With the other baselines, the penalty only has its group's mean subtracted and is not
-    divided by a std. In groups of equal rewards, a std of rewards and penalties together would scale the penalty's
-    noise to about 1, however small its coefficient; the std of the rewards alone would do the same in groups of nearly
-    equal rewards.
+    For the rules "centered" and "leave_one_out", which are linear, the result equals ``group_advantages(rewards -
+    penalty)``, which is RLOO's KL in the reward (arXiv 2402.14740). For the other rules, the penalty is not divided by
+    a std. Otherwise, in a group of equal or nearly equal rewards, the noise of the penalty would be scaled to about 1,
+    however small the penalty's coefficient is.
     """
     return advantages - group_advantages(
         penalty, scored, "leave_one_out" if baseline == "leave_one_out" else "centered"

@@ -1,9 +1,9 @@
-"""Measure the difference between the token probabilities of trainer and sampler (the rollout engine), and correct it
-with importance weights.
+"""Measure the difference between the token probabilities of the trainer and of the sampler (the rollout engine), and
+correct it with importance weights.
 
-All functions take the log-ratio, log(trainer / sampler) in nats, at the sampled tokens. The trainer's probability is
-that of the policy before its first update on the batch, because the ratio in the surrogate loss covers the change by
-the updates.
+All functions take log(trainer / sampler), in nats, at the sampled tokens. The trainer's probability is that of the
+policy before its first update on the batch, because the ratio in the surrogate loss covers the change by the updates.
+Shapes: B rows (one completion each), S token positions.
 """
 
 import math
@@ -22,11 +22,12 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Rejection:
-    """Leaves out completions on which trainer and sampler differ too much, in addition to importance weights per token.
+    """Settings that leave whole completions out of the loss if trainer and sampler differ too much on them, in addition
+    to importance weights per token.
 
     Weights per token bound the influence of single tokens. However, if the probabilities differ a little at every token
     of a completion, the differences add up, and the trainer may be very unlikely to sample the whole completion. Such
-    completions are rejected. Truncated weights and rejection can be used together.
+    completions are rejected.
 
     Args:
         level: the quantity that is bounded: the ratio of trainer to sampler over the whole completion ("sequence",
@@ -57,7 +58,7 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Return the bounds, with defaults filled in."""
+        """Return lower and upper bound of the ratio, with default values in place of None."""
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high
@@ -67,13 +68,13 @@ REJECTION_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 
 
 class Correction(NamedTuple):
-    """Importance weights, and sums for metrics. A unit is what has one weight: a token at the level "token", a
-    completion at the other levels."""
+    """Importance weights of a micro-batch, and sums for metrics. A "unit" is what has one weight: a token if every
+    token has a weight of its own, else a whole completion."""
 
     weights: Tensor
     """[B, S] importance weight of each token: a factor of its loss without gradient, 0 in padding."""
     num_units: Tensor
-    """[] units with a valid token."""
+    """[] number of units with at least one token in the mask."""
     num_outside: Tensor
     """[] number of units whose ratio was outside the bounds, so that it was truncated or masked."""
     weight_sum: Tensor
@@ -81,9 +82,9 @@ class Correction(NamedTuple):
     square_sum: Tensor
     """[] sum of the units' squared weights."""
     num_rows: Tensor
-    """[] rows with a valid token."""
+    """[] number of rows with at least one token in the mask."""
     num_rejected: Tensor
-    """[] rows that were rejected as a whole."""
+    """[] number of rows whose weights are all 0, because ``Rejection`` leaves them out."""
 
 
 def importance_weights(
@@ -96,20 +97,23 @@ def importance_weights(
     high: float = 2.0,
     rejection: Rejection | None = None,
 ) -> Correction:
-    """Compute importance weights from the ratio r of trainer to sampler; 0 on rows that are rejected.
+    """Compute importance weights from the ratio r of trainer to sampler probability.
 
     Modes: "none": the weight is 1. "truncate": r clamped to [low, high]; with low 0, this is truncated importance
     sampling (Ionides 2008; used for the difference of trainer and sampler by Yao et al. 2025, with high 2). "mask": r
     if it is inside [low, high], else 0, which leaves the token or row out of the loss (IcePop, arXiv 2510.18855, with
     0.5 and 5, at the level "token").
 
-    Levels: "token": every token has its own ratio. "sequence": all tokens have the product of the row's ratios, which
-    is the true ratio of the whole completion, but whose variance grows with the length. "geometric": for |y| tokens,
-    the |y|-th root of this product, which is biased, but whose variance does not grow with the length.
+    Levels: "token": every token has its own ratio. "sequence": all tokens of a row have the product of the row's
+    ratios, which is the true ratio of the whole completion, but whose variance grows with the length. "geometric": all
+    tokens of a row have the n-th root of this product, where n is the number of tokens; it is biased, but its variance
+    does not grow with the length.
 
     Args:
-        log_ratio: [B, S] fp32, nats; any value where ``mask`` is False.
+        log_ratio: [B, S] fp32, log r in nats; any value where ``mask`` is False.
         mask: [B, S] bool, True on sampled tokens.
+        mode: what is done with the ratio.
+        level: which ratio a token has.
         low: lower bound of the ratio.
         high: upper bound of the ratio.
         rejection: bounds outside of which a whole row gets weight 0; None rejects no row.
@@ -152,8 +156,8 @@ def importance_weights(
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Return the ratios of trainer to sampler, and a bool for each ratio, True if at least one token of ``mask``
-    belongs to it; both are [B, S] at the level "token", else [B, 1]."""
+    """Return the ratios of trainer to sampler, fp32, and for each ratio a bool: True if ``mask`` has at least one of
+    the tokens that this ratio belongs to. Both are [B, S] at the level "token", else [B, 1]."""
     values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
     if level != "token":
         units = mask.any(dim=1, keepdim=True)
@@ -169,11 +173,11 @@ def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -
 
 
 class Mismatch(NamedTuple):
-    """Statistics over tokens of log r, where r is the trainer's probability of the token divided by the sampler's;
-    fp64, NaN if there is no token."""
+    """Statistics of log r over sampled tokens, where r is the trainer's probability of a token divided by the
+    sampler's. All are fp64, and NaN if there is no token."""
 
     count: Tensor
-    """[] tokens."""
+    """[] number of tokens; 0 and not NaN if there is none."""
     k1: Tensor
     """[] mean of -log r, nats: an unbiased, noisy estimate of KL(sampler || trainer)."""
     k3: Tensor
@@ -189,8 +193,9 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(log_ratio: Tensor) -> Mismatch:
-    """Compute statistics of log(trainer / sampler), or of a part of it such as the effect of noise, from the values [N]
-    in nats at the sampled tokens of all ranks (they are pooled because percentiles cannot be averaged over ranks)."""
+    """Compute statistics of ``log_ratio`` [N], log(trainer / sampler) in nats at the N sampled tokens of all ranks. The
+    caller gathers the tokens of all ranks, because percentiles cannot be averaged over ranks. The function also serves
+    for one cause of the difference alone, such as noise on the sampler's weights."""
     values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)

@@ -1,4 +1,5 @@
-"""Surrogate losses and advantages of users, which the settings name by import path (``my_module.my_loss``)."""
+"""Load and call surrogate losses and advantage rules that users write, which the settings name by import path
+(``my_module.my_loss``). Shapes: B rows, S token positions, P prompts, G completions per prompt."""
 
 from __future__ import annotations
 
@@ -16,23 +17,24 @@ from qerl_pl.objective.losses import PolicyLoss, prepared, with_sums
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function that the setting ``key`` names by its ``path``."""
+    """A function of the user that a setting names by its import path."""
 
     key: str
     path: str
     function: Callable[..., Any]
     takes: frozenset[str]
-    """Names of the offered arguments that it takes."""
+    """Names of those arguments offered by the caller that the function has as parameters."""
 
     @classmethod
     def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> UserFunction:
-        """Import a function, and try it on the small arguments ``offered``.
+        """Import the function ``path`` that the setting ``key`` names, and call it once on small example arguments.
 
-        The function must have a parameter with the name of the first of ``offered``, and may have parameters of the
-        other names. It may not require any other argument.
+        ``offered`` has the example arguments by name. The function must have a parameter with the first of these names,
+        may have parameters with the other names, and may not require any other argument.
 
         Raises:
-            ValueError: the function does not exist, has other parameters, or ``call`` refuses it.
+            ValueError: the function cannot be imported or has unsuitable parameters, or its call fails or returns
+                something other than a finite tensor of the first argument's shape.
         """
         module, _, name = path.rpartition(".")
         try:
@@ -60,12 +62,16 @@ class UserFunction:
         return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
-        """Call the function with those of the arguments ``offered`` that it takes, and return its value; if there is an
-        argument ``scored``, the value is set to 0 where this is False. ValueError: the function fails, or its value is
-        not a finite tensor of the first argument's shape."""
+        """Call the function with those arguments of ``offered`` that it has parameters for, and return its value. If
+        ``offered`` has a mask ``scored``, the value is set to 0 where the mask is False.
+
+        Raises:
+            ValueError: the function fails, or its value is not a finite floating-point tensor of the first argument's
+                shape.
+        """
         try:
             value = self.function(**{name: offered[name] for name in self.takes})
-        except torch.OutOfMemoryError:  # the pass is repeated with fewer tokens
+        except torch.OutOfMemoryError:  # the caller repeats the pass with fewer tokens
             raise
         except Exception as error:  # the user's function may raise any error
             raise ValueError(f"{self.key} {self.path} failed: {error!r}") from error
@@ -81,19 +87,25 @@ class UserFunction:
 
 @dataclass(frozen=True)
 class UserSurrogate:
-    """A user's surrogate loss, in the form of this project's policy losses (``objective.losses``).
+    """A user's surrogate loss, callable with the arguments of ``objective.losses.sequence_policy_loss``.
 
-    The user's function returns the loss of each token, [B, S]. It gets ``logprobs`` and ``old_logprobs`` [B, S] in
-    nats, 0 outside of ``mask`` [B, S] bool, the tokens in the loss; ``advantages`` [B, 1]; and ``clip_low``,
-    ``clip_high`` and ``max_ratio`` if these are set. The caller selects the tokens, multiplies by importance weights
-    and averages.
+    The user's function returns the loss of each token, [B, S]. It gets those of the following arguments that it has
+    parameters for: ``logprobs`` and ``old_logprobs`` [B, S] in nats, 0 outside of ``mask``; ``advantages`` [B, 1];
+    ``mask`` [B, S] bool, True for the tokens in the loss; and ``clip_low``, ``clip_high`` and ``max_ratio``, each only
+    if it is set. ``UserSurrogate`` multiplies the returned losses by importance weights and averages them.
     """
 
     function: UserFunction
 
     @classmethod
     def load(cls, path: str, **bounds: float) -> UserSurrogate:
-        """Import the function and try it; raises ValueError as ``UserFunction.load`` does."""
+        """Import a user's surrogate loss by its path, and call it once on a small example. ``bounds`` are the clip
+        bounds that are set, by name.
+
+        Raises:
+            ValueError: see ``UserFunction.load``; or the function has no parameter for a bound that is set, or its
+                value does not depend on ``logprobs``.
+        """
         old = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
         small = {
             "logprobs": (old + torch.tensor([0.2, -0.1, 0.0])).requires_grad_(),
@@ -138,18 +150,20 @@ class UserSurrogate:
 
 @dataclass(frozen=True)
 class UserAdvantages:
-    """A user's rule for advantages: a function of ``rewards`` [P, G] fp32, 0 where ``scored`` [P, G] bool is False.
+    """A user's rule for advantages: a function of ``rewards`` [P, G] fp32 and ``scored`` [P, G] bool, False where there
+    is no reward and ``rewards`` is 0.
 
-    The function returns advantages [P, G]. The advantages of a group should depend on this group's rewards alone:
-    dynamic sampling replaces other groups later, and each rank calls the function with only a part of the batch's
-    groups.
+    The user's function returns advantages [P, G]. The advantages of a group should depend on this group's rewards
+    alone: dynamic sampling replaces other groups later, and each rank calls the function with only its own groups of
+    the batch.
     """
 
     function: UserFunction
 
     @classmethod
     def load(cls, path: str) -> UserAdvantages:
-        """Import the function and try it; raises ValueError as ``UserFunction.load`` does."""
+        """Import a user's rule for advantages by its path, and call it once on a small example; raises ValueError as
+        ``UserFunction.load`` does."""
         rewards = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 0.0]])
         small = {"rewards": rewards, "scored": torch.tensor([[True, True, True], [True, True, False]])}
         return cls(UserFunction.load("model.objective.baseline", path, small))

@@ -1,4 +1,4 @@
-"""Policy losses, KL estimators and their reductions, as pure functions.
+"""Policy losses, KL estimators and their reductions, as pure functions of tensors.
 
 Every loss is the sum of ``row_weights[b] * value[b, s]`` over the tokens at which the mask is True. The row weights
 express the averaging rule and contain its divisor. The divisor is counted over the whole batch (all micro-batches and
@@ -11,7 +11,9 @@ an averaging rule:
     GSPO       arXiv 2507.18071   sequence_policy_loss, "sequence"
     CISPO      arXiv 2506.13585   cispo_policy_loss,    "token"
 
-B rows, S tokens; logprobs are in nats. Padding may hold any value, nan and inf included: it is masked before exp.
+Shapes: B rows (a prompt and its completion each), S token positions. Log-probabilities are in nats, and the ratio r is
+the probability of a token under the policy divided by that under the policy before the batch's first update. Where a
+mask is False, tensors may hold any value, nan and inf included, because masks are applied before exp.
 """
 
 import math
@@ -30,15 +32,15 @@ MAX_LOG_RATIO = 20.0
 
 
 class PolicyLoss(NamedTuple):
-    """A policy loss, and sums over tokens for its metrics. The sums are detached, and can be added over
+    """A policy loss, and sums over the tokens of a mask for its metrics. The sums are detached, and can be added over
     micro-batches."""
 
     loss: Tensor
-    """[] the loss, with gradient; 0 that can be backpropagated if no token is valid."""
+    """[] the loss, with gradient; if the mask has no token, a 0 that can be backpropagated."""
     clipped_low: Tensor
-    """[] tokens whose ratio was raised to its lower bound."""
+    """[] number of tokens whose ratio was raised to its lower bound."""
     clipped_high: Tensor
-    """[] tokens whose ratio was cut to its upper bound."""
+    """[] number of tokens whose ratio was cut to its upper bound."""
     ratio: Tensor
     """[] sum over tokens of the ratio new / old before clipping, whose expectation is 1 per token."""
     k1: Tensor
@@ -48,12 +50,12 @@ class PolicyLoss(NamedTuple):
 
 
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
-    """Count what the loss is averaged over, [] int64. The caller sums the counts of all micro-batches and ranks to get
-    the divisor.
+    """Count the tokens or rows that the loss of a micro-batch is averaged over, [] int64. The caller sums the counts of
+    all micro-batches and ranks to get the divisor.
 
-    "token": the tokens at which ``mask`` [B, S] bool is True. "sequence": the rows with at least one such token, since
-    rows without one were filtered out or not scored. "constant": the number of these rows times ``max_tokens``, the
-    limit on the length of a completion.
+    "token": the tokens at which ``mask`` [B, S] bool is True. "sequence": the rows with at least one such token; the
+    other rows were filtered out or have no reward. "constant": the number of these rows times ``max_tokens``, the limit
+    on the length of a completion in tokens.
     """
     if aggregation == "token":
         return mask.sum()
@@ -62,11 +64,12 @@ def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) ->
 
 
 def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tensor:
-    """Compute the weight of a row's tokens in the loss, [B] fp64, finite also where the divisor or a row's length is 0.
+    """Compute the factor that multiplies each token's loss, one per row, [B] fp64; finite also where the divisor or a
+    row's length is 0.
 
-    "token" and "constant": 1 / divisor; "sequence": 1 / (divisor x the row's tokens in ``mask``). The divisor is the
-    sum of ``count_divisor`` over the batch; where gradients are averaged over W ranks and not summed, that sum divided
-    by W.
+    "token" and "constant": 1 / divisor. "sequence": 1 / (divisor x number of the row's tokens in ``mask``). The divisor
+    is the sum of ``count_divisor`` over all micro-batches and ranks. If gradients are averaged over W ranks instead of
+    summed, it is that sum divided by W.
     """
     divisor = divisor.to(mask.device, torch.float64)
     divisor = torch.where(divisor > 0, divisor, 1.0)
@@ -93,22 +96,23 @@ def clipped_policy_loss(
     max_ratio: float | None = None,
     importance: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate with decoupled bounds: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = new / old.
+    """Compute PPO's clipped surrogate with separate bounds: the sum of -min(r A, clip(r, 1 - clip_low, 1 + clip_high)
+    A) over tokens, weighted by row, with the ratio r = new / old probability and the advantage A.
 
-    arXiv 2503.14476, eq. 8; with ``clip_low == clip_high`` arXiv 2402.03300, eq. 3 without its KL term. The upper bound
-    acts where the advantage A > 0, the lower one where A < 0; ``max_ratio`` is the two-sided clip of INTELLECT-2 (arXiv
-    2505.07291, its delta), which bounds the ratio from above where A < 0 too.
+    This is arXiv 2503.14476, eq. 8; with ``clip_low == clip_high`` it is arXiv 2402.03300, eq. 3 without its KL term.
+    The upper bound acts where A > 0, the lower one where A < 0. ``max_ratio`` is the two-sided clip of INTELLECT-2
+    (arXiv 2505.07291, its delta), which bounds the ratio from above where A < 0 too.
 
     Args:
         logprobs: [B, S] fp32, nats, under the policy being trained; carries the gradient.
-        old_logprobs: [B, S] fp32, the same tokens under the policy before the first update on this batch.
+        old_logprobs: [B, S] fp32, nats, of the same tokens under the policy before the first update on this batch.
         advantages: [B] fp32, one per row.
         mask: [B, S] bool, True on tokens that count.
         weights: [B] from ``row_weights``.
         clip_low: distance of the lower bound from 1.
         clip_high: distance of the upper bound from 1.
         max_ratio: largest ratio where A < 0, above 1 + clip_high; None: no bound.
-        importance: [B, S] fp32, constant factor of each token from ``correction``; None: 1.
+        importance: [B, S] fp32, constant factor of each token from ``objective.correction``; None: 1.
 
     Raises:
         ValueError: a shape differs from the above, or a bound is not in its range.
@@ -130,15 +134,16 @@ def sequence_policy_loss(
     importance: Tensor | None = None,
     whole: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071,
-    eq. 5).
+    """Compute the clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, arXiv
+    2507.18071, eq. 5).
 
-    Arguments and errors as in ``clipped_policy_loss``; the defaults are the paper's bounds. Every token of a row has
-    the row's ratio. The counts in the result are therefore numbers of tokens, and any ``row_weights`` may be used.
+    Arguments and errors are those of ``clipped_policy_loss``, with the paper's bounds as defaults, and ``whole``. Every
+    token of a row has the row's ratio, so the counts in the result are numbers of tokens, and the weights of any
+    averaging rule may be used.
 
     Args:
-        whole: [B, S] bool, True on all sampled tokens of a row, of which ``mask`` may select a part; the ratio is taken
-            over all of them, whichever tokens carry the loss. None: ``mask``.
+        whole: [B, S] bool, True on all tokens that the row's ratio is taken over; ``mask`` may select only some of them
+            for the loss. None: ``mask``.
     """
     log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     whole = mask if whole is None else whole
@@ -159,11 +164,12 @@ def cispo_policy_loss(
     max_ratio: float | None = None,
     importance: Tensor | None = None,
 ) -> PolicyLoss:
-    """REINFORCE with a clipped, constant ratio: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (arXiv 2506.13585).
+    """Compute the loss of CISPO, REINFORCE with a clipped and constant ratio: the sum of -clip(r, 1 - clip_low, 1 +
+    clip_high) A log pi over tokens, weighted by row, without a gradient through r (arXiv 2506.13585).
 
-    Every token keeps its gradient; the bounds only limit the token's weight, for both signs of A. Arguments and errors
-    as in ``clipped_policy_loss``, but ``max_ratio`` is refused. The paper sets no lower bound and does not publish its
-    upper bound; the default here, a ratio of at most 5, is our choice.
+    Every token keeps its gradient; the bounds only limit the token's weight, for both signs of the advantage A.
+    Arguments and errors are those of ``clipped_policy_loss``, except that ``max_ratio`` raises ValueError. The paper
+    sets no lower bound and does not publish its upper bound; the default of this function allows a ratio of at most 5.
     """
     log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     low, high = _bounds(clip_low, clip_high)
@@ -175,17 +181,20 @@ def cispo_policy_loss(
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKind) -> Tensor:
-    """Per-token estimate of KL(policy || reference) at tokens sampled from the policy.
+    """Estimate KL(policy || reference) at each token that was sampled from the policy.
 
-    "k1" log(p/q): unbiased. As a loss, its gradient is zero in expectation, so it is used, detached, in the reward.
-    "k2" log(p/q)^2 / 2: as a loss, on policy, its gradient is that of KL(policy || reference). "k3" q/p - 1 - log(q/p):
-    unbiased and never negative; GRPO's term (arXiv 2402.03300, eq. 4). As a loss, on policy, its gradient is that of
-    KL(reference || policy).
+    With p the policy's and q the reference's probability of the token:
+
+    - "k1": log(p/q). Unbiased. Its gradient is zero in expectation, so it is no use as a loss; detached, it is
+      subtracted from the reward.
+    - "k2": log(p/q)^2 / 2. As a loss, at tokens of the current policy, its gradient is that of KL(policy || reference).
+    - "k3": q/p - 1 - log(q/p). Unbiased and never negative; GRPO's term (arXiv 2402.03300, eq. 4). As a loss, at tokens
+      of the current policy, its gradient is that of KL(reference || policy).
 
     Args:
-        logprobs: [B, S] nats under the policy; the gradient flows through it in every kind: detach it for a reward.
+        logprobs: [B, S] nats under the policy; the gradient flows through it for every kind, so detach it for a reward.
         ref_logprobs: [B, S] nats under the reference.
-        mask: [B, S] bool.
+        mask: [B, S] bool, True on the tokens to estimate at.
 
     Returns:
         [B, S] nats, 0 where the mask is False; ``.sum(1)`` is the estimate of a whole row.
@@ -200,26 +209,28 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
 
 
 def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Compute importance weights [B, S] for KL estimates at tokens that an older policy sampled, without a gradient.
+    """Compute importance weights [B, S], without gradient, for KL estimates at tokens that an older policy sampled.
 
-    A KL estimator expects tokens sampled from the policy itself. After the first update on a batch, the tokens are
-    those of an older policy, and E_new[k] = E_old[(new / old) k] per token (the ratio in the KL term of arXiv
-    2512.02556, which also lets a gradient through it). Quantities that depend only on the preceding tokens, such as the
-    exact entropy, need no weight: the expectation of the weight over the sampled token is 1, so the weight would only
-    add noise. The result is also multiplied by ``importance`` [B, S], the weights that correct the difference between
+    A KL estimator expects tokens sampled from the current policy. After the first update on a batch, the tokens are
+    those of an older policy, and the expectation under the new policy is that under the old policy of the estimate
+    times new / old, per token (the ratio in the KL term of arXiv 2512.02556, which also lets a gradient through it).
+    The result is new / old, multiplied by ``importance`` [B, S], the weights that correct the difference between
     trainer and sampler.
+
+    Quantities that depend only on the preceding tokens, such as the exact entropy, need no weight: the expectation of
+    the weight over the sampled token is 1, so it would only add noise.
     """
     ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     return ratio if importance is None else ratio * importance
 
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
-    """Find the entropy [] that a given ``share`` of N tokens reaches or exceeds (in arXiv 2506.01939, tau for the share
-    rho).
+    """Find the entropy [], in nats, that a given ``share`` of N tokens reaches or exceeds (tau for the share rho in
+    arXiv 2506.01939).
 
-    ``entropy`` [N] nats is of the valid tokens of all ranks that share the batch. The number of tokens that reach the
-    threshold is rounded up. Without any token, the threshold is +inf. Tokens below the threshold carry no policy loss,
-    but the loss is still divided by the number of all tokens, as in the paper. Raises ValueError if the share is not in
+    ``entropy`` [N] has the entropies in nats of the tokens in the loss of all ranks. The number of tokens that reach
+    the threshold is rounded up; without any token, the threshold is +inf. Tokens below the threshold carry no policy
+    loss, but the loss is still divided by the number of all tokens, as in the paper. ValueError: ``share`` is not in
     (0, 1].
     """
     if not 0 < share <= 1:
@@ -253,8 +264,9 @@ def _clipped(
 def with_sums(
     loss: Tensor, ratio: Tensor, below: Tensor, above: Tensor, token_log_ratio: Tensor, mask: Tensor
 ) -> PolicyLoss:
-    """Return a loss with the sums for its metrics; ``below`` and ``above`` [B, S] bool are the tokens whose ratio was
-    clipped at the lower and at the upper bound."""
+    """Combine a loss [] with the sums for its metrics. ``ratio`` [B, S] is the ratio before clipping, ``below`` and
+    ``above`` [B, S] bool are True for tokens whose ratio was clipped at the lower and at the upper bound, and
+    ``token_log_ratio`` [B, S] nats is the log-ratio of each token, 0 outside of ``mask``."""
     log_ratio = token_log_ratio.detach()
     k3 = torch.expm1(log_ratio) - log_ratio
     ratio_sum = torch.where(mask, ratio.detach(), 0.0).sum()
@@ -277,8 +289,9 @@ def _bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
 def prepared(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, importance: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a policy loss. Returns the log-ratio [B, S], and the factor of the ratio in the loss, [B,
-    S]: advantage x row weight x importance weight."""
+    """Check the arguments of a policy loss, and return two tensors [B, S]: the log-ratio in nats, and the detached
+    factor of the ratio in the loss, which is advantage x row weight x importance weight. Both are 0 outside of
+    ``mask``. ValueError: a shape or dtype is wrong."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:

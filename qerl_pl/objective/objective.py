@@ -1,5 +1,5 @@
-"""The objective of a run as the settings in YAML describe it, the published objectives, and the values of settings that
-are left out."""
+"""The settings of a run's loss (YAML section ``model.objective``), the published objectives, and the values of settings
+that are left out."""
 
 import math
 from collections.abc import Mapping
@@ -34,7 +34,8 @@ PUBLISHED: dict[Preset, dict[str, Any]] = {
 }
 
 CLIP_BOUNDS = {"clipped": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (math.inf, 4.0)}
-"""Distances of the ratio's lower and upper bound from 1, by surrogate: DAPO's, GSPO's, and our choice for CISPO."""
+"""Distances of the ratio's lower and upper clip bound from 1, by surrogate. Those of "clipped" are DAPO's, those of
+"sequence" GSPO's; those of "cispo" are this project's choice."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,12 @@ class Objective:
         self.resolve()
 
     def resolve(self) -> ResolvedObjective:
-        """Return the objective with values in place of nulls and functions in place of import paths. ValueError: a
-        value is out of range, contradicts another or has no effect with it, or a path names no suitable function."""
+        """Return the objective with values in place of nulls and functions in place of import paths.
+
+        Raises:
+            ValueError: a value is out of range, contradicts another or has no effect with it, or an import path names
+                no suitable function.
+        """
         values = completed(vars(self))
         del values["preset"]
         bounds = {name: values[name] for name in ("clip_low", "clip_high", "max_ratio") if values[name] is not None}
@@ -145,13 +150,14 @@ class Objective:
 
 
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in those settings of an objective that are null and follow from other settings. ``values`` has all settings
-    by name.
+    """Fill in settings of an objective that are null and whose values follow from other settings; ``values`` has all
+    settings by name.
 
-    The "constant" aggregation goes with "centered" rewards, as in Dr. GRPO, which weighs every token and every prompt
-    equally. Sampler and trainer always differ a little. Importance weights correct this difference, unless the
-    surrogate's ratio is taken against the sampler and so contains it: one weight per token or, with the "sequence"
-    surrogate, one per row, a geometric mean as GSPO's ratio is. Clip bounds of a user's surrogate get no values.
+    The "constant" aggregation gets "centered" rewards, as in Dr. GRPO, which weighs every token and every prompt
+    equally. Importance weights between sampler and trainer are on, because the two always differ a little, unless the
+    surrogate's ratio is taken against the sampler and so contains the difference. There is one weight per token or,
+    with the "sequence" surrogate, one per row, the geometric mean over its tokens, as GSPO's ratio is. Clip bounds of a
+    user's surrogate stay null.
 
     Raises:
         ValueError: a setting contradicts the preset, or names neither a known surrogate or baseline nor an import path.
@@ -176,7 +182,7 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
         "correction": lambda: "none" if settings["ratio_against"] == "sampler" else "truncate",
         "correction_level": lambda: "geometric" if settings["surrogate"] == "sequence" else "token",
     }
-    for name, value in usual.items():  # in this order, because some follow from earlier ones
+    for name, value in usual.items():  # in this order, because some values follow from those of earlier settings
         if settings[name] is None:
             settings[name] = value()
     for name, known in (("surrogate", get_args(Surrogate)), ("baseline", get_args(Baseline))):

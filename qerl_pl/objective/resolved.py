@@ -1,5 +1,5 @@
-"""The loss of one micro-batch, and the complete settings that determine this loss, which ``Objective.resolve``
-returns."""
+"""Compute the loss of one micro-batch from complete settings, which ``Objective.resolve`` makes from those of the
+user."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from qerl_pl.objective.teacher import TeacherTerm
 
 
 class LossInputs(NamedTuple):
-    """Inputs of the loss of one micro-batch of B rows and S tokens.
+    """Tensors from which the loss of one micro-batch of B rows and S token positions is computed.
 
-    All other masks are subsets of ``mask``, the tokens in the loss; ``training.terms.BatchTerms`` describes how they
-    are related.
+    ``mask`` selects the tokens in the loss; ``counted`` and ``kept`` select some of these for the policy loss, and
+    ``training.terms.BatchTerms`` says which.
     """
 
     logprobs: Tensor
-    """[B, S] fp32 nats under the policy; carries the gradient."""
+    """[B, S] fp32 nats, log-probabilities of the tokens under the policy; carries the gradient."""
     entropy: Tensor
-    """[B, S] fp32 nats; carries a gradient where there is an entropy bonus."""
+    """[B, S] fp32 nats, entropies of the policy; carries a gradient if the loss has an entropy bonus."""
     old_logprobs: Tensor
-    """[B, S] fp32 nats, the denominator of the surrogate's ratio."""
+    """[B, S] fp32 nats, the denominator of the surrogate's ratio, as log-probability."""
     advantages: Tensor
     """[B] fp32."""
     mask: Tensor
@@ -48,24 +48,30 @@ class LossInputs(NamedTuple):
     kept: Tensor
     """[B, S] bool, tokens that have a policy loss."""
     divisor: Tensor
-    """[] divisor of the batch's loss, see ``losses.count_divisor``."""
+    """[] divisor of KL, entropy and teacher terms, counted over the whole mini-batch by ``losses.count_divisor``."""
     counted: Tensor
     """[B, S] bool, tokens over which the policy loss is averaged."""
     policy_divisor: Tensor
-    """[] divisor of the policy loss."""
+    """[] divisor of the policy loss, counted over the whole mini-batch."""
     importance: Tensor | None = None
     """[B, S] fp32, constant importance weights; None: 1."""
     ref_logprobs: Tensor | None = None
-    """[B, S] fp32 nats under the reference; needed by a KL term in the loss."""
+    """[B, S] fp32 nats under the reference policy; needed for a KL term in the loss."""
     teacher_logprobs: Tensor | None = None
-    """[B, S] fp32 nats under the teacher; needed by a teacher's term."""
+    """[B, S] fp32 nats under the teacher; needed for the teacher term "sampled"."""
     teacher_divergence: Tensor | None = None
-    """[B, S] fp32 nats over the whole vocabulary; carries a gradient; needed by terms other than "sampled"."""
+    """[B, S] fp32 nats, divergence of policy and teacher over the whole vocabulary; carries a gradient; needed for
+    teacher terms other than "sampled"."""
 
 
 @dataclass(frozen=True)
 class ResolvedObjective:
-    """An ``Objective`` with values in place of nulls and functions in place of import paths; see ``Objective``."""
+    """The settings of ``Objective``, with values in place of nulls and functions in place of import paths, and the loss
+    that they define.
+
+    Raises:
+        ValueError: a value is out of range, contradicts another, or has no effect in combination with another.
+    """
 
     surrogate: Callable[..., PolicyLoss]
     aggregation: Aggregation
@@ -164,9 +170,9 @@ class ResolvedObjective:
         return {"correction_low": 0.0, "correction_high": 2.0, "correction_level": level}
 
     def at_noise(self, sigma: float) -> ResolvedObjective:
-        """Return the objective for a rollout whose norms had AQN's noise of standard deviation ``sigma``: without
-        corrections between trainer and sampler if there was noise and ``correct_noise`` is False, which keeps the
-        effect of the noise."""
+        """Return the objective for one rollout that the engine sampled with noise of standard deviation ``sigma`` on
+        its norm weights (AQN; 0: without noise). If there was noise and ``correct_noise`` is False, the result has no
+        importance weights and no rejection, so that the loss keeps the effect of the noise."""
         if sigma == 0 or self.correct_noise:
             return self
         off: dict[str, Any] = {"correction": "none", "correction_divisor": "all", "rejection": None}
@@ -184,8 +190,8 @@ class ResolvedObjective:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss of any micro-batch depends on log-probabilities or entropies of the whole batch, so that a
-        forward pass over the batch is needed before the first backward pass."""
+        """Whether the loss of any micro-batch depends on log-probabilities or entropies of the whole batch. If so, a
+        forward pass over the batch precedes the first backward pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
 
@@ -197,7 +203,8 @@ class ResolvedObjective:
         return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
     def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
-        """Compute the importance weights for log(trainer / sampler), [B, S] nats, at the tokens of a mask."""
+        """Compute the importance weights at the tokens of ``mask`` [B, S] bool from log(trainer / sampler) [B, S], in
+        nats."""
         return importance_weights(
             log_ratio,
             mask,
@@ -239,12 +246,12 @@ class ResolvedObjective:
         return total, surrogate, kl_sum
 
     def _to_teacher(self, inputs: LossInputs) -> Tensor:
-        """Compute the divergence from the teacher at each token, [B, S].
+        """Compute the divergence from the teacher at each token, [B, S] nats.
 
-        With p the policy's and q the teacher's probability: if ``divergence`` is "sampled", the result is the KL
-        estimator "k2" at the sampled tokens, whose gradient is (log p - log q) grad log p: that of a policy loss whose
-        advantage is log q - log p. After the first update on a batch, this estimator needs importance weights, because
-        an older policy sampled the tokens. The other divergences, over the whole vocabulary, depend only on the
+        Let p be the policy's and q the teacher's probability. If the setting ``divergence`` is "sampled", the result is
+        (log p - log q)^2 / 2 at the sampled tokens. Its gradient is (log p - log q) grad log p, that of a policy loss
+        whose advantage is log q - log p. After the first update on a batch, importance weights multiply the result,
+        because an older policy sampled the tokens. The other divergences, over the whole vocabulary, depend only on the
         preceding tokens, and need no weights.
         """
         if inputs.teacher_divergence is not None:

@@ -13,8 +13,8 @@ Kind = Literal["sampled", "forward", "reverse", "jensen_shannon"]
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherTerm:
-    """On-policy distillation: the divergence from ``model.teacher`` at the sampled tokens, averaged by the objective's
-    ``aggregation``.
+    """Settings of on-policy distillation: a term of the loss that is the divergence of the policy from
+    ``model.teacher`` at the sampled tokens, averaged as the objective's ``aggregation`` says.
 
     With p the policy's distribution of a token and q the teacher's, both at the sampling temperature:
 
@@ -29,9 +29,9 @@ class TeacherTerm:
             nats per token.
         divergence: "sampled", "reverse", "forward" or "jensen_shannon". All but "sampled" keep the teacher's hidden
             states of a rollout, and compute logits of both models in every pass.
-        beta: share of the teacher in the mixture of "jensen_shannon", between 0 (forward) and 1 (reverse).
+        beta: share of the teacher in the mixture of "jensen_shannon", between 0 (forward) and 1 (reverse); null: 0.5.
         rollouts: RL iterations over which the coefficient falls linearly to 0, after which rewards alone train the
-            policy; null: it stays.
+            policy; null: the coefficient stays.
 
     Raises:
         ValueError: a value is out of its range or has no effect.
@@ -60,14 +60,15 @@ class TeacherTerm:
 
     @property
     def mixture(self) -> float | None:
-        """The argument ``beta`` of ``policy.divergence``, the share of the teacher in the mixture; None for "sampled",
-        which compares only the sampled tokens."""
+        """Share of the teacher in the mixture of the two distributions, from 0 (forward KL) to 1 (reverse KL), which is
+        the argument ``beta`` of ``policy.divergence``; None for "sampled", which compares only the sampled tokens."""
         between = 0.5 if self.beta is None else self.beta
         shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": between}
         return shares[self.divergence]
 
     def at(self, rollout: int) -> TeacherTerm | None:
-        """Return the term of an RL iteration, counted from 0; None if its coefficient has fallen to 0."""
+        """Return the term with the coefficient of RL iteration ``rollout``, counted from 0; None if the coefficient has
+        fallen to 0."""
         if self.rollouts is None:
             return self
         left = 1 - rollout / self.rollouts
