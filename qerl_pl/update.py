@@ -1,4 +1,5 @@
-"""Policy updates: train the policy on the experience of one rollout."""
+"""Update the policy on the experience of one rollout. Shapes: B rows (a prompt and its completion each), S tokens of
+the longest row."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from qerl_pl.training.terms import BatchTerms, batch_terms
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Results of all updates on one batch."""
+    """Metrics of all updates on one batch, and the tensors that they were computed with."""
 
     metrics: dict[str, Tensor]
     """Metrics of the update by name, [] each, over the rows of all ranks."""
@@ -33,13 +34,14 @@ class UpdateReport:
     teacher_logprobs: Tensor | None
     """[B, S] fp32 nats: the teacher's log-probabilities, 0 where nothing was sampled; None without a teacher."""
     experience: Experience
-    """The batch, moved to the policy's device. With the objective's ``kl_in`` "reward", its advantages have the KL
-    penalty subtracted."""
+    """The batch on the policy's device. If the objective subtracts the KL from the reward (``kl_in: reward``), the
+    advantages have this penalty subtracted."""
     with_gradient: Tensor
-    """[B] bool, True for rows that had a backward pass: rows in the loss with an advantage other than 0 or, if the loss
-    has a KL or entropy term, all rows in the loss."""
+    """[B] bool, True for rows that had a backward pass. A row in the loss has one if its advantage is not 0, or if the
+    loss has a KL, entropy or teacher term."""
     micro_batch_tokens: int
-    """Most tokens per pass: the given limit, or a smaller one if GPU memory ran out during the update."""
+    """Limit on the tokens per pass at the end of the update: the given limit, or a smaller one if GPU memory ran
+    out."""
 
 
 def improve(
@@ -58,25 +60,30 @@ def improve(
     first update's forward pass, unless the objective needs them before that pass. Rows without a gradient (advantage
     exactly 0, or left out of the loss) only get a forward pass, for the metrics.
 
-    If GPU memory runs out, all passes of an optimizer step, or of scoring, are repeated with smaller micro-batches or
-    more recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and losses are
-    divided by the divisor of the whole mini-batch, so the update depends on the micro-batches only by rounding.
+    If GPU memory runs out, all passes of an optimizer step are repeated with smaller micro-batches or more
+    recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and losses are
+    divided by the divisor of the whole mini-batch. So the division into micro-batches changes the update only by
+    rounding.
 
-    Every rank calls this with its own rows. Ranks may have different numbers of rows and micro-batches, because they
-    communicate only before the updates, in ``step``, and for the metrics.
+    Every rank calls this function with its own rows. Ranks may have different numbers of rows and micro-batches,
+    because they communicate only before the updates, in ``step``, and for the metrics.
 
-    Passes of policy and reference use the experts that the sampler chose, if the experience has them; CheckFailed is
-    raised before the first optimizer step if too many of these are not the experts that the policy's routers choose.
+    In a mixture of experts, policy and reference use the experts that the sampler chose, if the experience contains
+    them.
 
     Args:
         policy: the policy, in training mode.
-        experience: B rows, group by group.
+        experience: B rows, ordered by group (the completions of a prompt).
         objective: the loss.
         settings: settings of the updates.
-        step: function that averages the gradients over ranks, clips them, makes the optimizer step and clears them;
-            returns their norm before clipping, [].
-        watch: stopwatch for the phases teacher, logprob, wait (for slower ranks) and train.
+        step: function that averages the gradients over ranks, clips them, makes the optimizer step and clears the
+            gradients; returns their norm before clipping, [].
+        watch: stopwatch that measures the phases "teacher", "logprob", "wait" (for slower ranks) and "train".
         teacher: the model that the objective's teacher term needs; None if the objective has no such term.
+
+    Raises:
+        CheckFailed: before the first optimizer step, if too many of the sampler's experts are not those that the
+            policy's routers choose.
     """
     batch = Batch(policy, experience, settings)
     num_updates, num_mini_batches = settings.num_updates, settings.num_mini_batches
@@ -118,9 +125,10 @@ def improve(
 
 
 def _score(batch: Batch, objective: ResolvedObjective, *, everything: bool) -> Tensor:
-    """Run the forward passes without gradient; returns [B] bool, True for rows that need a backward pass. With
-    ``everything`` all rows are scored, because the loss needs old log-probabilities before the first backward pass.
-    Otherwise only the rows without a backward pass are scored, because the backward pass scores its rows itself."""
+    """Run the forward passes without gradient, and return [B] bool, True for rows that need a backward pass. If
+    ``everything`` is True, all rows are scored, because the loss needs old log-probabilities before the first backward
+    pass. Otherwise only the rows without a backward pass are scored, because a backward pass includes the forward pass
+    of its rows."""
     if objective.kl_coefficient > 0:
         batch.score_reference()
     if everything:
@@ -145,9 +153,9 @@ def _gradient(
     mini_batch: int,
     record: bool,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one optimizer step over ``rows``, the rows of the mini-batch that need a backward
-    pass; returns sums of metrics by name. With ``record``, the pass is the first over these rows, and its
-    log-probabilities and entropies are stored in the batch as those from before the first update."""
+    """Accumulate the gradient of one optimizer step over the rows with the indices ``rows``, those of the mini-batch
+    that need a backward pass; returns sums of metrics by name. If ``record`` is True, this is the first pass over these
+    rows, and its log-probabilities and entropies are stored in the batch as those before the first update."""
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):
@@ -174,8 +182,8 @@ def _gradient(
         )
         loss, surrogate, kl = objective.loss(inputs)
         # Backward runs in the calling thread, because handing a small pass to autograd's thread takes longer than the
-        # pass. Lightning's manual_backward would all-reduce in each micro-batch (DDP), but ranks have different numbers
-        # of them.
+        # pass. Lightning's manual_backward is not used: with DDP it all-reduces after each micro-batch, and ranks have
+        # different numbers of micro-batches.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         values = {**surrogate._asdict(), "loss": loss.detach(), "kl_ref": kl}

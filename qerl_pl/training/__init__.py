@@ -1,2 +1,2 @@
-"""Parts of a policy update: forward and backward passes over a batch, quantities of the loss that are computed from the
-whole batch, metrics, and the optimizer."""
+"""Functions and classes for one policy update: forward and backward passes over a batch, quantities of the loss that
+need the whole batch, metrics, and the optimizer."""

@@ -1,5 +1,5 @@
-"""Compute metrics of the policy updates on a batch, over the rows of all ranks; a metric that was not measured is left
-out."""
+"""Compute metrics of the policy updates on a batch from the rows of all ranks. A metric for which no rank has a token
+or row is left out."""
 
 from collections.abc import Mapping
 
@@ -22,19 +22,25 @@ PER_TOKEN = {
     "teacher/agreement": "agrees",
 }
 OF_ALL_TOKENS = {"reference": ("policy/kl_ref",), "teacher": ("teacher/divergence", "teacher/agreement")}
-"""Metrics that are averaged over all tokens in the loss, by the term of the loss that they need."""
+"""Metrics that are averaged over all tokens in the loss, by the model that they need. All other metrics per token are
+averaged over the tokens that have a policy loss."""
 
 
 def update_metrics(
     totals: Mapping[str, Tensor], batch: Batch, *, num_tokens: Tensor, num_kept: Tensor
 ) -> dict[str, Tensor]:
-    """Convert the sums of all updates on a batch, by name, to means. ``num_tokens`` is the number of tokens in the
-    loss, in rows with a gradient; ``num_kept`` is the number of those tokens that have a policy loss. ``totals`` lacks
-    the sums of the loss if this rank had no row in the loss."""
+    """Convert sums over all optimizer steps on a batch to means over tokens or steps, [] each.
+
+    Args:
+        totals: sums on this rank, by name; those of the loss are missing if this rank had no row in the loss.
+        batch: the batch, with its settings.
+        num_tokens: [] number of tokens in the loss, in rows of this rank that had a backward pass.
+        num_kept: [] number of those tokens that have a policy loss.
+    """
     zero, num_updates = torch.zeros_like(num_tokens), batch.settings.num_updates
     num_steps = num_updates * batch.settings.num_mini_batches
-    # the loss is divided by a number of tokens or rows that is averaged over the ranks (``BatchTerms``), so the mean of
-    # this value over the ranks is the loss of the whole batch
+    # Each rank divides its loss by a number of tokens or rows that is averaged over the ranks (``BatchTerms``), so the
+    # mean of the ranks' losses is the loss of the whole batch.
     per_step = totals.get("loss", zero) / num_steps
     metrics = {"train/loss": over_ranks(Mean(), per_step), "train/grad_norm": totals["grad_norm"] / num_steps}
     has_states = batch.teacher is not None and batch.teacher.states is not None
@@ -49,8 +55,8 @@ def update_metrics(
 
 
 def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, Tensor]:
-    """Return metrics of the importance weights between trainer and sampler; an empty dict if the objective corrects
-    nothing, or if no rank has a weight."""
+    """Return metrics [] of the importance weights between trainer and sampler; an empty dict if the objective has
+    neither importance weights nor rejection, or if no rank has a weight."""
     if not objective.corrects:
         return {}
     experience = batch.experience
@@ -69,20 +75,21 @@ def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, 
 
 
 def gap() -> Pooled:
-    """Create a metric that gathers log(p_trainer / p_sampler) of sampled tokens from all ranks and computes the
-    statistics of ``objective.correction.mismatch``."""
+    """Create a metric that gathers log(p_trainer / p_sampler), in nats, at the sampled tokens of all ranks, and
+    computes the statistics of ``objective.correction.mismatch``."""
     return Pooled(lambda log_ratio: mismatch(log_ratio)._asdict())
 
 
 def gap_metrics(batch: Batch) -> dict[str, Tensor]:
-    """Return statistics of log(p_trainer / p_sampler) over the sampled tokens, before the first update on the batch."""
+    """Return statistics [] of log(p_trainer / p_sampler), in nats, over the sampled tokens of all ranks. The trainer's
+    probability is that before the first update on the batch."""
     log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
     return {f"gap/{name}": value for name, value in over_ranks(gap(), log_ratio).items()}
 
 
 def teacher_metrics(batch: Batch) -> dict[str, Tensor]:
-    """Return the mean of log(p / q) of policy and teacher over the tokens in the loss, before the first update: an
-    estimate of KL(policy || teacher) in nats per token. An empty dict without a teacher or without a token."""
+    """Return the mean over the tokens in the loss of log(policy / teacher) before the first update on the batch, which
+    estimates KL(policy || teacher) in nats per token; an empty dict if there is no teacher or no token."""
     if batch.teacher is None:
         return {}
     mask = batch.experience.mask

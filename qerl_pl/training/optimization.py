@@ -17,9 +17,12 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
-    """Build the optimizer for the groups of ``parameter_groups``. ValueError: the optimizer refuses its settings, such
-    as a negative learning rate; or a trial step on a small matrix fails, is not finite, or goes along the gradient
-    instead of against it."""
+    """Build the optimizer, with the parameters split into groups by ``parameter_groups``.
+
+    Raises:
+        ValueError: the optimizer refuses its settings, such as a negative learning rate; or a trial step on a small
+            matrix fails, is not finite, or goes along the gradient instead of against it.
+    """
     groups = parameter_groups(parameters)
     try:
         made = build(groups)
@@ -40,17 +43,19 @@ def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameter
 
 
 def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torch.device) -> float:
-    """Return by how much an optimizer changes a weight of 0 in its first step, with a gradient of 1."""
+    """Return by how much an optimizer changes a weight of 0 in its first step with a gradient of 1; NaN if the change
+    is infinite."""
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     weight.grad = torch.ones_like(weight)
     build([{"params": [weight]}]).step()
     change = weight.detach()[0, 0].item()
-    return change if math.isfinite(change) else math.nan  # an infinite one would pass as a number below 0
+    return change if math.isfinite(change) else math.nan  # the caller would accept -inf as a number below 0
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Split those parameters that are trained into groups for an optimizer: matrices, and vectors (norm weights), which
-    get no weight decay, because it would pull them towards 0 while their neutral value is near 1."""
+    """Split the parameters that require a gradient into an optimizer's groups: matrices, and vectors (norm weights).
+    Vectors get no weight decay, because it would pull them towards 0, while the neutral value of a norm weight is near
+    1."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -59,8 +64,9 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse (ValueError) to load an optimizer state whose parameter groups have other numbers of parameters than
-    ``groups``, the groups of this run. ``saved`` is the list of optimizer states in the checkpoint: one, or none."""
+    """Raise ValueError if a checkpoint's optimizer state does not fit this run: its parameter groups have other numbers
+    of parameters than ``groups``. ``saved`` is the checkpoint's list of optimizer states, which has one element or
+    none."""
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in groups]
@@ -73,9 +79,10 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
 
 
 def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the factor by which the learning rate of optimizer step ``step``, counted from 0, is multiplied.
+    """Return the factor by which the learning rate is multiplied in optimizer step ``step``, counted from 0.
 
-    After the warm-up, "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at ``total_steps``.
+    The factor rises linearly to 1 over ``warmup_steps``. Then "constant_with_warmup" stays at 1; "linear" and "cosine"
+    fall to 0 at ``total_steps``.
     """
     # The warm-up begins at 1 / warmup_steps and not at 0, because a step at rate 0 would waste a rollout.
     if step < warmup_steps:
@@ -102,9 +109,11 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
-    """Give the optimizer this run's ``settings`` (e.g. betas) again, because loading a checkpoint replaced them by the
-    checkpoint's; log every value that differs. ``settings`` are those that ``group_settings`` returned before the
-    loading. The scheduler must be at the checkpoint's step."""
+    """Set the optimizer's settings (learning rate, betas, ...) to those of this run's configuration after a checkpoint
+    was loaded, because loading replaced them by the checkpoint's; log every value that differs.
+
+    ``settings`` is what ``group_settings`` returned before the loading. The scheduler must be at the checkpoint's step.
+    """
     changed = {}
     groups = optimizer.param_groups
     for group, configured, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):
@@ -117,13 +126,13 @@ def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequen
 
 
 def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
-    """Average the gradients over ranks and clip them. Every rank must call this.
+    """Average the gradients over ranks, clip them, and return the norm [] of all gradients before clipping. Every rank
+    must call this function.
 
     A parameter without a gradient gets the gradient 0. If no row contributes to the loss (all advantages are 0, or all
     rows were rejected or masked), the optimizer thus makes a step with a zero gradient: the schedule advances, and
     AdamW moves by its momentum and decays the weights, as with a gradient that is almost 0. TRL and verl do the same.
-
-    Returns the norm [] of all gradients before they are clipped to ``max_norm``; 0 disables clipping.
+    With ``max_norm`` 0, gradients are not clipped.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     ranks.average_gradients(trained)

@@ -1,4 +1,8 @@
-"""Forward and backward passes over micro-batches of one rollout's experience."""
+"""Forward and backward passes over micro-batches of one rollout's experience.
+
+Shapes: B rows of the batch (a prompt and its completion each), S tokens of the longest row, R rows of a micro-batch, L
+layers with a mixture of experts.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,20 +25,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
-    """Settings of the updates on one batch."""
+    """Settings of the policy updates on one batch."""
 
     group_size: int
     """Completions per prompt."""
     max_tokens: int
     """Limit on the completion length during sampling."""
     micro_batch_tokens: int
-    """Most tokens in one forward and backward pass; a longer row is a pass by itself."""
+    """Limit on the number of tokens in one forward and backward pass; a row with more tokens is a pass by itself."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer's logits are divided by it too."""
+    """Sampling temperature, by which the trainer's logits are divided too."""
     num_updates: int = 1
     """Epochs over the batch."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch, each on a different part of the prompts, as in PPO."""
+    """Optimizer steps per epoch, each on a different subset of the prompts, as in PPO."""
 
 
 class Part(NamedTuple):
@@ -55,23 +59,24 @@ class Part(NamedTuple):
 
 
 class TeacherScores(NamedTuple):
-    """Results of a teacher for a batch."""
+    """A teacher's log-probabilities and, if needed, hidden states for a batch."""
 
     logprobs: Tensor
     """[B, S] fp32 nats, 0 for prompts and padding."""
     places: Tensor
-    """[B, S] int64, row of each sampled token in ``states.hidden``."""
+    """[B, S] int64, for each sampled token its row in ``states.hidden``."""
     states: TeacherStates | None
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
-        """Return the teacher's hidden states at the tokens of a micro-batch that ``sampled`` [R, width] bool marks;
-        None if hidden states were not kept."""
+        """Return the teacher's hidden states at the tokens of a micro-batch at which ``sampled`` [R, width] bool is
+        True; None if the hidden states were not kept."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
 class Batch:
-    """Experience on the policy's device, with buffers for the trainer's log-probabilities and entropies."""
+    """Experience of one rollout on the policy's device, with buffers for log-probabilities and entropies that the
+    trainer computes for it."""
 
     def __init__(self, policy: Policy, experience: Experience, settings: UpdateSettings) -> None:
         device = next(policy.parameters()).device
@@ -81,28 +86,31 @@ class Batch:
         self.budget = MicroBatchBudget(settings.micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
-        """[B, S] fp32 nats, the trainer's log-probabilities before the update; 0 if not sampled or not yet known."""
+        """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 where nothing was sampled or
+        nothing is computed yet."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, the policy's entropies before the first update; 0 if not sampled or not yet known."""
+        """[B, S] fp32 nats, the policy's entropies before the first update; 0 where nothing was sampled or nothing is
+        computed yet."""
         routes = self.experience.routes
         self.others = None if routes is None else torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
-        """[B, S, L] uint8, number of the sampler's experts that the trainer's routers would not have chosen before the
-        first update; ``UNSEEN`` for padding, and until it is counted. None: routers choose the experts."""
+        """[B, S, L] uint8, for each token and layer the number of experts that the sampler used and the trainer's
+        routers would not have chosen before the first update; ``UNSEEN`` in padding and where nothing is computed yet.
+        None if the trainer's routers choose the experts."""
         self.reference: Tensor | None = None
-        """[B, S] fp32 nats, the reference's log-probabilities, or None if they are not needed."""
+        """[B, S] fp32 nats, log-probabilities under the reference policy; None if they are not needed."""
         self.teacher: TeacherScores | None = None
-        """The teacher's results; None without one."""
+        """The teacher's log-probabilities and hidden states; None without a teacher."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
-        """Call ``work`` with the limit on the tokens per pass; if GPU memory runs out, call it again with a smaller
-        limit or, if it has a backward pass (``with_gradient``), with more activations recomputed."""
+        """Call ``work`` with the limit on the tokens per pass, and repeat the call if GPU memory runs out: with a
+        smaller limit or, if ``work`` has a backward pass (``with_gradient``), with more activations recomputed."""
         longest = int(self.experience.lengths.max())
         options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Split the given rows into micro-batches of at most ``max_tokens`` tokens. If the policy computes a prompt
-        that several rows of a micro-batch share only once, its tokens count once."""
+        """Split the rows with the indices ``rows`` into micro-batches of at most ``max_tokens`` tokens. If the policy
+        computes the prompt of several rows in a micro-batch only once, the tokens of this prompt count once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)
@@ -115,7 +123,8 @@ class Batch:
             yield Part(chosen, int(self.experience.lengths[chosen].max()))
 
     def token_stats(self, part: Part, *, teacher: TeacherStates | None = None) -> TokenStats:
-        """Score a micro-batch by the policy, which uses the sampler's experts if the experience has them."""
+        """Run the policy on a micro-batch, and return log-probabilities and other statistics of its tokens. In a
+        mixture of experts, the sampler's choice of experts is used if the experience contains it."""
         routes = self.experience.routes
         return self.policy.token_stats(
             part.read(self.experience.tokens),
@@ -126,26 +135,30 @@ class Batch:
         )
 
     def record(self, part: Part, stats: TokenStats) -> None:
-        """Store the results of a forward pass of the policy before its first update."""
+        """Store log-probabilities, entropies and counts of experts from a forward pass of a micro-batch, which must
+        precede the first update."""
         part.write(self.old, stats.logprobs.detach())
         part.write(self.entropy, stats.entropy.detach())
         if self.others is not None and stats.others is not None:
             part.write(self.others, stats.others)
 
     def score(self, rows: Tensor) -> None:
-        """Compute, without gradient, and store the log-probabilities and entropies of the given rows (``old``,
-        ``entropy``) and, with router replay, ``others``."""
+        """Run the policy on the rows with the indices ``rows`` without gradient, and store log-probabilities and
+        entropies in ``old`` and ``entropy`` and, if the sampler's experts are used, differences of experts in
+        ``others``."""
         self._evaluate(rows, self.record)
 
     def score_reference(self) -> None:
-        """Compute and store ``reference``: the log-probabilities of all rows under the policy before training."""
+        """Compute the log-probabilities of all rows under the reference, the policy before training, and store them in
+        ``reference``."""
         self.reference = reference = torch.zeros_like(self.old)
         with self.policy.as_reference():
             self._evaluate(self.rows, lambda part, stats: part.write(reference, stats.logprobs))
 
     def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
-        """Compute and store the teacher's log-probabilities of all rows; with its hidden states if ``mixture`` is not
-        None, because a divergence over the whole vocabulary needs them."""
+        """Run the teacher on all rows, and store its log-probabilities in ``teacher``. The teacher's hidden states are
+        stored too if ``mixture`` (see ``TeacherTerm``) is not None, because a divergence over the whole vocabulary
+        needs them."""
         sampled, temperature = self.experience.sampled, self.settings.temperature
         states = None
         if mixture is not None:

@@ -1,4 +1,7 @@
-"""Compare the experts that the sampler chose with those that the trainer's routers would have chosen."""
+"""Compare the experts that the sampler chose with those that the trainer's routers would have chosen.
+
+Shapes: B rows, S token positions, L layers with a mixture of E experts, of which each token uses k.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,20 @@ from qerl_pl.quant.experts import UNSEEN
 from qerl_pl.training.passes import Batch
 
 MOST_OTHERS = 0.25
-"""Largest share of a layer's experts in which sampler and trainer may differ. In correct runs the share is some
-hundredths, since they differ in one of the k experts of some tokens; if experts were those of another token or layer,
-it would be near 1 - k / E."""
+"""Largest allowed share of the sampler's choices of experts in a layer that differ from those of the trainer's router.
+In correct runs, the share is some hundredths, because for some tokens one of the k experts differs. If the experts were
+those of another token or layer, the share would be near 1 - k / E."""
 
 
 def checked_routing(batch: Batch) -> dict[str, Tensor]:
-    """Compare the sampler's experts, with which a batch was trained, with those that the trainer's routers choose.
-    Returns metrics [] over the tokens and layers of all ranks; an empty dict if the batch does not use the sampler's
-    experts. CheckFailed: in a layer, more than a share ``MOST_OTHERS`` of the sampler's experts are not those of the
-    trainer's router."""
+    """Check that the sampler's experts, which a batch was trained with, are mostly those that the trainer's routers
+    choose. Returns metrics [] over the tokens and layers of all ranks; an empty dict if the batch does not use the
+    sampler's experts.
+
+    Raises:
+        CheckFailed: in some layer, more than a share ``MOST_OTHERS`` of the sampler's experts are not those of the
+            trainer's router.
+    """
     routes, others_of = batch.experience.routes, batch.others
     if routes is None or others_of is None:
         return {}
@@ -46,7 +53,8 @@ def checked_routing(batch: Batch) -> dict[str, Tensor]:
 
 
 def _loads(routes: Tensor, lengths: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens that each expert of each layer computed, [L, E] fp64."""
+    """Count the tokens that each expert of each layer computed, [L, E] fp64. The last token of each row does not count,
+    because the sampler never computes it."""
     computed = torch.arange(routes.shape[1], device=routes.device) < lengths.unsqueeze(1) - 1
     layers = (layer[computed].flatten().long() for layer in routes.unbind(dim=2))
     return torch.stack([ids.bincount(minlength=num_experts) for ids in layers]).double()

@@ -1,5 +1,5 @@
-"""Compute the terms of the loss that depend on all micro-batches and ranks, such as the divisor and entropy thresholds,
-before the first backward pass of a rollout."""
+"""Compute the masks and divisors of the loss that depend on all micro-batches and ranks, before the first backward pass
+on a rollout."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,18 @@ from qerl_pl.training.passes import Batch
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches.
+    """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches (one optimizer
+    step each). S is the number of tokens of the longest row.
 
-    How the masks of one row are related (P: prompt, x: True):
+    The masks of one row are related as follows (P: token of the prompt, x: True, a dot: False):
 
-        experience.sampled   P P P x x x x x x   what the policy sampled
-        experience.mask      P P P x x x x x x   all of it, or nothing in a row that is left out of the loss
-        counted              P P P x x . x x x   part of mask; divisor "kept" leaves out importance weight 0
-        kept                 P P P . x x . x .   part of mask: tokens of high entropy, which alone have a policy loss
+        experience.sampled   P P P x x x x x x   tokens that the policy sampled
+        experience.mask      P P P x x x x x x   the same tokens, or none if the row is left out of the loss
+        counted              P P P x x . x x x   tokens of mask; with divisor "kept", those with weight > 0
+        kept                 P P P . x x . x .   tokens of mask with high entropy, which alone have a policy loss
 
-    The policy loss is the sum over ``kept``, averaged over ``counted``; KL and entropy terms are means over ``mask``.
+    The policy loss is the sum over ``kept``, divided by a count over ``counted``; KL and entropy terms are means over
+    ``mask``. The weight in the third line is the importance weight between trainer and sampler.
     """
 
     mini_batch: Tensor
@@ -39,8 +41,9 @@ class BatchTerms:
 
 
 def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
-    """Compute masks and divisors of a batch, which has old log-probabilities and entropies if the objective needs them
-    before the first update. Every rank must call this, with the same settings and its own rows."""
+    """Compute the masks and divisors of a batch. If the objective has a threshold on entropies or the divisor "kept",
+    the batch must already have entropies and old log-probabilities. Every rank must call this function, with equal
+    settings and its own rows."""
     experience, settings = batch.experience, batch.settings
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
@@ -62,11 +65,11 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
 
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
-    """Assign a mini-batch to each group (the completions of a prompt) of this rank, [groups] int64; every rank must
-    call it.
+    """Assign each group (the completions of a prompt) of this rank to a mini-batch; returns the indices of the
+    mini-batches, [num_groups] int64. Every rank must call this function.
 
     Mini-batches consist of whole groups in the order of the global batch, of which rank r of W has the groups r, r + W,
-    r + 2W and so on, so the mini-batches do not depend on the number of ranks W. If dynamic sampling leaves fewer
+    r + 2W and so on. So the mini-batches do not depend on the number of ranks W. If dynamic sampling leaves fewer
     groups, mini-batches are smaller.
     """
     if num_mini_batches == 1:
