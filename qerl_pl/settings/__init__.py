@@ -1,1 +1,2 @@
-"""Settings of a run: checks that need no model, and comparison with the run's previous start."""
+"""Settings of a run, their checks before a model is loaded, and their comparison with those of the run's previous
+start."""

@@ -37,10 +37,13 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def keep_old_config(config: Path, now: str, *, before: str | None = None) -> tuple[list[str], Path | None]:
-    """Keep copies of a run's old settings under free names (config.1.yaml, ...) before the caller overwrites its
-    config.yaml with ``now``. ``before`` is the text of the settings that the run was trained with, from its checkpoint,
-    or None. This text and that of config.yaml are each kept if their settings differ from ``now``. Returns the changed
-    settings and the path of the first copy; ([], None) if nothing differs."""
+    """Copy a run's old settings to unused file names (config.1.yaml, config.2.yaml, ...) before the caller overwrites
+    ``config``, the run's config.yaml, with the text ``now``.
+
+    Old settings are those in config.yaml and those in ``before``, the text stored in the run's checkpoint (None if
+    there is none). Each of the two is copied if it differs from ``now``. Returns the list of changed settings and the
+    path of the first copy; ([], None) if nothing differs.
+    """
     written = config.read_text(encoding="utf-8") if config.exists() else None
     kept: list[tuple[list[str], Path]] = []
     for text in dict.fromkeys(text for text in (before, written) if text is not None):

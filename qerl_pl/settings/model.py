@@ -1,4 +1,5 @@
-"""Settings of the YAML section ``model``, except engine and rewards, checked before a model is loaded."""
+"""Settings of the YAML section ``model``, except those of engine and rewards, and their checks before a model is
+loaded."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,7 +32,8 @@ from qerl_pl.training.optimization import Schedule
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Create the default optimizer, with the paper's learning rate for a quantised base (arXiv 2510.11696, table 4)."""
+    """Create the default optimizer, AdamW with the learning rate that the QeRL paper uses for a quantised base (arXiv
+    2510.11696, table 4)."""
     return torch.optim.AdamW(params, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1)
 
 
@@ -127,7 +129,7 @@ class ModuleSettings:
         check_micro_batch(
             self.micro_batch_tokens, prompt_tokens=self.max_prompt_tokens, completion_tokens=self.sampling.max_tokens
         )
-        config = check_base(self.folder)  # may download and quantise, so it comes after the checks that take no time
+        config = check_base(self.folder)  # after the other checks, because it may download and quantise the base
         if self.lora.start is not None:
             start = self.lora.starts_at
             check_fits(start, num_layers=config["num_hidden_layers"], hidden=config["hidden_size"])
@@ -150,8 +152,9 @@ class ModuleSettings:
         )
 
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
-        """Return whether training uses the experts that the engine chose (``model.router_replay``), given the engine's
-        name and whether it returns experts; ValueError if the setting is on and that is impossible."""
+        """Return whether training uses the experts that the engine chose for each token, as ``model.router_replay``
+        says. ``engine`` is the engine's name, and ``returns_routes`` says whether it returns the experts. ValueError:
+        the setting is "on", and the base has no experts or the engine does not return them."""
         has_experts = FAMILIES[check_base(self.folder)["model_type"]].experts is not None
         which = {"has_experts": has_experts, "returns_routes": returns_routes}
         return replays_routes(self.router_replay, **which, engine=engine)
@@ -180,7 +183,8 @@ class ModuleSettings:
 
     @property
     def teacher_memory(self) -> TeacherMemory | None:
-        """Sizes of the teacher for the memory plan; None without a teacher."""
+        """Properties of the teacher that decide how much GPU memory it needs: its shape, where its weights are kept,
+        and whether its hidden states are kept; None without a teacher."""
         if self.teacher is None or self.objective.teacher is None or self.teacher_folder is None:
             return None
         shape = checkpoint_shape(self.teacher_folder, self.compute_dtype)
@@ -204,17 +208,18 @@ class ModuleSettings:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt and completion together, in training or evaluation."""
+        """Largest number of tokens that a prompt and its completion have together, in training or evaluation."""
         return self.max_prompt_tokens + max(self.sampling.max_tokens, self.evaluation.max_tokens)
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest prompt and completion together, in training."""
+        """Largest number of tokens that a prompt and its completion have together, in training."""
         return self.max_prompt_tokens + self.sampling.max_tokens
 
     @property
     def first_micro_batch(self) -> int:
-        """Limit on the tokens of one forward and backward pass, if no memory plan chooses the limit."""
+        """Limit on the tokens of one forward and backward pass, for a run whose limit is not chosen by a prediction of
+        GPU memory."""
         return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
 
     @property
@@ -224,7 +229,8 @@ class ModuleSettings:
 
     @property
     def of_policy(self) -> dict[str, Any]:
-        """Settings, by argument name, that both the function that loads the policy and the memory plan take."""
+        """Settings, by argument name, that are passed both to the function that loads the policy and to the one that
+        predicts GPU memory."""
         return {
             "dtype": self.compute_dtype,
             "lora": self.lora,
@@ -235,8 +241,9 @@ class ModuleSettings:
 
 
 def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, engine: str) -> bool:
-    """Return whether training uses the experts that the engine chose, given the value of ``router_replay``; ValueError
-    if the setting is on and base or engine make that impossible."""
+    """Return whether training uses the experts that the engine chose for each token. ``setting`` is the value of
+    ``model.router_replay``. ValueError: the setting is "on", and the base has no experts or the engine does not return
+    them."""
     can = has_experts and returns_routes
     if setting == "on" and not can:
         lacks = f"{engine} returns no experts" if has_experts else "the base has no mixtures of experts"
@@ -245,8 +252,8 @@ def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, eng
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError if training would sample greedily or truncated by top_p or top_k, or one completion per
-    prompt."""
+    """Raise ValueError if the sampling settings do not suit training: greedy sampling, top_p or top_k, or only one
+    completion per prompt."""
     if sampling.temperature == 0:
         raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")
     if sampling.num_completions < 2:
@@ -263,7 +270,8 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_micro_batch(micro_batch_tokens: int | None, *, prompt_tokens: int, completion_tokens: int) -> None:
-    """Raise ValueError if the longest row has more than ``micro_batch_tokens`` tokens."""
+    """Raise ValueError if the longest prompt and the longest completion together have more than ``micro_batch_tokens``
+    tokens."""
     longest = prompt_tokens + completion_tokens
     if micro_batch_tokens is not None and longest > micro_batch_tokens:
         raise ValueError(
@@ -281,9 +289,13 @@ def check_run_length(
     batch_size: int,
     objective: Objective,
 ) -> None:
-    """Raise ValueError unless the run is a whole number of rollouts, rollouts can be divided into mini-batches, and the
-    warm-up is not longer than the run. Arguments are the settings of these names; ``max_steps`` is -1 if it is not
-    set."""
+    """Check the length of a run against the number of optimizer steps per rollout. Arguments are the settings of the
+    same names; ``max_steps`` is -1 if it is not set.
+
+    Raises:
+        ValueError: the run does not end with a complete rollout, the prompts of a rollout cannot be divided equally
+            among its mini-batches, or the warm-up is longer than the run.
+    """
     steps = updates_per_rollout * mini_batches
     if max_steps < 1:
         raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")

@@ -28,11 +28,11 @@ def run_memory(
     num_ranks: int = 1,
     teacher: TeacherMemory | None = None,
 ) -> RunMemory:
-    """Collect the settings that decide the memory of a run on each of its GPUs.
+    """Collect the settings that decide how much memory a run needs on each of its GPUs.
 
-    Most arguments are the settings of the same names in ``settings.model.ModuleSettings``. ``num_prompts`` counts the
-    prompts of a rollout over all ranks, and ``optimizer`` is the name of the optimizer's class. The engine need not
-    have started.
+    Arguments are the settings of the same names in ``settings.model.ModuleSettings``, except the following.
+    ``num_prompts`` is the number of prompts per rollout over all ranks, ``optimizer`` is the name of the optimizer's
+    class, and ``engine`` is the rollout engine, which need not have started.
     """
     rank, _, targets, _ = lora.filled_in()
     return RunMemory(

@@ -43,9 +43,12 @@ class TeacherSettings:
             )
 
     def folder(self, base: str, policy: str) -> str:
-        """Return the checkpoint folder that the teacher is loaded from; download or quantise the teacher if necessary.
-        ``base`` is ``model.base``, and ``policy`` the folder that the policy is loaded from. ValueError: the teacher
-        cannot be used, or its tokens are not the policy's."""
+        """Return the checkpoint folder to load the teacher from, after downloading or quantising the teacher if
+        necessary. ``base`` is the setting ``model.base``, and ``policy`` is the folder that the policy is loaded from.
+
+        Raises:
+            ValueError: the teacher cannot be loaded, or its vocabulary differs from the policy's.
+        """
         if self.base == DENSE:
             folder = prepared_base(base)
             if (layout := read_layout(Path(folder))) is not None:

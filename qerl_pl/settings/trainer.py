@@ -1,4 +1,5 @@
-"""Refuse settings of Lightning's trainer that do not work here, before the trainer is built."""
+"""Check the YAML section ``trainer`` for settings that do not work in this program, before Lightning's Trainer is
+built."""
 
 import os
 from collections.abc import Mapping
@@ -27,12 +28,13 @@ UNUSABLE = {
     "model_registry": (None, "`python -m qerl_pl export --push` uploads a policy"),
     "barebones": (False, "a run without checkpoints cannot be resumed"),
 }
-"""Maps a setting of Lightning's trainer to the only value that works here, and to advice on what to do instead."""
+"""Settings of Lightning's Trainer that have only one usable value, each with this value and with advice on what to do
+instead."""
 
 
 def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
-    """Raise ValueError for settings of the YAML section ``trainer`` that would make ``command`` (fit, validate, test or
-    predict) end in a traceback of Lightning, or that would have no effect."""
+    """Raise ValueError for a setting in the YAML section ``trainer`` that has no effect, or with which ``command``
+    (fit, validate, test or predict) would end in a traceback of Lightning."""
     for name, (usable, instead) in UNUSABLE.items():
         value = trainer.get(name, usable)
         if value is not None and value != usable:
@@ -96,7 +98,7 @@ def _check_time(max_time: Any) -> None:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Refuse values of ``devices`` and ``num_nodes`` that are below 1 or no number (ValueError)."""
+    """Raise ValueError if ``devices`` or ``num_nodes`` is below 1 or not a number."""
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes")
     words = devices.split(",") if isinstance(devices, str) else [str(devices)] if isinstance(devices, int) else []
     are_numbers = all(word.strip().lstrip("-").isdigit() for word in words)
