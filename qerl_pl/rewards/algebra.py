@@ -1,4 +1,5 @@
-"""Compare mathematical expressions with math-verify and sympy, where the rules of ``equivalence.py`` do not decide.
+"""Compare mathematical expressions with math-verify and sympy, for the cases that the rules of ``equivalence.py`` leave
+open.
 
 Only the verifier's worker processes may import this module, because a model's answer can make sympy hang or use
 unbounded memory.
@@ -27,31 +28,38 @@ from qerl_pl.rewards.numbers import Number, decimal_places, is_decimal_of
 # math-verify warns that its time limit is off, but the verifier sets one
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MAX_BITS = 2**17  # bits of the largest power or factorial that is computed exactly, which takes milliseconds
-MAX_PLACES = 100  # most decimal places of an answer that is tested for being another value rounded
-MAX_DIGITS = 2000  # most digits to which values are computed for a comparison: 1 + 2^{-2024} against 1 needs 610
+MAX_BITS = 2**17  # bits; larger powers and factorials are not computed exactly (one of this size takes milliseconds)
+MAX_PLACES = 100  # limit on the decimal places of an answer that is tested for being a rounded value
+MAX_DIGITS = 2000  # limit on the digits computed for a comparison; comparing 1 + 2^{-2024} with 1 needs 610
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _SAME_RATIO = 1e-6  # two quotients, computed to 15 digits, are different if their relative difference is larger
-# ``is_decimal_of`` accepts a rounded decimal only of a value without finite decimals. An irrational number that is
-# computed to some digits has finite decimals, until this fraction is added.
+# ``is_decimal_of`` accepts a rounded decimal only for a value with infinitely many decimals. An irrational number that
+# was computed to some digits has finitely many, so this fraction, which has infinitely many, is added to it.
 _ENDLESS = Fraction(1, 3**900)
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 
 
 class Unreadable(ValueError):
-    """Raised for a known answer that neither the rules of ``equivalence.py`` nor math-verify can read."""
+    """Raised for a known answer (from the data set) that neither the rules of ``equivalence.py`` nor math-verify can
+    read."""
 
 
 def equal_expressions(gold: str, answer: str) -> bool:
-    """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. ``Unreadable``:
-    ``gold`` cannot be parsed. math-verify has an absolute tolerance, so it takes all tiny numbers for equal; numbers
-    that it finds equal are therefore computed to more digits, and count as different if these digits differ."""
+    """Tell whether two mathematical expressions are equal: fractions are compared exactly, other expressions by
+    math-verify.
+
+    math-verify has an absolute tolerance, so it takes all tiny numbers for equal. Numbers that it finds equal are
+    therefore computed to more digits, and count as different if these digits differ.
+
+    Raises:
+        Unreadable: ``gold``, the known answer, cannot be parsed.
+    """
     known, given = _parse(gold), _parse(answer)
     if known is None:
         raise Unreadable(f"the known answer {gold!r} cannot be read, so {answer!r} cannot be compared with it")
     if given is None or isinstance(given, BooleanAtom) or isinstance(known, BooleanAtom):
-        return False  # sympy reads 1=1 as True, which is no answer; 2<3 is compared as text elsewhere
+        return False  # sympy reads 1=1 as True, which is no answer; equal_relations compares 2<3 as text
     fractions = _fraction(known), _fraction(given)
     if fractions[0] is not None and fractions[1] is not None:
         return Number(fractions[0], percent=False).equals(Number(fractions[1], percent=False))
@@ -63,9 +71,9 @@ def equal_expressions(gold: str, answer: str) -> bool:
 
 
 def equal_equations(gold: Sequence[str], answer: Sequence[str]) -> bool:
-    """Tell whether two equations, given as lists of their sides, are equal: if their sides are equal in the same or in
-    reversed order, or if left side minus right side of one is a constant multiple of that difference of the other.
-    Raises ``Unreadable`` if ``gold`` cannot be parsed."""
+    """Tell whether two equations, given as lists of their sides, are equal: their sides are equal in the same or in
+    reversed order, or the difference left - right of one is a constant multiple of that difference of the other. Raises
+    ``Unreadable`` if ``gold``, the known answer, cannot be parsed."""
     known, given = [_parse(side) for side in gold], [_parse(side) for side in answer]
     if None in known:
         raise Unreadable(f"the known answer {'='.join(gold)!r} cannot be read")
@@ -103,7 +111,8 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, answer: str) -> bool:
-    """Tell whether two inequalities or intervals have the same solutions; ``Unreadable``: ``gold`` cannot be parsed."""
+    """Tell whether two inequalities or intervals have the same solutions. Raises ``Unreadable`` if ``gold``, the known
+    answer, cannot be parsed."""
     gold, answer = _ascending(gold), _ascending(answer)
     if letters(gold) == letters(answer):
         return True
@@ -138,19 +147,21 @@ def _fraction(number: object) -> Fraction | None:
 
 
 def _provably_different(known: object, given: object) -> bool:
-    """Compute two sympy numbers to many digits and tell whether they differ; False if they cannot be computed."""
+    """Compute two sympy numbers to many digits and tell whether they differ; False if they cannot be computed, or if
+    computing them could take long."""
     if not isinstance(known, Expr) or not isinstance(given, Expr) or known == given:
         return False
     if not (known.is_number and given.is_number):
         return False
     if known.has(ExprWithLimits, UnevaluatedExpr) or given.has(ExprWithLimits, UnevaluatedExpr):
-        return False  # integrals and series take long to compute; a percentage is unevaluated, because 50% may equal 50
+        return False  # integrals and series take long; UnevaluatedExpr marks a percentage: 50% may equal 50
     difference = _magnitude(known - given)
     return difference is not None and difference != 0
 
 
 def _is_rounded(decimal: Fraction, value: object) -> bool:
-    """Tell whether ``decimal`` is a real sympy number rounded or truncated, by the rule of ``is_decimal_of``."""
+    """Tell whether the fraction ``decimal`` equals the sympy expression ``value``, a real number, rounded or truncated
+    as ``numbers.is_decimal_of`` allows. False if ``value`` is not a real number, or is too expensive to compute."""
     if not (isinstance(value, Expr) and value.is_number and value.is_real) or value.has(ExprWithLimits):
         return False
     places, size = decimal_places(decimal), _magnitude(value)
@@ -161,8 +172,8 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
 
 
 def is_rounded(exact: str, decimal: str) -> bool:
-    """Tell whether ``decimal`` is ``exact`` rounded or truncated at the decimal's last digit; True if ``exact`` has
-    unknowns, because it then has no value to compare with."""
+    """Tell whether the number ``decimal`` is the expression ``exact`` rounded or truncated at the decimal's last digit.
+    True if ``exact`` contains variables, because it then has no value to compare with."""
     value, near = _parse(exact), _parse(decimal)
     if not isinstance(value, Expr) or not isinstance(near, Expr):
         return False
@@ -197,7 +208,7 @@ def _ascending(chain: str) -> str:
 
 
 def _solution_set(text: str) -> Set | None:
-    """Return the set of real numbers that a text of intervals, or of inequalities in one unknown, describes; None if
+    """Return the set of real numbers that a text of intervals, or of inequalities in one variable, describes; None if
     the text cannot be read or solved."""
     # "x is not 1 and not 2" excludes both numbers, also if a comma or "or" joins the two
     conjunction = re.search(r"\band\b", text) is not None or text.count("\\neq") > 1

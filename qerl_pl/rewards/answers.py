@@ -1,4 +1,4 @@
-"""Find the marked answer in a completion's text, e.g. between ``<answer>`` tags, in linear time."""
+"""Find the marked answer in a completion's text, e.g. between ``<answer>`` tags or in ``\\boxed{}``, in linear time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Marker = Literal["answer", "boxed", "hash", "line", "any"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*(?=\S)")
-# "####" before a word with a capital letter or the number of a list ("#### Step 2", "#### 3. Total") is a Markdown
-# heading, unless an answer follows: a choice from A to K alone, an amount with its currency, or "the answer is".
+# "####" before a word with a capital letter, or before the number of a list item ("#### Step 2", "#### 3. Total"), is a
+# Markdown heading, unless it is followed by an answer: one letter from A to K (multiple choice), an amount with its
+# currency, or "the answer is".
 _NO_HEADING = re.compile(
     r"\(?[A-K]\)?[ \t.*_]*(?:\n|\Z)|(?:USD?|EUR|GBP|INR|CHF|JPY|CNY|Rs)\b\.?[ $]*\d"
     r"|(?i:(?:the )?(?:final )?answer\b[^\n]{0,40}?\bis\b)"
@@ -23,12 +24,12 @@ _HEADING = re.compile(r"[A-Z]|\d+[.):][ \t]")
 _LINE = re.compile(r"answer\s*\**\s*:[\s*]*([^\n]+)", re.IGNORECASE)
 _LINE_WINDOW = 300  # characters at the end of a completion
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$\\{}]+)")
-# Text between two ``\boxed`` that are one answer of several values, e.g. "$ and $", ", \(" or " or $x = ".
+# Matches the text between two ``\boxed`` that together are one answer with several values: "$ and $", " or $x = ".
 _BLANK = r"(?:[\s$()\[\]]|\\(?:q?quad(?![A-Za-z])|[,;: ()\[\]]))*"
 _WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
 _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
 _MAX_CONNECTOR = 50  # characters
-# Matches "or maybe", or nothing, between two boxes: such a text has not decided on one of the boxes.
+# Matches text such as "or maybe", or no text, between two boxes; the completion then has not chosen one of them.
 _BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*|[ \t$]*")
 # Matches what a reader does not see (comments, phantom boxes), or sees crossed out.
 _HIDDEN = (
@@ -83,10 +84,10 @@ def marked_answer(text: str, marker: Marker) -> str | None:
     """Return the last marked answer in ``text``; None if there is none.
 
     The marker ``answer`` means ``<answer>...</answer>``, ``boxed`` means ``\\boxed{...}``, ``hash`` the rest of the
-    line after ``####``, and ``line`` the rest of the line after ``Answer:`` near the end. ``any`` takes the tagged
-    answer if there is one, so that a box elsewhere does not override it, else the last box, else the last line after
-    ``####``. A tag or box that is not closed does not count, because the completion was cut off there; earlier tags or
-    boxes count.
+    line after ``####``, and ``line`` the rest of the line after ``Answer:`` near the end. ``any`` takes the text in
+    ``<answer>`` tags if there is one, so that a box elsewhere does not override it; else the last box; else the rest of
+    the line after the last ``####``. A tag or box that is not closed does not count, because the completion was cut off
+    there; earlier tags or boxes count.
     """
     if marker == "any":
         tagged, boxed = last_tagged(text), last_boxed(text)
@@ -108,9 +109,9 @@ def last_tagged(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     """Return the content of the last closed ``\\boxed{...}``, of nested boxes the outermost; None if there is none.
 
-    If only ``,``, ``and`` or ``or`` separates the last boxes, they are returned as one answer with several values. A
-    box whose sentence denies it ("The answer is not ...") does not count; if all boxes are denied, the answer is the
-    empty text.
+    If the last boxes are separated only by ``,``, ``and`` or ``or``, they are returned as one answer with several
+    values. A box whose sentence denies it ("The answer is not ...") does not count; if all boxes are denied, the result
+    is the empty string.
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
@@ -137,8 +138,8 @@ def _denied(text: str, start: int, end: int) -> bool:
 
 
 def seen(text: str) -> str:
-    """Remove what a reader does not see, such as comments and ``\\phantom{5}``, or sees crossed out, such as
-    ``\\cancel{5}`` and ``~~5~~``."""
+    """Remove from a text what a reader does not see when it is rendered, such as comments and ``\\phantom{5}``, or sees
+    crossed out, such as ``\\cancel{5}`` and ``~~5~~``."""
     if not _UNSEEN.search(text):
         return text
     kept, opened, start, hidden = [], [], 0, 0
@@ -160,9 +161,9 @@ def seen(text: str) -> str:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
-    """Return the content of the last of ``spans`` (start, end and content) in a text. Spans before it that are
-    separated from it and from each other only by a ``connector``, by default ``,``, ``and`` or ``or``, are joined with
-    it."""
+    """Return the content of the last span, joined with the contents of the spans directly before it from which it is
+    separated only by a ``connector``: by default ``,``, ``and`` or ``or``. ``spans`` are tuples of start, end and
+    content, in the order of the text."""
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]

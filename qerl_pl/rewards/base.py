@@ -1,4 +1,7 @@
-"""The protocol of rewards, and the weighted sum of several rewards."""
+"""Protocols of reward functions, and the weighted sum of several rewards.
+
+A row is one prompt with one completion; a batch has B rows. A verdict is a score with its reason.
+"""
 
 from __future__ import annotations
 
@@ -23,39 +26,44 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Protocol of a reward that also gives reasons for its scores: the program calls its method ``judge`` instead of
-    ``__call__``."""
+    """Protocol of a reward that also gives reasons for its scores. If a reward has the method ``judge``, the program
+    calls that method instead of ``__call__``."""
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Return one verdict per row, given the texts of completions and the known answers; call ``progress`` with the
-        number of rows finished since its last call."""
+        """Score completions and return one verdict (score and reason) per row. ``texts`` are the completions, and
+        ``answers`` the known answers from the data set. The method calls ``progress`` with the number of rows finished
+        since its last call."""
         ...
 
 
 @runtime_checkable
 class Limited(Protocol):
-    """Protocol of a reward whose scores depend on the largest length that completions may have."""
+    """Protocol of a reward whose scores depend on the limit on the length of completions."""
 
     def limited_to(self, max_tokens: int) -> Callable[..., Any]:
-        """Return a copy of the reward for completions of at most ``max_tokens`` tokens; ValueError: it has another
-        limit."""
+        """Return a copy of the reward for completions of at most ``max_tokens`` tokens. ValueError: the reward was
+        configured with another limit."""
         ...
 
 
 class Reward(Protocol):
-    """Scores completions: an object of a class, whose constructor takes the reward's settings, or a plain function. The
-    arguments are passed by name, so the order of the parameters does not matter, and annotations are not needed. A
-    reward with other parameters than these two is called as TRL calls reward functions (``rewards/calling.py``)."""
+    """A reward function: an object with ``__call__``, whose constructor takes the reward's settings, or a plain
+    function.
+
+    The arguments are passed by name, so the order of the parameters does not matter, and annotations are not needed. A
+    reward whose parameters are not ``prompts`` and ``completions`` is called as TRL calls reward functions (see
+    ``rewards/calling.py``).
+    """
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        """Return one score per row, or None for a row that cannot be scored: it is left out of the loss, while a row
-        that scores 0 is trained on.
+        """Return one score per row, or None for a row that cannot be scored. A row without a score is left out of the
+        loss, while a row with score 0 is trained on.
 
         Args:
-            prompts: [B] the prompt of each row, repeated for the rows of a group, with ``text``, ``messages``,
-                ``tokens``, ``answer``, and ``row``, which holds the problem's columns in the data set.
+            prompts: [B] the prompt of each row, repeated for completions of the same prompt. A prompt has ``text``,
+                ``messages``, ``tokens``, ``answer``, and ``row``, which holds the problem's columns in the data set.
             completions: [B] the completion of each row, with ``text``, ``tokens``, ``logprobs`` and ``finished``.
         """
         ...
@@ -106,50 +114,58 @@ class WeightedReward:
 
 
 class RewardTable(NamedTuple):
-    """The scores of one batch."""
+    """Scores of one batch of B rows by all rewards."""
 
     total: Tensor
-    """[B] fp32, weighted sum of the rewards' scores, 0 on unscored rows."""
+    """[B] fp32, weighted sum of the rewards' scores; 0 on rows where ``scored`` is False."""
     scored: Tensor
-    """[B] bool, False for a row that a reward with a weight other than 0 left unscored."""
+    """[B] bool, False for a row for which a reward with a weight other than 0 returned None."""
     components: dict[str, Tensor]
-    """Scores by name of the reward, [B] fp32, before weighting; NaN for completions that the reward left unscored."""
+    """Maps a reward's name to its scores before weighting, [B] fp32; NaN where the reward returned None."""
     verdicts: dict[str, tuple[Verdict, ...]]
-    """Maps a reward's name to its scores with reasons, [B]."""
+    """Maps a reward's name to its scores with their reasons, [B]."""
     only_logged: frozenset[str] = frozenset()
     """Names of the rewards with weight 0."""
     metrics: Mapping[str, tuple[float, ...]] = {}
-    """Numbers that rewards logged by ``log_metric``, by name."""
+    """Maps a metric's name to the numbers that rewards logged by calling ``log_metric``."""
 
     @property
     def rewarded(self) -> bool:
-        """Whether there is a reward with a weight other than 0; without one, ``total`` is 0 and means nothing."""
+        """Whether any reward has a weight other than 0; otherwise ``total`` is 0 and has no meaning."""
         return bool(self.components.keys() - self.only_logged)
 
     def causes(self) -> dict[Cause, int]:
-        """Count the missing scores by cause; causes that did not occur have 0."""
+        """Count the missing scores of all rewards by cause; every cause is a key, with 0 if it did not occur."""
         counts = Counter(verdict.cause for verdicts in self.verdicts.values() for verdict in verdicts)
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """Return the most frequent reason for unscored rows; empty if all rows are scored."""
+        """Return the most frequent reason why rewards with a weight other than 0 returned None; the empty string if
+        every row has a score."""
         weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
         reasons = Counter(verdict.reason for verdicts in weighted for verdict in verdicts if verdict.score is None)
         return max(reasons, key=reasons.__getitem__, default="")
 
 
 def have_weight(rewards: Sequence[WeightedReward]) -> bool:
-    """Return whether a reward has a weight other than 0; rewards with weight 0 are only logged."""
+    """Return whether any reward has a weight other than 0; a reward with weight 0 is only logged."""
     return any(term.weight != 0 for term in rewards)
 
 
 def ready_rewards(
     rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None, optional: bool = False
 ) -> list[WeightedReward]:
-    """Check the rewards of a run together, and return them with ``max_tokens``, the longest completion that is sampled
-    in training, set in rewards that depend on it. ``metric`` names the reward that dynamic sampling filters by, if any.
-    With ``optional``, a teacher trains the policy, so there may be no reward, or none with a weight. ValueError if
-    names repeat, ``metric`` names no reward, or rewards are missing."""
+    """Check the rewards of a run together, and return them with the limit on the completion length set in the rewards
+    that depend on it.
+
+    Args:
+        max_tokens: limit on the length of completions in training, in tokens.
+        metric: name of the reward by which dynamic sampling filters groups, or None.
+        optional: True if a teacher trains the policy, so that there may be no reward with a weight.
+
+    Raises:
+        ValueError: two rewards have one name, ``metric`` is not the name of a reward, or rewards are missing.
+    """
     _check_names(rewards)
     if not rewards and not optional:
         raise ValueError("model.rewards is empty; expected at least one reward, or a teacher (model.teacher)")
@@ -174,9 +190,18 @@ def score_rewards(
     seed: int = 0,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
-    """Score a batch with every reward. The completions [B] must have their text. While a reward runs, the global random
-    streams are seeded from ``seed`` and the reward's name, and rewards may read the run's ``progress``. RewardError: a
-    reward failed, took too long, or did not return one score per row, or a weighted sum is not finite."""
+    """Score a batch with every reward.
+
+    Args:
+        prompts: [B] the prompt of each row.
+        completions: [B] the completion of each row, with its text.
+        seed: seeds the global random streams while a reward runs, together with the reward's name.
+        progress: steps of the run so far and in all, which rewards may read.
+
+    Raises:
+        RewardError: a reward failed, took too long, or did not return one score per row; or a weighted sum is not
+            finite.
+    """
     _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(
@@ -212,9 +237,13 @@ def score_rewards(
 
 
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
-    """Check, before anything is sampled, that the rewards can read the answers of some prompts of the data set: each
-    reward with a ``judge`` method is called with the known answers as completions, and for others the data must have
-    the columns that their parameters name. ValueError if a reward can read no answer, or the data lacks a column."""
+    """Check before a run that the rewards can score some prompts of the data set. A reward with a ``judge`` method has
+    to score completions that consist of the known answer; for any other reward, the data set must have the columns that
+    the reward's parameters name.
+
+    Raises:
+        ValueError: a reward can read none of the known answers, or the data set lacks a column.
+    """
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
     ]
@@ -241,10 +270,12 @@ def judge_rows(
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
     finished: Callable[[int], object] = no_progress,
 ) -> tuple[list[Verdict], dict[str, list[float]]]:
-    """Call a reward of any kind under its time limit, with global state protected (``guarded``). Returns one verdict
-    per row, with the reward's reasons if it has a ``judge`` method, and by name the numbers that the reward logs by
-    ``log_metric``. ``finished`` is called with the number of rows finished since its last call; the other arguments and
-    errors are as in ``score_rewards``."""
+    """Call one reward on a batch under its time limit, and restore the global state that it changes (see ``guarded``).
+
+    Returns one verdict per row, with the reward's reasons if it has a ``judge`` method, and the numbers that the reward
+    logged by ``log_metric``, by name. ``finished`` is called with the number of rows finished since its last call. The
+    other arguments and the errors are those of ``score_rewards``.
+    """
     name, reward, num_rows = term.name, term.reward, len(prompts)
     own_seed = derive_seed(seed, f"reward {name}")
     with guarded(name, num_rows=num_rows, time_limit=term.time_limit, seed=own_seed) as restart:

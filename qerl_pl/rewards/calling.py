@@ -1,8 +1,10 @@
-"""Call a reward: its parameters get prompts, completions and columns of the data set by their names.
+"""Call a reward function with prompts, completions and columns of the data set as keyword arguments, as its parameters
+name them.
 
 A reward whose parameters are ``prompts`` and ``completions``, in any order, or whose ``completions`` are annotated with
-``Completion``, gets ``Prompt`` and ``Completion``. Any other reward is called as TRL 1.16 calls reward functions:
-``completions`` are texts or lists of messages, and every column of the data set is passed as an argument of its name.
+``Completion``, gets lists of ``Prompt`` and ``Completion``. Any other reward is called as TRL 1.16 calls reward
+functions: ``completions`` are texts or lists of messages, and every column of the data set is passed as an argument of
+its name. Letter B: number of completions in the batch.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from qerl_pl.common.types import Completion, Prompt
 
 OBJECTS = {"prompts", "completions"}
 SAMPLED = ("prompts", "completions", "completion_ids")
-LONGEST_NOTE = 200  # most characters that are kept of a value that a reward logs for a row
+LONGEST_NOTE = 200  # characters; a longer value that a reward logs by ``log_extra`` is cut to this length
 _NO_COLUMN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass as arguments of their names
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Progress(NamedTuple):
-    """Number of optimizer steps that the run has done, and that it has in all; rewards that are called as TRL calls
-    them may read both in ``trainer_state``."""
+    """Number of optimizer steps that a run has done so far and will have done at its end. Rewards that are called as
+    TRL calls them can read both from their argument ``trainer_state``."""
 
     step: int = 0
     max_steps: int = 0
 
 
 class _State:
-    """Stands for ``transformers.TrainerState``, which rewards written for TRL may read. The class is imported, which
-    takes seconds, only when an attribute is first read."""
+    """Substitute for ``transformers.TrainerState``, which rewards written for TRL may read. transformers, which takes
+    seconds to import, is imported only when an attribute is first read."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -45,7 +47,7 @@ class _State:
 
 
 class Called(NamedTuple):
-    """Result of one call of a reward, with the values that it logged."""
+    """Result of one call of a reward on B completions, with the values that the reward logged."""
 
     scores: Any
     """Return value of the reward, not yet checked."""
@@ -56,8 +58,9 @@ class Called(NamedTuple):
 
 
 def takes_objects(name: str, reward: Callable[..., Any]) -> bool:
-    """Return whether a reward is called with ``Prompt`` and ``Completion``; if not, it is called as TRL calls rewards.
-    ValueError, with the reward's ``name``, if its parameters name neither prompts nor completions."""
+    """Return whether a reward is called with ``Prompt`` and ``Completion`` objects; if not, it is called as TRL calls
+    rewards. ``name`` is the reward's name for messages. ValueError: the parameters of ``reward`` name neither prompts
+    nor completions."""
     signature = _signature(name, reward)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
     names = {parameter for parameter, kind in kinds.items() if kind not in _VARIADIC}
@@ -82,10 +85,18 @@ def call(
     messages: bool | None = None,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> Called:
-    """Call a reward that has no ``judge`` method on a batch; a coroutine, which TRL also accepts, is run to its end. A
-    reward that is called as TRL calls rewards gets lists of messages if ``messages`` is True, texts if it is False, and
-    with None what TRL would pass: lists of messages if the questions in the data set are such lists. It gets
-    ``progress`` as ``trainer_state``. ValueError if a parameter names no column and has no default."""
+    """Call a reward without a ``judge`` method on a batch. If the reward returns a coroutine, which TRL also accepts,
+    the coroutine is run to its end.
+
+    Args:
+        messages: for a reward that is called as TRL calls rewards: True passes prompts and completions as lists of
+            messages, False as texts; None passes messages if the questions in the data set are lists of messages, as
+            TRL does.
+        progress: steps of the run, passed as ``trainer_state`` to a reward that is called as TRL calls rewards.
+
+    Raises:
+        ValueError: a parameter without a default is not the name of a column.
+    """
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}
         return Called(_finished(_called(name, reward, _columns(prompts) | objects)), [""] * len(prompts), {})
@@ -120,7 +131,8 @@ def check_columns(name: str, reward: Callable[..., Any], prompts: Sequence[Promp
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the data set's columns [B]; ``answer`` is the known answer if no column has this name."""
+    """Return the data set's columns by name, [B] values each. If no column is named ``answer``, this key has the known
+    answers."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.row if name not in _NO_COLUMN)
     columns = {name: [prompt.row.get(name) for prompt in prompts] for name in names}
     return {"answer": [prompt.answer for prompt in prompts], **columns}

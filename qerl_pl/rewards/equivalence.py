@@ -1,6 +1,8 @@
-"""Decide whether two answers are equal: by exact rules first, then by algebra.
+"""Decide whether a completion's answer equals the known answer of the data set: by exact rules first, then by algebra.
 
-Only the verifier's worker processes may import this module, because algebra can hang or use unbounded memory.
+Only the verifier's worker processes may import this module, because algebra can hang or use unbounded memory. The known
+answer is called ``gold``. An answer may have sides (of an equation), a name (x in ``x = 5``), or items (of a list, set,
+point or interval).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from qerl_pl.rewards.quantities import in_one_unit
 from qerl_pl.rewards.verdict import Verdict
 
 MAX_NESTING = 60  # largest depth of brackets and braces in an answer
-# limit on the items of an unordered list that are written differently in both answers; n such items need up to n^2
+# limit on the items of an unordered list that the two answers write differently, because n such items need up to n^2
 # comparisons by algebra
 MAX_ITEMS = 12
 _SYMBOL = r"\\?[A-Za-z]+(?:\{[A-Za-z]+\})?(?:_(?:\{[\w+-]+\}|\w+))?(?:\^\{?-1\}?)?'*"
@@ -55,8 +57,8 @@ class _Group(NamedTuple):
 
 
 def judge(gold: str, answer: str) -> Verdict:
-    """Compare the marked answer of a completion with the known answer: score 1 if they are equal, 0 if not, None if the
-    known answer is empty or cannot be read."""
+    """Compare the marked answer of a completion with the known answer. The score is 1 if they are equal, 0 if not, and
+    None if the known answer is empty or cannot be read."""
     known, given = normalize(gold, answer), normalize(answer, gold)
     if not known:
         return Verdict(None, f"the known answer {gold!r} is empty", "known_answer")
@@ -83,8 +85,8 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def _readings(gold: str, answer: str) -> list[str]:
-    """Return the texts that an answer may stand for. If the known answer is one value, ``3,5`` may also be the decimal
-    3.5, and ``3 and 1/2`` the sum 3+1/2."""
+    """Return the ways to read an answer. If the known answer is a single value, ``3,5`` may also be the decimal 3.5,
+    and ``3 and 1/2`` the sum 3+1/2."""
     if len(_group(gold).items) != 1:
         return [answer]
     decimal = re.fullmatch(r"(-?\d+),(\d{1,2}|\d{4,})", answer)
@@ -95,8 +97,9 @@ def _readings(gold: str, answer: str) -> list[str]:
 
 
 def _case_as(gold: str, answer: str) -> str:
-    """Change each letter in names of up to three letters of ``answer`` to the case that it has in ``gold``. A letter
-    that occurs in both cases in either text is left alone, because x and X may then be different variables."""
+    """Adapt upper and lower case in an answer to the known answer: in names of up to three letters, each letter gets
+    the case that it has in ``gold``. A letter that occurs in both cases in either text is left alone, because x and X
+    may then be different variables."""
     known, given = (
         {letter for run in re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side) for letter in run}
         for side in (gold, answer)
@@ -113,14 +116,15 @@ def _case_as(gold: str, answer: str) -> str:
 
 
 def _marks(text: str) -> list[str]:
-    """List the derivative marks (runs of primes) on the left side of an answer that is an equation, e.g. ``''`` of
-    ``f''(x) = 2``. Algebra ignores them, so answers with different marks are told apart by this list."""
+    """List the derivative marks (runs of primes) on the left side of an equation, e.g. ``''`` of ``f''(x) = 2``; an
+    empty list if the answer is no equation. Algebra ignores these marks, so the caller compares the lists of both
+    answers."""
     return re.findall("'+", text.partition("=")[0]) if "=" in text else []
 
 
 def judge_known(gold: str) -> Verdict:
     """Score a completion whose comparison with the known answer crashed or took too long: 0 if the known answer alone
-    can be read, else None (unscored)."""
+    can be read, so that the completion's answer must be the cause, else None."""
     items = [item for item in _group(_bare_solutions(normalize(gold))).items if item]
     values = [_value_of(item.split("\\approx")[-1]) for item in items]
     if items and all(exact_number(value) or _is_text(value) or is_readable(value) for value in values):
@@ -157,8 +161,8 @@ def _same_answer(gold: str, answer: str) -> bool:
 
 
 def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
-    """Tell whether two answers begin with the same of yes, no, true and false. A reason may follow, but no further such
-    word, and no other value than in the known answer."""
+    """Tell whether two answers begin with the same of the words yes, no, true and false. A reason may follow the word
+    in the completion's answer, but no further such word, and no value other than that in the known answer."""
     if given is None or known[1].lower() != given[1].lower():
         return False
     gold, answer = (match.string[match.end() :].strip(" ,.;:") for match in (known, given))
@@ -259,8 +263,8 @@ def _compatible(gold: _Group, answer: _Group) -> bool:
 
 
 def _by_name(group: _Group) -> _Group:
-    """Turn a list of assignments such as ``y=2, x=1`` into the list of its values in the order of their names, here 1,
-    2, as in the point (x, y); other lists are returned as they are."""
+    """Turn a list of assignments such as ``y=2, x=1`` into its values in alphabetical order of the names, here 1, 2, as
+    in the point (x, y). Any other list is returned as it is."""
     named = [match for match in map(_ASSIGNMENT.match, group.items) if match]
     if len(named) < len(group.items):
         return group
@@ -316,8 +320,8 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Drop the left sides of two answers such as ``x = 5``, if both have the same left side or only one answer has
-    one."""
+    """Remove the names from two answers such as ``x = 5`` if both have the same name or only one has a name; returns
+    both answers."""
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
         names = [letters(match["name"]).lower() for match in (known, given)]
@@ -335,8 +339,8 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _value_of(gold: str) -> str:
-    """Return the value of a known answer in which the value has a name, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or ``i^6
-    = ... = -1``; other answers are returned as they are."""
+    """Return the value of a known answer that also names it, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or ``i^6 = ... =
+    -1``. Any other answer is returned as it is."""
     sides = split_top(gold, "=")
     name = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", sides[0])
     named = re.match(r"[^\d+*/^-]*[A-Za-z][^+*/^-]*$", name) or not _LETTER.search(_COMMAND.sub("", sides[0]))
@@ -344,19 +348,21 @@ def _value_of(gold: str) -> str:
 
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
-    """Tell whether the left sides ``names`` of two answers may name the same quantity: y may stand for f(x), but c may
-    not stand for sin(x). False if ``given``, the completion's answer, only says that a name equals itself, as in ``y =
-    y``."""
+    """Tell whether the left sides of two answers, ``names``, may denote the same quantity: y may stand for f(x), but c
+    may not stand for sin(x). False if ``given``, the completion's answer, only says that a name equals itself, as in
+    ``y = y``."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
 
 
 def _same_approximation(gold: str, answer: str) -> bool:
-    """Compare answers of which at least one is an approximation such as ``1/3 \\approx 0.333``: False if sides of the
-    completion's answer do not agree up to rounding, because it then gives two different answers; else whether one of
-    its sides equals a side of the known answer. If the first side of the known answer has decimals, that side does not
-    count, because it is the term that the problem asks to compute."""
+    """Compare two answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
+
+    False if the sides of the completion's answer do not agree up to rounding, because it then states two different
+    answers. Otherwise, tell whether one of its sides equals a side of the known answer. A first side of the known
+    answer that has decimals does not count, because it is the term that the problem asks to compute.
+    """
     known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (
         parts[1:] if len(parts) > 1 and not _HAS_VALUE.search(parts[0]) else parts for parts in (known, given)
@@ -368,8 +374,8 @@ def _same_approximation(gold: str, answer: str) -> bool:
 
 
 def _last_side(sides: list[str]) -> str:
-    """Return the last side of an equation such as ``6*7=42``, which is the answer; the empty text if another side is a
-    different number, so that a false equation is not accepted."""
+    """Return the last side of an equation such as ``6*7=42``, which is the answer. If another side is a different
+    number, the equation is false and the empty string is returned."""
     *others, last = sides
     numbers = [side for side in others if _HAS_VALUE.search(side) and not _LETTER.search(_COMMAND.sub("", side))]
     if _LETTER.search(_COMMAND.sub("", last)):
@@ -378,8 +384,8 @@ def _last_side(sides: list[str]) -> str:
 
 
 def _other_names(gold: str, answer: str) -> bool:
-    """Tell whether two answers have different names that algebra would take for equal products: ``AB`` and ``BA``,
-    ``A1`` and ``1A``, or ``A`` and ``A^T``."""
+    """Tell whether two answers have different names that algebra would wrongly take for equal products: ``AB`` and
+    ``BA``, ``A1`` and ``1A``, or ``A`` and ``A^T``."""
     plain = [re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)) for side in (gold, answer)]
     names = [set(re.findall(r"[A-Z][A-Z\d]+|\d[A-Z]", side)) for side in plain]
     if any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0]):
@@ -397,7 +403,8 @@ def _same_factors(gold: str, answer: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Tell words from products of one-letter variables: "cat" and "2 greater than 1" are words, "ab" and "2ab" not."""
+    """Tell whether a text consists of words and is no product of one-letter variables: True for "cat" and "2 greater
+    than 1", False for "ab" and "2ab"."""
     least = 3 if _WORDS.match(text) else 4
     return re.search(rf"(?<![\\A-Za-z{{])[A-Za-z]{{{least},}}", text) is not None
 

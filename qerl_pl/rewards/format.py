@@ -13,26 +13,27 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def think_answer_format(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Score 1 for ``<think>...</think><answer>...</answer>`` and nothing else, else 0.
+    """Score 1 for a completion of the form ``<think>...</think><answer>...</answer>`` and nothing else, otherwise 0.
 
-    Each tag must occur once and in this order, thoughts and answer must be more than white space, and before, between
-    and after them there may be only white space. If the chat template ends the prompt with ``<think>``, this counts as
-    the first tag. Tokens with which a model family marks thoughts, such as ``[THINK]``, count as the tags ``<think>``
-    and ``</think>``; other spellings, such as ``<Think>``, do not.
+    Each tag must occur once and in this order. There must be text within both pairs of tags, and only white space
+    before, between and after them. If the chat template ends the prompt with ``<think>``, this counts as the first tag.
+    Tokens by which a model family marks its reasoning, such as ``[THINK]``, count as ``<think>`` and ``</think>``;
+    other spellings, such as ``<Think>``, do not.
     """
     pairs = zip(prompts, completions, strict=True)
     return [float(_is_think_answer(assistant_turn(prompt, completion))) for prompt, completion in pairs]
 
 
-# thoughts and answers with few characters in common, so that one stop string hardly occurs in all of them
+# Pairs of reasoning and answer with few characters in common, so that one stop string hardly occurs in all of them.
 EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))
 
 
 def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
-    """Raise ValueError, before training, if ``think_answer_format`` cannot score 1, because stop strings or decoding
-    change every completion in its format. ``as_sampled`` maps what the policy writes to what rewards get."""
+    """Raise ValueError before training if the reward ``think_answer_format`` could never give 1, because stop strings
+    or the decoding of tokens change every completion of that form. ``as_sampled`` maps the text that a policy writes to
+    the text that rewards get."""
     for term in rewards:
         if term.reward is not think_answer_format or term.weight == 0:
             continue

@@ -1,4 +1,5 @@
-"""Call a reward with a time limit, name it in its errors, and restore the process's global settings afterwards."""
+"""Call a reward function with a time limit, add its name to errors, and restore the process's global settings
+afterwards."""
 
 from __future__ import annotations
 
@@ -29,19 +30,26 @@ class RewardError(ValueError):
 
 @contextmanager
 def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
-    """Guard one call of a reward on a batch of ``num_rows`` rows; yields a function that the caller calls when rows are
-    finished, which restarts the time limit (``time_limit``, in seconds; None: no limit). RewardError, which names the
-    reward: it raised an exception, asked the process to exit, or took too long.
+    """Run one call of a reward, the body of the ``with`` statement, under a time limit, and restore the process's
+    global settings afterwards. Yields a function that restarts the time limit, to be called when rows are finished.
 
     The time limit is enforced by a thread that sends a signal to the main thread. The signal ends Python code that
     sleeps, waits or computes, but not a call into C that never returns. A reward that is not called in the main thread
     has no limit. ``os._exit`` raises an error in this process; in child processes it works as usual.
 
-    The following are restored afterwards: current folder, gradient mode, default dtype, number of threads, matmul
-    precision, recursion limit, signal handlers, timers, and the global random streams. The streams are seeded by
-    ``seed`` for the call, so a reward's draws do not depend on the code that ran before. The settings and streams of
-    NumPy and torch are handled only if these packages are imported before, because the command `score` runs without
-    them.
+    The following are restored: current folder, gradient mode, default dtype, number of threads, matmul precision,
+    recursion limit, signal handlers, timers, and the global random streams. During the call, the random streams are
+    seeded by ``seed``, so a reward's draws do not depend on the code that ran before. The settings and streams of NumPy
+    and torch are handled only if these packages are already imported, because the command `score` runs without them.
+
+    Args:
+        name: name of the reward, for messages.
+        num_rows: number of completions in the batch, for messages.
+        time_limit: limit in seconds; None: no limit.
+        seed: seed of the global random streams during the call.
+
+    Raises:
+        RewardError: the reward raised an exception, asked the process to exit, or took too long.
     """
     with _settings_kept(), preserved_rng(), _exit_refused(), _clock(time_limit) as restart:
         random.seed(seed)
@@ -70,8 +78,9 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
 
 def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
-    """Convert what a reward returned (a sequence, iterator, tensor or array with a number or None per row) to a list of
-    numbers and None. RewardError names the reward and row if there are not ``num_rows`` finite numbers or None."""
+    """Convert the return value of a reward (a sequence, iterator, tensor or array with a number or None per row) to a
+    list. RewardError: it does not consist of ``num_rows`` finite numbers or None; the message has the reward's name and
+    the row."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):
@@ -99,7 +108,8 @@ def _checked(name: str, row: int, score: Any) -> float | None:
 
 
 class _Late(BaseException):
-    """Raised inside a reward when its time limit is over. A reward's own ``except Exception`` does not catch it."""
+    """Raised inside a reward when its time limit is over. It is no subclass of Exception, so an ``except Exception`` in
+    the reward does not catch it."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Normalise an answer written in LaTeX, Unicode or words to one form, by string rewriting without parsing."""
+"""Normalise an answer written in LaTeX, Unicode or words to one notation, by rewriting strings without parsing them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNICODE = str.maketrans(
 SEPARATOR = r",|;|\bor\b|\band\b"  # regex: separators of the values of a list
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("\\text{", "}"), ("{", "}"))
 _END = r"(?![A-Za-z])"  # matches at the end of a command's name
-# Names of LaTeX commands, separated by bars, followed by what replaces each of them.
+# Rewritings of LaTeX commands: names of commands, separated by bars, and what replaces each of them.
 _NAMES = r"""
 dfrac|tfrac|cfrac \frac ; dbinom|tbinom \binom ; le|leqslant|leqq \leq ; ge|geqslant|geqq \geq ; ne \neq ; lt < ; gt >
 mid|vert|lvert|rvert | ; lbrace \{ ; rbrace \} ; langle|lparen ( ; rangle|rparen ) ; colon : ; varnothing \emptyset
@@ -38,7 +38,7 @@ _COMMANDS = [
     (re.compile(rf"\\(?:{names}){_END}"), f"{command} " if command == "^\\circ" else command)
     for names, command in (pair.split() for pair in re.split(r";|\n", _NAMES.strip()))
 ]
-# Rewritings of formulas typed without LaTeX: a name such as "sqrt" becomes a command if no letter is next to it.
+# Rewritings of formulas without LaTeX: a name such as "sqrt" becomes a LaTeX command if no letter is next to it.
 _PLAIN = [
     (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"(?<![\\A-Za-z])(pi|theta)(?![A-Za-z])"), r"\\\1 "),
@@ -59,7 +59,7 @@ _STYLE = re.compile(
     rf"|\\checkmark{_END}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:(?:text)?color|hspace\*?|label)\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
-# Words from a value to the end of the answer; ``units.names_unit`` tells whether they are the value's unit.
+# Matches the words between a value and the end of the answer; ``units.names_unit`` tells whether they are its unit.
 _WORDS = r"[A-Za-z][A-Za-z./' -]*?(?:\^\s*\{?-?[123]\}?)?"
 _END_OF_VALUE = r"(?=\s*(?:$|[,;)\]]|\\text\{|\s(?:and|or)\s))"
 _TRAILING = re.compile(rf"(?:(?<=[\d}})\]%])|(?<=pi))(?P<gap>\s*)(?P<words>{_WORDS}){_END_OF_VALUE}")
@@ -98,12 +98,13 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 
 
 def normalize(text: str, other: str = "") -> str:
-    """Normalise an answer: remove math delimiters, style and spacing commands, units, currency and surrounding prose.
-    Answers with the same result differ only in notation or units; answers with different results may still be equal.
+    """Normalise the notation of an answer: remove math delimiters, style and spacing commands, units, currency and
+    surrounding prose. Answers with the same result differ only in notation or units; answers with different results may
+    still be equal.
 
-    Words behind a value are removed only if they are its unit, and words before it only if they present it, as "the
-    total is" does (``units``). A letter that ``other``, the answer to compare with, has as a variable, such as m, is
-    not removed as a unit.
+    Words behind a value are removed only if they are its unit, and words before it only if they introduce it, as "the
+    total is" does (module ``units``). ``other`` is the answer to compare with. A letter that is a variable in
+    ``other``, such as m, is not removed as a unit.
     """
     text = unwrap(commands(text))
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
@@ -158,8 +159,9 @@ def normalize(text: str, other: str = "") -> str:
 
 
 def _closed(qualifier: re.Match[str]) -> str:
-    """Return what replaces a qualifier, a clause such as ``because ...`` at the end of an answer: the closing braces
-    that are missing if it begins inside ``\\text``, as in ``\\text{No, because } 2<3``; otherwise the empty text."""
+    """Return what replaces a qualifier, a clause such as ``because ...`` at the end of an answer. That is the empty
+    string or, if the qualifier begins inside ``\\text`` as in ``\\text{No, because } 2<3``, the closing braces that its
+    removal leaves missing."""
     before = qualifier.string[: qualifier.start()]
     return "}" * (before.count("{") - before.count("}"))
 
@@ -196,8 +198,8 @@ def _matrix(nested: re.Match[str]) -> str:
 
 
 def letters(text: str) -> str:
-    """Reduce an answer to the form in which texts are compared: without white space, without braces around single
-    characters in sub- and superscripts, and with words of four or more letters in lower case."""
+    """Reduce an answer to a form in which equal texts are equal answers: without white space, without braces around
+    single characters in sub- and superscripts, and with words of four or more letters in lower case."""
     text = re.sub(r"[A-Za-z]{4,}", lambda word: word.group().lower(), text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
@@ -230,8 +232,8 @@ def nesting(text: str) -> int:
 
 
 def commands(text: str) -> str:
-    """Replace LaTeX commands that mean the same by one of them, Unicode symbols by commands, and spacing commands by
-    blanks."""
+    """Replace LaTeX commands of equal meaning by one of them, Unicode symbols by LaTeX commands, and spacing commands
+    by blanks."""
     if not text.isascii():
         text = re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]"))
         text = ascii_digits(text.translate(_UNICODE))
@@ -281,7 +283,7 @@ def unwrap(text: str) -> str:
 
 
 def _said_once(text: str) -> str:
-    """Rewrite a number that is repeated in words, such as ``5 (five)``, as the number alone."""
+    """Reduce a number that is repeated in words, such as ``5 (five)``, to its digits."""
     twice = re.fullmatch(r"(\d+)\s*\(([A-Za-z -]+)\)", text)
     return twice[1] if twice and in_digits(twice[2]) == twice[1] else text
 

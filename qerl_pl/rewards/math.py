@@ -1,4 +1,4 @@
-"""Rewards that compare a completion's answer with the known answer."""
+"""Rewards that compare a completion's answer with the known answer of the data set."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class NumericAnswer:
 
     Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
     except that cents are converted if the known answer is in dollars. A missing or added percent sign does not matter
-    if the known number is at least 1. A marked text that has other words or numbers, such as "at least 5", is no
-    answer. Text after the end of the model's own turn is not read (``unmarked.own_turn``). A row is unscored if its
-    known answer is neither a number nor a GSM8K solution that ends in ``#### 72``.
+    if the known number is at least 1. A marked text with other words or numbers, such as "at least 5", is no answer.
+    Text that a model writes after the end of its turn, such as a further question, is not read. A row gets no score if
+    its known answer is neither a number nor a GSM8K solution that ends in ``#### 72``.
 
     Args:
         marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
@@ -59,7 +59,8 @@ class NumericAnswer:
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Compare completions with the known answers; calls ``progress`` with the number of rows just finished."""
+        """Compare the answers in completions with the known answers; ``progress`` is called with the number of rows
+        that have just been finished."""
         verdicts = []
         for text, answer in zip(texts, answers, strict=True):
             verdicts.append(self._judge(text, answer))
@@ -94,19 +95,20 @@ class NumericAnswer:
 class MathAnswer:
     """Scores 1 if the answer is mathematically equal to the known answer, else 0. For data such as MATH and AIME.
 
-    Only the marked answer is compared, and text after the end of the model's own turn is not read
-    (``unmarked.own_turn``). With the default marker, the answer is the tagged one, else the last box. Numbers,
-    expressions, sets, intervals, points, matrices, equations, lists of values, choices and words are compared in LaTeX
-    and in plain form. Units in the table of ``units`` are converted to the unit of the known answer; if that has no
-    unit, the completion's unit is ignored. The known answer may be a whole solution that ends in a box or in ``####``.
-    Values are compared exactly, with one exception: a decimal of at least six significant digits equals a value without
-    finite decimals (such as 1/3) if it is that value rounded or truncated at the decimal's last digit. ``50%`` equals
-    0.5, and equals 50 only if the known answer has the percent sign. The sides of an approximation such as ``1/3
-    \\approx 0.333`` have to agree.
+    Only the marked answer is compared, and text that a model writes after the end of its turn, such as a further
+    question, is not read. With the default marker, the answer is the text in ``<answer>`` tags, else the last box.
+    Numbers, expressions, sets, intervals, points, matrices, equations, lists of values, choices and words are compared
+    in LaTeX and in plain form. The known answer may be a whole solution that ends in a box or in ``####``.
+
+    Units in the table of ``rewards/units.py`` are converted to the unit of the known answer; if the known answer has no
+    unit, the completion's unit is ignored. Values are compared exactly, with one exception: a decimal of at least six
+    significant digits equals a value without finite decimals (such as 1/3) if it is that value rounded or truncated at
+    the decimal's last digit. ``50%`` equals 0.5, and equals 50 only if the known answer has the percent sign. The sides
+    of an approximation such as ``1/3 \\approx 0.333`` have to agree.
 
     The comparison runs in worker processes. A row whose comparison hangs or kills its worker scores 0 if the known
-    answer alone can be parsed. A row whose known answer cannot be parsed is unscored, unless the completion's answer is
-    the same text.
+    answer alone can be parsed. A row whose known answer cannot be parsed gets no score, unless the completion's answer
+    is the same text.
 
     Args:
         marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or
@@ -140,7 +142,8 @@ class MathAnswer:
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Compare completions with the known answers; calls ``progress`` with the number of rows just finished."""
+        """Compare the answers in completions with the known answers; ``progress`` is called with the number of rows
+        that have just been finished."""
         verdicts: dict[int, Verdict] = {}
         rows: dict[int, tuple[str, str]] = {}
         for index, (text, answer) in enumerate(zip(texts, answers, strict=True)):
@@ -159,7 +162,7 @@ class MathAnswer:
         return [verdicts[index] for index in range(len(texts))]
 
     def close(self) -> None:
-        """End the worker processes. The next row starts new ones."""
+        """End the worker processes. The next comparison starts new ones."""
         self.verifier.close()
 
     def _span(self, text: str) -> str | None:
@@ -169,9 +172,9 @@ class MathAnswer:
         if span is None and self.fallback == "last_math":
             number = last_number(final_part(text))
             formula = last_math(text)
-            # "= $5 ... $": the dollar signs belong to two amounts of money and enclose no formula
+            # in "= $5 ... $", the dollar signs are those of two amounts of money and enclose no formula
             formula = None if formula and formula.endswith("=") else formula
-            # a number in a sentence counts without its percent sign: "which is a 10% discount"
+            # a number in a sentence counts without its percent sign, as in "which is a 10% discount"
             span = stated_answer(text) or formula or answer_alone(text) or (str(number.value) if number else None)
         return span
 
@@ -191,7 +194,8 @@ def _unmarked_number(text: str) -> Number | None:
 
 
 def _bare(span: str) -> str:
-    """Return the content of the last box within a tagged answer; an answer without a box is returned as it is."""
+    """Return the content of the last ``\\boxed{}`` within a marked answer; an answer without a box is returned as it
+    is."""
     box = last_boxed(span)
     return span if box is None else box
 

@@ -40,8 +40,8 @@ CHINESE = re.compile(
 
 
 def in_digits(text: str) -> str:
-    """Replace whole numbers written in words by digits, and "2 and a half" by 2.5. Any other text that has digits, or
-    fractions in words, is returned as it is."""
+    """Replace whole numbers written in English words by digits, and "2 and a half" by 2.5. A text that has other
+    digits, or fractions in words, is returned as it is."""
     text = _HALF.sub(lambda match: f"{match[1] or _value(match[0].lower().rpartition(' and ')[0])}.5", text)
     if re.search(r"\d", text) or PART.search(text):
         return text

@@ -11,7 +11,7 @@ from qerl_pl.rewards.number_words import CHINESE, chinese_number, in_digits
 from qerl_pl.rewards.units import denies, leads_to_number, names_unit
 
 MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which bounds the time of the regexes below
-SIGNIFICANT = 6  # significant digits that a decimal needs at least to stand for a value such as 1/3
+SIGNIFICANT = 6  # a decimal with fewer significant digits does not stand for a value such as 1/3
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 
 # The last alternative is a decimal with a comma, as in "3,5".
@@ -78,8 +78,8 @@ class Number(NamedTuple):
     percent: bool
 
     def equals(self, other: Number, *, sign_may_miss: bool = False) -> bool:
-        """Tell whether two numbers are equal, or one is the other rounded or truncated (``is_decimal_of``). A
-        percentage such as ``50%`` equals 0.5; it equals the plain number 50 only if ``sign_may_miss`` is True."""
+        """Tell whether two numbers are equal, or whether one is the other rounded or truncated (see ``is_decimal_of``).
+        A percentage such as ``50%`` equals 0.5; it equals the plain number 50 only if ``sign_may_miss`` is True."""
         if self.percent != other.percent:
             return self._share() == other._share() or (sign_may_miss and self.value == other.value)
         return (
@@ -96,9 +96,11 @@ class Number(NamedTuple):
 
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
-    """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit; False if ``value`` has
-    finite decimals, because it must then be given exactly, or if ``decimal`` has fewer than ``SIGNIFICANT`` significant
-    digits: 0.333333 stands for 1/3, but 0.33 does not."""
+    """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit.
+
+    False if ``value`` has finitely many decimals, because an answer must then give them all, or if ``decimal`` has
+    fewer than ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
+    """
     places = decimal_places(decimal)
     if not places or decimal_places(value) is not None:
         return False
@@ -119,11 +121,11 @@ def decimal_places(value: Fraction) -> int | None:
 
 
 def parse_number(text: str) -> Number | None:
-    """Read ``text`` as one number; None if the text around the number could change its value.
+    """Read ``text`` as one number; None if words around the number could change its value.
 
     A number may have thousands separators, decimals, fractions, powers of ten, percent and currency signs, in plain
-    text, LaTeX, digits of any script or English words. Before it there may be words that present it ("the total is"),
-    and after it its unit (``units``). In an equation such as ``6 * 3 = 18``, the last side is read.
+    text, LaTeX, digits of any script or English words. It may follow words that introduce it ("the total is"), and its
+    unit may follow it (module ``units``). In an equation such as ``6 * 3 = 18``, the last side is read.
     """
     if len(text) > MAX_ANSWER:
         return None
@@ -139,7 +141,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def exact_number(text: str) -> Number | None:
-    """Parse ``text`` as a number, with optional white space around it; None if ``text`` is or has anything else."""
+    """Parse ``text`` as a number with optional white space around it; None if the text contains anything else."""
     if len(text) > MAX_ANSWER:
         return None
     match = _NUMBER.fullmatch(_signed(plain_text(text).strip()))
@@ -147,8 +149,8 @@ def exact_number(text: str) -> Number | None:
 
 
 def leading_number(text: str) -> Number | None:
-    """Read the number at the start of ``text`` if only its unit or a remark in brackets follows, as in "18 (9 eggs at
-    $2 each)"; else None."""
+    """Read the number at the start of ``text`` if nothing follows but its unit or a remark in brackets, as in "18 (9
+    eggs at $2 each)"; else None."""
     plain = _signed(plain_text(text[:MAX_ANSWER])).lstrip()
     match = _NUMBER.match(plain)
     number = _value(match) if match else None
@@ -160,9 +162,9 @@ def leading_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """Read the last number of a text, from the last line that has a number and is no remark ("Check: ..."); None if
-    there is no number, or words such as "at least" make it a bound. Numbers in parentheses count only if the line has
-    no others, and numbers in bold take precedence."""
+    """Read the last number of a text, from the last line that has a number and is no remark ("Check: ..."). None if
+    there is no number, or if words such as "at least" make the number a bound. Numbers in parentheses count only if the
+    line has no others, and numbers in bold take precedence."""
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
         line = line[-MAX_ANSWER:]
@@ -212,8 +214,8 @@ def _unbracketed(plain: str) -> str:
 
 
 def _adds_nothing(rest: str, number: Number) -> bool:
-    """Tell whether the text after a number is only its unit, or empty, perhaps with a remark in brackets that gives no
-    other value."""
+    """Tell whether the text after a number leaves its value as it is: the text is empty or the number's unit, perhaps
+    with a remark in brackets that gives no other value."""
     aside = _ASIDE_AT_END.search(rest)
     if aside:
         again = parse_number(re.sub(r"^\s*or\s", "", aside[1]))

@@ -1,4 +1,4 @@
-"""Compare answers with units, such as ``6\\text{ cm}`` and ``60 mm``, by the table of ``units``."""
+"""Compare answers with units, such as ``6\\text{ cm}`` and ``60 mm``, by the table of units in ``units.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Quantity(NamedTuple):
     certain: bool  # False where the unit may be a product of variables, as in ``2m`` and ``2mg``
 
     def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
-        """Return the value in another unit, of which one of this unit contains ``ratio * pi ** power_of_pi``."""
+        """Return the value converted to a smaller or larger unit, of which this quantity's unit contains ``ratio * pi
+        ** power_of_pi``, as LaTeX."""
         if ratio == 1 and not power_of_pi:
             return self.value
         name, equals, value = self.value.rpartition("=")
@@ -38,8 +39,9 @@ class Quantity(NamedTuple):
 
 
 def quantity(text: str) -> Quantity | None:
-    """Read an answer such as ``6\\text{ cm}`` or ``$5`` as a value and a unit from the table of units, and ``2 hours 30
-    minutes`` as a value in the first of its units; None for any other text, such as a list of quantities."""
+    """Read an answer such as ``6\\text{ cm}`` or ``$5`` as a value with a unit from the table of units; ``2 hours 30
+    minutes`` becomes a value in hours, the first of its units. None for any other text, such as a list of
+    quantities."""
     text = unwrap(text)
     money = re.sub(r"^([-\s]*)(?:\\?\$|\\text\{\s*\\?\$\s*\})\s*(?=[\d.])(.*?)(?:\s*dollars)?$", r"\1\2 dollars", text)
     money = re.sub(r"^([-\s]*)\u20ac\s*(?=[\d.])(.*)$", r"\1\2 euros", money)
@@ -76,10 +78,13 @@ def quantity(text: str) -> Quantity | None:
 
 
 def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
-    """Convert two answers to the unit of the known answer, and return their values without it; None if the units
-    measure different things. An answer without a unit is taken to be in the known answer's; if only the known answer, a
-    number, lacks one, the completion's is dropped. Answers with units that are not in the table are returned as they
-    are."""
+    """Convert the known answer ``gold`` and a completion's answer to the unit of the known answer, and return both
+    values without the unit; None if the units measure different things.
+
+    If only the known answer has a unit, the completion's answer is taken to be in this unit. If only the completion's
+    answer has one and the known answer is a number, the unit is dropped. Answers with units that are not in the table
+    are returned as they are.
+    """
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     if isinstance(known, str) and isinstance(given, Quantity):
         if given.unit == _DEGREE and "\\pi" in known:
@@ -101,8 +106,8 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
-    """Return a quantity without dimension, such as ``5 permille``, as the text of a number, and any other quantity as
-    it is; ``text`` itself if it is no quantity (``measured`` is None)."""
+    """Convert a quantity without dimension, such as ``5 permille``, to the text of a plain number. A quantity with a
+    dimension is returned as it is, and ``text`` is returned if it is no quantity (``measured`` is None)."""
     if measured is None:
         return text
     return measured if measured.unit.dimension else measured.times(measured.unit.size)

@@ -1,12 +1,12 @@
-"""Find the marks that models put around their thoughts (reasoning before the answer), in time linear in the text's
-length.
+"""Find the tags that models write around their thoughts (the reasoning before the answer), in time linear in the length
+of the text.
 
-Families mark them differently: ``<think>`` (DeepSeek-R1, Qwen3, Olmo 3), ``[THINK]`` (Ministral 3, Magistral),
+Model families use different tags: ``<think>`` (DeepSeek-R1, Qwen3, Olmo 3), ``[THINK]`` (Ministral 3, Magistral),
 ``<|channel>thought`` and ``<channel|>`` (Gemma 4), ``<unused94>thought`` (MedGemma), ``<|channel|>analysis<|message|>``
-(Harmony), ``<seed:think>``, ``<|START_THINKING|>``, ``<|begin_of_thought|>``, or a turn of their own, as
+(Harmony), ``<seed:think>``, ``<|START_THINKING|>``, ``<|begin_of_thought|>``, or a separate turn, as
 ``<|start_of_role|>thinking<|end_of_role|>``. What these have in common is a word for thinking in brackets or as a role,
-and in the closing mark a slash or a word for the end. Letters may be of either case, and blanks may be inside the
-brackets.
+and in the closing tag a slash or a word for the end. Letters may be upper or lower case, and blanks may be inside the
+brackets. This module calls all of these tags marks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BAR = r"[|\uff5c]"
 
 
 def _inside(kind: str, word: str) -> str:
-    """Return a regex that matches what a mark of thoughts has between its brackets, with groups named after
-    ``kind``."""
+    """Return a regex for the text between the brackets of a mark (a tag around thoughts). Its groups are named after
+    ``kind``, and ``word`` is the regex of the word for thinking."""
     return (
         rf"\s{{0,8}}(?:(?P<{kind}_end>/|{_END}{_OF})|{_BEGIN}{_OF})?\s{{0,8}}(?!no_)(?P<{kind}>{word})"
         rf"(?:(?P<{kind}_end_after>[_\u2581]{_END})|[_\u2581]{_BEGIN})?\s{{0,8}}"
@@ -59,7 +59,7 @@ _LONGEST = 200  # most characters of a mark and the white space after it
 
 
 class Thoughts(NamedTuple):
-    """End of the thoughts in a text, and whether they are closed."""
+    """Position at which the thoughts of a completion end, and whether the text ends within thoughts."""
 
     end: int
     """Position after the last mark that closes thoughts; 0 if there is none."""
@@ -69,7 +69,7 @@ class Thoughts(NamedTuple):
 
 @lru_cache(_NUM_KEPT)
 def thoughts_of(text: str) -> Thoughts:
-    """Find the end of a text's thoughts. While thoughts are open, only marks of the kind that opened them count."""
+    """Find the end of a text's thoughts. While thoughts are open, only a tag of the family that opened them counts."""
     end, are_open = 0, False
     for mark, meaning in _marks(text, _MARK):
         are_open = meaning == OPEN or (are_open and meaning != CLOSE)
@@ -78,15 +78,15 @@ def thoughts_of(text: str) -> Thoughts:
 
 
 def is_mark(text: str) -> bool:
-    """Return whether a text is one mark of thoughts and nothing else."""
+    """Return whether a text is exactly one tag that opens or closes thoughts."""
     return _MARK.fullmatch(text) is not None
 
 
 @lru_cache(_NUM_KEPT)
 def in_one_form(text: str) -> str:
-    """Replace the marks that are tokens of some model family, such as ``[THINK]``, by ``<think>`` and ``</think>``.
-    While thoughts are open that a mark of one kind opened, marks of other kinds are removed. Tags that models write as
-    ordinary text, such as ``<reasoning>``, stay as they are, because a reward may ask for them."""
+    """Replace tags around thoughts that are tokens of some model family, such as ``[THINK]``, by ``<think>`` and
+    ``</think>``. Within open thoughts, tags of other families are removed. Tags that models write as ordinary text,
+    such as ``<reasoning>``, stay as they are, because a reward may ask for them."""
     pieces, last = [], 0
     for mark, meaning in _marks(text, _THINK_OR_TOKEN):
         pieces += [text[last : mark.start()], meaning]
@@ -95,15 +95,16 @@ def in_one_form(text: str) -> str:
 
 
 def opening_at_the_end(text: str) -> str:
-    """Return the mark at the end of a text that opens thoughts, with white space after it; empty if there is none."""
+    """Return the tag at the end of a text that opens thoughts, with the white space after it; the empty string if there
+    is none."""
     tail = text[-_LONGEST:]
     marks = [mark for mark, meaning in _marks(tail, _MARK) if meaning == OPEN]
     return tail[marks[-1].start() :] if marks and not tail[marks[-1].end() :].strip() else ""
 
 
 def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each mark with its meaning: ``OPEN``, ``CLOSE``, or the empty text if thoughts are open that a mark of
-    another kind opened."""
+    """Yield each tag around thoughts with what is done to it: ``OPEN`` or ``CLOSE``, or the empty string if it has no
+    effect, because a tag of another family opened the thoughts."""
     opened, end = None, 0
     for bracket in _BRACKET.finditer(text):
         mark = pattern.match(text, bracket.start()) if bracket.start() >= end else None
@@ -126,11 +127,11 @@ def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str],
 _NO_WORDS = ("channel", "unused", "role", "harmony")
 _WORDS = tuple(name for name in _MARK.groupindex if "_end" not in name and name not in _NO_WORDS)
 _BRACKETS = {"slash": "bar"}
-_OTHERWISE = ("unused", "role")  # kinds whose closing mark means something else if no thoughts are open
+_OTHERWISE = ("unused", "role")  # kinds of tags whose closing tag has another meaning if no thoughts are open
 
 
 def assistant_turn(prompt: Prompt, completion: Completion) -> str:
-    """Return the completion's text, preceded by the mark that opens thoughts if the chat template wrote one at the end
+    """Return the text of a completion, preceded by the tag that opens thoughts if the chat template wrote it at the end
     of the prompt, as those of DeepSeek-R1, QwQ and Qwen3.5 do. Tokens that mark thoughts are replaced by ``<think>``
     and ``</think>``."""
     return in_one_form(opening_at_the_end(prompt.text) + completion.text)

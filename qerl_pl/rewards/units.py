@@ -1,5 +1,5 @@
 """Tell which words next to a number do not change its value (units, things that are counted, and the sentence around
-it), and convert units.
+the number), and convert units.
 
 Words behind a number are accepted only if they are a unit or a plural noun, perhaps with words that refer to it ("miles
 per hour", "eggs in total"). An answer with other words behind its number is not read as a number, because such words
@@ -17,22 +17,22 @@ from qerl_pl.rewards.number_words import NUMBER_WORD, PART
 
 
 class Unit(NamedTuple):
-    """A unit of measurement, as a multiple of the base units of its dimension."""
+    """A unit of measurement: its size as a multiple of the base units of its dimension."""
 
     size: Fraction
-    dimension: tuple[tuple[str, int], ...]  # base units and exponents; empty for a part of a whole (permille)
-    radians: int  # exponent of the radian in the unit; each leaves a factor 1 / pi out of ``size``
+    dimension: tuple[tuple[str, int], ...]  # base units and exponents; empty for a share such as permille
+    radians: int  # exponent of the radian in the unit; ``size`` lacks a factor 1 / pi for each radian
 
     def per(self, other: Unit) -> tuple[Fraction, int] | None:
-        """Return how many of the ``other`` unit this unit is, as (factor, exponent) of factor * pi^exponent; None if
-        the units measure different things."""
+        """Return how many of the unit ``other`` this unit contains, as (factor, exponent) of factor * pi^exponent; None
+        if the units measure different things."""
         if self.dimension != other.dimension:
             return None
         return self.size / other.size, other.radians - self.radians
 
 
-# Each entry has the names of a unit, its size, and the unit that the size is given in; the entry of a base unit has
-# what it measures instead of that unit. Names with a star may have a prefix such as k or kilo.
+# Each entry has the names of a unit, its size, and the unit in which the size is given. The entry of a base unit ends
+# with the name of its dimension instead. Names with a star may have a prefix such as k or kilo.
 _UNITS = """
 m* meter* metre* 1 length; in inch inches 0.0254 m; ft foot feet 12 in; yd yard 3 ft; mi mile 5280 ft
 g* gram* gramme* 1 mass; t tonne 1000 kg; lb pound 0.45359237 kg; oz ounce 1/16 lb; ton 2000 lb
@@ -93,8 +93,8 @@ _VERBS = re.compile(
 
 
 def names_unit(words: str) -> bool:
-    """Tell whether the words directly behind a number only name its unit or what is counted, as "km/h", "years old",
-    "apples a day" and "in total" do; True if there are no words."""
+    """Tell whether the words directly behind a number only name its unit or the things that are counted, as "km/h",
+    "years old", "apples a day" and "in total" do; True if there are no words."""
     words = re.sub(r"(?<=[A-Za-z])\s*\^\s*\{?\s*-?\d\s*\}?|(?<=[A-Za-z])[23]\b", "", words)
     words = words.replace("/", " per ").strip(" .,;:*\"'-")
     tokens = re.findall(r"[^\s-]+", words)
@@ -145,7 +145,7 @@ def _is_name(token: str) -> bool:
 
 def unit_of(words: str) -> Unit | None:
     """Return the unit with which the words directly behind a number begin, as in "square feet of carpet"; None if the
-    unit is not in the table, or if the words do more than name it."""
+    unit is not in the table, or if the words say more than a unit."""
     return _product(words) if names_unit(words) else None
 
 

@@ -1,5 +1,5 @@
 """Find the answer in a completion without a marker such as ``<answer>``, and the end of the model's turn, in time
-linear in the text's length."""
+linear in the length of the text."""
 
 from __future__ import annotations
 
@@ -57,15 +57,16 @@ _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last mark that closes thoughts (``</think>``); empty if thoughts are still open."""
+    """Return the text after the last tag that closes thoughts (``</think>``); the empty string if the text ends within
+    thoughts."""
     end, are_open = thoughts_of(text)
     return "" if are_open else text[end:]
 
 
 def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
-    """Return the text up to the end of the model's turn, which is a special token in the text that ends a turn, or a
-    further question ("Question: ...") after an answer. An answer is a text marked by ``marker`` or, with ``stated``
-    true, a sentence such as "the answer is 5"."""
+    """Return the part of a completion up to the end of the model's turn. The turn ends at a special token such as
+    ``<|im_end|>``, or at a further question ("Question: ...") after an answer. An answer is a text marked by ``marker``
+    or, if ``stated`` is True, a sentence such as "the answer is 5"."""
     end = next((tag for tag in _END_OF_TURN.finditer(text) if text[: tag.start()].strip()), None)
     text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
     thoughts, are_open = thoughts_of(text)
@@ -79,14 +80,15 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
 
 
 def final_part(text: str) -> str:
-    """Return the last ``_TAIL`` characters of the text after the thoughts; empty if they were never closed."""
+    """Return the last ``_TAIL`` characters of the text after the thoughts; the empty string if thoughts were opened and
+    never closed."""
     end, are_open = thoughts_of(text)
     return "" if are_open and not end else text[end:][-_TAIL:]
 
 
 def stated_answer(text: str) -> str | None:
-    """Return the answer behind the last "answer is", "answer:" or heading "Answer", up to the end of the sentence or to
-    a reason ("because ..."); None if there is none."""
+    """Return the answer that follows the last "answer is", "answer:" or heading "Answer", up to the end of the sentence
+    or to a reason ("because ..."); None if there is none."""
     answers = [stated or option for stated, option in _STATED.findall(final_part(text))]
     if not answers:
         return None
@@ -94,9 +96,9 @@ def stated_answer(text: str) -> str | None:
 
 
 def last_math(text: str) -> str | None:
-    """Return the last text that is between math delimiters, or that is in bold and short; None if there is none. If
-    only ``,``, ``and`` or ``or`` separates the last such texts, they are returned as one text. If the text is a name
-    and its value follows, as in "$x$ is 9", the value is returned."""
+    """Return the last formula between math delimiters or short text in bold; None if there is none. If the last such
+    texts are separated only by ``,``, ``and`` or ``or``, they are returned as one text. If the text is a name that is
+    followed by its value, as in "$x$ is 9", the value is returned."""
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):
@@ -114,6 +116,7 @@ def last_math(text: str) -> str | None:
 
 
 def answer_alone(text: str) -> str | None:
-    """Return the whole text if it is one line with only an answer, e.g. ``(D)``, ``x^2 + 2x``, ``June 20``."""
+    """Return the text if it is a single line that contains only an answer, e.g. ``(D)``, ``x^2 + 2x`` or ``June 20``;
+    else None."""
     text = text.strip()
     return text if len(text) <= 80 and not re.search(r"\n|\\boxed", text) and _ALONE.fullmatch(text) else None

@@ -2,9 +2,9 @@
 
 from typing import Literal, NamedTuple, get_args
 
-# Causes for which a row is unscored: its known answer cannot be read; reading the known answer took too long, ended the
-# worker process twice, or took too much memory (if the completion's answer is the reason, the score is 0 instead); or
-# the reward returned None.
+# Causes why a completion has no score. "known_answer": the known answer of the data set cannot be read. "hang",
+# "crash", "memory": reading the known answer took too long, ended the worker process twice, or took too much memory (if
+# the completion's answer causes this, the score is 0 instead). "unsaid": the reward returned None.
 Cause = Literal["known_answer", "hang", "crash", "memory", "unsaid"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -13,12 +13,13 @@ class Verdict(NamedTuple):
     """The score of one row, with its reason."""
 
     score: float | None
-    """1 for a correct answer, 0 for a wrong or missing one, None for an unscored row, which is not trained on."""
+    """1 for a correct answer, 0 for a wrong or missing one; None if the row cannot be scored, which leaves it out of
+    the loss."""
     reason: str
     """Reason of the score, for people to read, in one line: the two values that were compared, or what is missing."""
     cause: Cause | None = None
-    """Cause for which the row is unscored."""
+    """Cause why there is no score; None if there is one."""
 
 
 def no_progress(count: int) -> None:
-    """Do nothing; the default where a function that takes reports of progress may be passed."""
+    """Do nothing. This is the default for arguments that are called with the number of finished rows."""

@@ -1,8 +1,8 @@
-"""Compare answers in worker processes, so that an answer at which sympy hangs or crashes ends a worker and not the run.
+"""Compare answers in worker processes, so that an answer at which sympy hangs or crashes ends a worker process and not
+the run.
 
-All code of this module runs in the thread that calls it, which may be any thread, without signal handlers or further
-threads. Workers are new interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this
-process do not affect them.
+This module can be called from any thread, and uses neither signal handlers nor further threads. Workers are new
+interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this process do not affect them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Verifier:
-    """Compares answers in ``num_workers`` worker processes (None: one per core that this process may use, but at most
-    4), which start at the first call and end with this process or at ``close``. ``time_limit`` is the limit on the
-    processor time of one comparison, in seconds."""
+    """Worker processes that compare answers. They start at the first comparison, and end with this process or at
+    ``close``.
+
+    Args:
+        num_workers: number of worker processes; None: one per core that this process may use, but at most 4.
+        time_limit: limit on the processor time of one comparison, in seconds.
+    """
 
     def __init__(self, num_workers: int | None = None, time_limit: float = 1.0) -> None:
         require_at_least(1, num_workers=num_workers, hint=", or null for one per core")
@@ -51,13 +55,13 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """Compare each row's known answer with the completion's answer; ``progress`` is called with the number of rows
-        finished since its last call. Of equal rows, one is judged, because completions of a group often have the same
-        answer.
+        """Compare each row's known answer with the completion's answer. Of equal rows, only one is compared, because
+        completions of a group often have the same answer. ``progress`` is called with the number of rows finished since
+        its last call.
 
-        A row whose worker dies is tried once more. A row that exceeds the time or memory limit, or ends its worker
-        twice, scores 0 if the known answer alone can be parsed (if it were unscored, a policy could avoid negative
-        advantages by writing such answers), and is unscored otherwise.
+        A row whose worker dies is tried once more. If a row exceeds the time or memory limit, or ends its worker twice,
+        it scores 0 if the known answer alone can be parsed, and otherwise has no score. It scores 0 because a policy
+        could otherwise avoid negative advantages by writing answers that no worker survives.
         """
         with self._lock:
             if os.getpid() != self._owner:
@@ -78,7 +82,7 @@ class Verifier:
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
-        """End the workers. The next row starts new ones."""
+        """End the worker processes. The next comparison starts new ones."""
         with self._lock:
             _stop_all(self._workers, self._owner)
 
@@ -119,7 +123,7 @@ class Verifier:
                     failed_starts += not worker.ready
                 elif row in retried or worker.failure.cause == "hang":
                     verdicts[row] = worker.failure
-                else:  # after a crash the row is tried again, because the machine may have been the cause
+                else:  # after a crash the row is tried again, because the machine may have caused it
                     retried.add(row)
                     waiting.appendleft(row)
             if failed_starts > MAX_FAILED_STARTS:
@@ -163,8 +167,8 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Return the verdict on the row; None if there is none yet, or if the process exceeded its time limit or died,
-        in which case ``failure`` says why."""
+        """Read from the worker process and return its verdict. None if there is no verdict yet, or if the process
+        exceeded its time limit or died; in the latter cases ``failure`` says why."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
         if not wait([self.stdout.fileno()], 0):
             self.stop()
@@ -187,8 +191,8 @@ class _Worker:
         return Verdict(*json.loads(line))
 
     def stop(self, patience: float = 0.0) -> int:
-        """Kill the process if it still runs after ``patience`` seconds, and wait for its end; returns the process's
-        exit status, which is -N if signal N ended it."""
+        """Wait up to ``patience`` seconds for the process to end, then kill it; returns its exit status, which is -N if
+        signal N ended it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         self.process.kill()
@@ -200,7 +204,7 @@ class _Worker:
 
 
 def _due(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until at least one worker has a verdict, has died or has exceeded its time limit; returns all such
+    """Wait until at least one worker has sent a verdict, has died or has exceeded its time limit; returns all such
     workers."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
     readable = wait([worker.stdout.fileno() for worker in workers], min(patience, START_LIMIT))

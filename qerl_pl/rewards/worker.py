@@ -1,6 +1,7 @@
-"""Worker process of the verifier: answers each JSON line of input with one line of output.
+"""Run a worker process of ``rewards/verifier.py``: for each JSON line on standard input (known answer, completion's
+answer, time limit), print one JSON line with the verdict.
 
-It imports no module that imports torch, so it starts in half a second and does not use a GPU.
+The process imports no module that imports torch, so it starts in half a second and does not use a GPU.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ HEAVY = 2**30  # bytes of resident memory; with more, a verdict may be wrong, be
 
 
 def main() -> None:
-    """Compare answers until the end of input. SIGPROF ends the process when a comparison takes too long."""
-    # Ctrl-C is left to the trainer, which then closes this process's input and so ends it
+    """Compare pairs of answers until standard input ends. If a comparison takes longer than its time limit, the signal
+    SIGPROF ends the process."""
+    # On Ctrl-C, the trainer closes this process's standard input, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from qerl_pl.rewards.equivalence import judge, judge_known
 
-    # loads the parser's grammar and sympy's lazy modules before the first timed comparison
+    # load the parser's grammar and sympy's lazy modules before the first comparison with a time limit
     judge("\\frac{1}{2}", "x = \\sqrt{1} / 2")
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     with open(os.devnull, "w") as nowhere:  # what libraries print is discarded
@@ -32,7 +34,7 @@ def main() -> None:
         os.dup2(nowhere.fileno(), 2)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        gold, answer, limit = json.loads(line)  # a line whose answer is null asks whether the known answer can be read
+        gold, answer, limit = json.loads(line)  # answer null asks whether the known answer alone can be read
         signal.setitimer(signal.ITIMER_PROF, limit)
         try:
             verdict = judge_known(gold) if answer is None else judge(gold, answer)
@@ -49,8 +51,8 @@ def main() -> None:
 
 
 def peak_memory() -> int:
-    """Return this process's peak resident memory in bytes, from /proc, because ``getrusage`` also counts the memory
-    that the forked parent had before the exec."""
+    """Return this process's peak resident memory in bytes. It is read from /proc, because ``getrusage`` also counts the
+    memory that the parent process had when it forked this one."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
