@@ -1,4 +1,4 @@
-"""A cache of an evaluation's finished batches, with which an interrupted one is resumed, and the cache's key."""
+"""Cache the finished batches of an evaluation on disk, so that an interrupted evaluation can be resumed."""
 
 import hashlib
 import inspect
@@ -21,7 +21,8 @@ from qerl_pl.rollout.common import end_tokens
 
 
 class EvaluationCache:
-    """Stores the records of finished batches in files whose names are digests of everything that the records depend on.
+    """Stores the records of an evaluation (one per completion) in files, one per batch of prompts. A file's name is a
+    digest of everything that the records depend on.
 
     Args:
         folder: folder of the cache's files.
@@ -32,7 +33,7 @@ class EvaluationCache:
         self.folder = folder / _digest(identity)
 
     def read(self, prompts: Sequence[Prompt], *, num_rows: int) -> list[dict[str, Any]] | None:
-        """Return the ``num_rows`` stored records of a batch, or None if its file is missing or damaged."""
+        """Return the ``num_rows`` stored records of a batch of prompts; None if their file is missing or damaged."""
         try:
             rows = [json.loads(line) for line in read_lines(self._path(prompts))]
         except (FileNotFoundError, ValueError):  # not UTF-8, or no JSON
@@ -50,15 +51,16 @@ class EvaluationCache:
 def evaluation_identity(
     policy: Policy, sampling: Sampling, *, run: Mapping[str, Any], built: str, parts: Iterable[object]
 ) -> dict[str, Any]:
-    """Collect what the records of an evaluation depend on, except the prompts, as JSON-serialisable values.
+    """Collect everything that the records of an evaluation depend on, except the prompts, as values that JSON can
+    represent.
 
     Args:
         policy: the policy with the adapter that is evaluated.
         sampling: settings with which completions are sampled.
         run: identity of the run: base, adapter settings, seed.
         built: settings of engine and rewards.
-        parts: engine and rewards; digests of their source files are collected, so that an edited reward does not get
-            records that were cached before the edit.
+        parts: engine and rewards. The identity contains digests of their source files, so that records that were cached
+            before a reward was edited are not used afterwards.
     """
     base = Path(policy.base)
     tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
@@ -76,8 +78,8 @@ def evaluation_identity(
 
 
 def _source(value: object) -> str:
-    """Return the import path of a class or function, or of an object's class, with a digest of its source file. If the
-    file is part of a package, the digest is of all files of the package, because they often use one another."""
+    """Return the import path of a class or function, or of the class of an object, with a digest of its source file. If
+    the file is in a package, the digest is of all files of the package, because they may use one another."""
     owner: Any = value if isinstance(value, type | FunctionType) else type(value)
     path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))

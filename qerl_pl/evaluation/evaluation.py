@@ -1,4 +1,5 @@
-"""Evaluate a policy: sample and score held-out prompts, cache finished batches, average over all ranks."""
+"""Evaluate a policy on held-out prompts: sample and score completions, cache finished batches, and average over all
+ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +20,13 @@ from qerl_pl.rollout.loop import RolloutLoop
 
 
 class Evaluation:
-    """Evaluates a policy in one pass over the prompts of an evaluation.
+    """One evaluation of a policy: a pass over held-out prompts, which collects one record per completion.
 
     Args:
         loop: rollout loop whose engine holds the policy.
         sampling: settings with which completions are sampled.
-        seed: seed of sampling, the same for every batch.
-        cache: cache of finished batches, to resume an interrupted evaluation; None stores nothing.
+        seed: seed of sampling, which is the same for every batch.
+        cache: cache of finished batches, to resume an interrupted evaluation; None: nothing is stored.
         device: device on which means are computed; the process group's collectives must run there.
     """
 
@@ -53,16 +54,17 @@ class Evaluation:
         return rows
 
     def records(self) -> list[dict[str, Any]]:
-        """Gather the records of all ranks, in the order of the prompts. Every rank must call this."""
+        """Gather the records of all ranks, ordered as the prompts are. Every rank must call this method."""
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:
-        """Average the records over the completions of all ranks; returns scalars, [] fp64 each, by name, and an empty
-        dict if there are no completions. Every rank must call this.
+        """Average the records over the completions of all ranks; returns scalars [] fp64 by name, and an empty dict if
+        there are no completions. Every rank must call this method.
 
-        The result has the mean of every reward by its name, of the weighted sum (``reward``), and of length, truncated
-        share and unscored share. With several completions per problem it also has pass@k, where a completion is right
-        if the first reward gives it 1. A completion that could not be scored counts as 0.
+        The scalars are the mean of every reward (by its name) and of the weighted sum (``reward``), the mean length,
+        the share of truncated completions, and the share of completions without a score. With several completions per
+        problem there is also pass@k, where a completion is right if the first reward gives it 1. A completion without a
+        score counts as 0.
         """
         if self._loop.rewards and never_right(self._rows, name := self._loop.rewards[0].name):
             rank_zero_warn(
@@ -90,7 +92,7 @@ class Evaluation:
 
 
 def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether the reward ``name`` gave positive values but never 1, in which case pass@k would count no
+    """Return whether the reward ``name`` gave positive values but never 1. In that case, pass@k would count no
     completion as right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     return 1 not in values and any(value > 0 for value in values)

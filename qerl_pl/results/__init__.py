@@ -1,1 +1,1 @@
-"""Curves of finished and running runs, read from their event files."""
+"""Read the curves of finished and running training runs from their event files."""

@@ -12,7 +12,8 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util.tensor_util import make_ndarray
 
 SURPRISAL = "rollout/surprisal"
-"""Logged name of the estimated entropy of the sampling distribution, noise and temperature included."""
+"""Name of the logged scalar that estimates the entropy of the distribution that completions are sampled from, with
+noise on the weights and temperature."""
 HEADER = 12  # bytes before the data of a record: the data's length, and a checksum of this length
 FOOTER = 4  # bytes after the data of a record: the data's checksum
 
@@ -28,7 +29,7 @@ class Scalar(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One scalar as a function of the rollout's index."""
+    """Values of one logged scalar at the indices of rollouts."""
 
     steps: list[int]
     values: list[float]
@@ -38,8 +39,12 @@ class Curve(NamedTuple):
 
 def read_curves(run: Path) -> dict[str, Curve]:
     """Read all scalars of a run from its event files; returns curves by name. If a resumed run logged a step a second
-    time, the later value is taken. Unreadable parts of a damaged event file are skipped, with a warning on stderr.
-    ValueError: there is no event file, or none with a readable scalar."""
+    time, the later value is taken. Parts of a damaged event file that cannot be read are skipped, with a warning on
+    stderr.
+
+    Raises:
+        ValueError: there is no event file, or none with a readable scalar.
+    """
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
         raise ValueError(_without_events(run))
@@ -106,7 +111,7 @@ def _scalars(event: Event) -> list[Scalar]:
 
 def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
     """Summarise a run in numbers by name: accuracy, reward, entropy, speed, and the difference between the
-    log-probabilities of sampler and trainer. What the run did not log is left out."""
+    log-probabilities of sampler and trainer. Numbers for which the run did not log the scalars are left out."""
     summary: dict[str, float] = {}
     for name, tag, window in (
         ("accuracy (held out)", "val/accuracy", 1),

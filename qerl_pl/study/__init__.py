@@ -1,1 +1,6 @@
-"""Studies: train every arm (a named configuration) with every seed, and compare the arms statistically."""
+"""Studies: train several configurations with several seeds each, and compare the results statistically.
+
+A study compares arms (named configurations). Every arm is trained with every seed and at every point of an optional
+grid (a combination of values of options); each such training with its evaluations is a run. A readout is a number that
+summarises a run, such as its final accuracy.
+"""

@@ -1,4 +1,5 @@
-"""Analyse the runs of a study: a table of arms, paired comparisons, and the files to which they are written."""
+"""Analyse the runs of a study: a table of arms (named configurations), comparisons of arms in pairs of runs with equal
+seeds, and the files with the results."""
 
 import csv
 import io
@@ -30,13 +31,15 @@ HEAD = ["readout", "arms", "difference", "pairs", "p", "p (Holm)", "sd", "seen f
 
 
 class Group(NamedTuple):
-    """Finished runs of one arm at one point of the study's grid (one combination of the values of its options)."""
+    """Finished runs of one arm (a named configuration) at one point of the study's grid (a combination of values of
+    options)."""
 
     arm: str
     point: str
     """Values of the grid's options as text."""
     runs: dict[int, dict[str, float]]
-    """Readouts (numbers that summarise a run) by name, by seed; two arms' runs of equal seeds are a pair."""
+    """Maps the seed of a run to its readouts (numbers that summarise the run), by name. Runs of two arms with equal
+    seeds form a pair."""
     curves: dict[int, Curves]
 
     @property
@@ -45,11 +48,11 @@ class Group(NamedTuple):
         return f"{self.arm} {self.point}".strip()
 
     def values(self, readout: str) -> list[float]:
-        """Return one readout of each of these runs, ordered by seed; NaN for a run without it."""
+        """Return one readout of every run of the group, ordered by seed; NaN for a run without this readout."""
         return [values.get(readout, math.nan) for _, values in sorted(self.runs.items())]
 
     def mean_curves(self) -> Curves:
-        """Average each scalar over the runs, at the steps at which all of them logged it."""
+        """Average each logged scalar over the runs of the group, at the steps at which all of them logged it."""
         means: Curves = {}
         for tag in set.intersection(*(set(curves) for curves in self.curves.values())):
             runs = [dict(zip(run[tag].steps, run[tag].values, strict=True)) for run in self.curves.values()]
@@ -59,25 +62,25 @@ class Group(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Comparison of two arms in one readout."""
+    """Comparison of two arms by one readout (a number that summarises a run)."""
 
     one: Group
     other: Group
     readout: str
     comparison: Comparison
     adjusted: float
-    """P-value of the comparison after Holm's adjustment for all comparisons in the same readout."""
+    """P-value of the comparison after Holm's adjustment for all comparisons by the same readout."""
     seen_from: float
-    """Smallest true difference that Holm's adjusted test finds significant with a probability of 80 %; NaN if no result
-    of so few pairs can be significant."""
+    """Smallest true difference that the adjusted test finds significant with a probability of 80 %; NaN if there are
+    too few pairs for any significant result."""
     seeds: int | None
-    """Number of pairs with which a true difference of ``TINY_DIFFERENCE`` would be found significant with that
-    probability; None: too many, or the standard deviation of the differences is unknown."""
+    """Number of pairs with which the adjusted test finds a true difference of ``TINY_DIFFERENCE`` significant with a
+    probability of 80 %; None if the number is too large, or the standard deviation of the differences is unknown."""
 
 
 def gather(study: Study) -> list[Group]:
-    """Read the finished runs of a study, grouped by arm and point of the grid. ValueError: no run is finished, or a
-    run's event files cannot be read."""
+    """Read the results of a study's finished runs, grouped by arm and point of the grid. ValueError: no run is
+    finished, or the event files of a run cannot be read."""
     groups: dict[tuple[str, str], Group] = {}
     for run in study.runs():
         if state.is_finished(study, run):
@@ -97,8 +100,8 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare the study's pairs of arms by one readout, at each point of the grid at which both arms have finished
-    runs."""
+    """Compare pairs of arms by one readout (a number that summarises a run). Each pair that the study names is compared
+    at every point of the grid at which both arms have finished runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -118,14 +121,15 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[float]:
-    """Compute the differences of a readout, ``one`` minus ``other``, one for each seed with finished runs of both."""
+    """Compute the differences in a readout between two groups of runs, ``one`` minus ``other``: one difference for each
+    seed with which both have a finished run."""
     seeds = sorted(one.runs.keys() & other.runs.keys())
     return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
 
 
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
-    """Replace, in place, values of ``readout`` that are NaN or infinite by the lowest finite value of all runs, so that
-    a run whose training collapsed counts against its arm."""
+    """Replace values of a readout that are NaN or infinite by the lowest finite value of all runs, in place, so that a
+    run whose training collapsed counts against its arm."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
     for values in (values for group in groups for values in group.runs.values()):
         if finite and not math.isfinite(values.get(readout, 0.0)):
@@ -138,13 +142,14 @@ def names_of(groups: Sequence[Group]) -> list[str]:
 
 
 def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
-    """Compare the study's pairs of arms by every readout; the one by which the study is decided comes first."""
+    """Compare the study's pairs of arms by every readout. The readout that decides the study comes first."""
     names = sorted(names_of(groups), key=lambda name: name != study.analysis.metric)
     return [judged for name in names for judged in compared(study, groups, name)]
 
 
 def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
-    """List, as lines of Markdown, the runs that have readouts which are NaN or infinite, with the names of these."""
+    """List the runs that have readouts which are NaN or infinite, as lines of Markdown with the names of these
+    readouts."""
     runs = [
         f"- {group.name}, seed {seed}: {', '.join(lost)}"
         for group in groups
@@ -159,7 +164,8 @@ def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
 
 
 def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], collapsed: Sequence[str] = ()) -> str:
-    """Format the whole analysis as Markdown; ``collapsed`` has the lines of ``not_finite``."""
+    """Format the analysis of a study as Markdown. ``collapsed`` has the lines about runs with readouts that are not
+    finite."""
     runs, metric = study.runs(), study.analysis.metric
     left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
     lines = [
@@ -185,7 +191,8 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Say how long the commands of the finished runs took: their sum over all runs, and the median over runs."""
+    """Return a sentence on the duration of the finished runs: the hours of all runs, in total and per command, and the
+    median duration of a run in seconds."""
     done = [state.seconds_done(run) for run in runs]
     names = dict.fromkeys(name for seconds in done for name in seconds)
     hours = {name: sum(seconds.get(name, 0.0) for seconds in done) / 3600 for name in names}
@@ -197,8 +204,8 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Name, for each arm with runs at several points of the grid, the point with the highest mean of the deciding
-    readout."""
+    """Return lines that name the best point of the grid for each arm with runs at several points: the one with the
+    highest mean of the readout that decides the study."""
     metric, lines = study.analysis.metric, []
     for arm in study.arms:
         means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}
@@ -227,9 +234,11 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
 
 
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
-    """Write analysis.md, readouts.csv, comparisons.jsonl and, in surprisal/ARM_POINT.json, the sampling entropy of
-    each rollout in nats per token, averaged over the runs of an arm at a point of the grid; returns the text of
-    analysis.md."""
+    """Write the analysis of a study to files in ``folder``, and return the text of analysis.md.
+
+    The files are analysis.md, readouts.csv, comparisons.jsonl, and surprisal/ARM_POINT.json with the entropy of
+    sampling at each rollout, in nats per token, averaged over the runs of an arm at a point of the grid.
+    """
     collapsed = not_finite(study, groups)
     rank_collapsed_last(groups, study.analysis.metric)
     judged = all_compared(study, groups)

@@ -1,7 +1,8 @@
-"""Execute the commands of a study's run one after another in one process, so that packages are imported only once.
+"""Execute the commands of one run of a study (training and evaluations) in one process, so that packages are imported
+only once.
 
-``python -m qerl_pl.study.process FOLDER COMMANDS``: the run's folder, and the commands as a JSON list of pairs of name
-and arguments. The exit status is that of the first command that failed, else 0.
+Usage: ``python -m qerl_pl.study.process FOLDER COMMANDS``, where FOLDER is the run's folder, and COMMANDS is a JSON
+list of pairs of a name and a list of arguments. The exit status is that of the first command that failed, else 0.
 """
 
 import json
@@ -17,12 +18,13 @@ from qerl_pl.study.study_file import Command
 
 
 def words_of(folder: Path, commands: Sequence[Command]) -> list[str]:
-    """Make the command line of the process that executes a run's commands, as a list of words."""
+    """Return the command line, as a list of words, that starts a process which executes the commands of a run."""
     return [sys.executable, "-m", __name__, str(folder), json.dumps(commands)]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Execute the commands, and write the output of each command to its own log file; returns the exit status."""
+    """Execute the commands of a run in order, until one fails; returns its exit status, else 0. Each command writes its
+    output to its own log file."""
     folder = Path(argv[0])
     began = time.monotonic()
     for name, arguments in json.loads(argv[1]):
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         log = state.log_of(folder, name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            for stream in (1, 2):  # file descriptors, so that output of libraries written in C goes to the log too
+            for stream in (1, 2):  # as file descriptors, so that the output of libraries written in C is logged, too
                 os.dup2(file.fileno(), stream)
         if status := program(arguments):
             return status

@@ -1,4 +1,4 @@
-"""Compute the readouts of a run, numbers such as its last accuracy that summarise it, from its event files."""
+"""Compute the readouts of a run (numbers that summarise it, such as the final accuracy) from its event files."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ Curves = dict[str, Curve]
 
 
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
-    """Compute a run's readouts (numbers that summarise it) by name; one is left out if the run did not log its scalars.
-    "area under ..." is the mean of a curve over the steps of training. "entropy at equal reward" depends on the other
-    runs too, so ``analysis.gather`` adds it."""
+    """Compute the readouts of a run (numbers that summarise it), by name. A readout is left out if the run did not log
+    the scalars that it needs. The readout "area under ..." is the mean of a curve over the steps of training. "entropy
+    at equal reward" is computed by ``analysis.gather``, because it depends on other runs too."""
     validation = study.analysis.validation
     ledger = [tag for tag in sorted(curves) if tag.startswith("ledger/") and tag.endswith("/mean_abs")]
     of_curves = [
@@ -40,8 +40,9 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
 
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
-    """Read pass@k of a run's evaluation by k, k = 1 alone for one completion per problem; empty if it has not been run.
-    An evaluation that was repeated with other settings has several folders; the one that was written last counts."""
+    """Read the pass@k of one evaluation of a run from its event files; returns a dict from k to the share. With one
+    completion per problem, k = 1 is the only key; the dict is empty if the evaluation has not been run. If the
+    evaluation was repeated with other settings, and so has several folders, the newest counts."""
     files = (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")
     newest_first = sorted(files, key=lambda path: path.name, reverse=True)  # the names begin with the time
     for folder in dict.fromkeys(path.parent for path in newest_first):
@@ -55,19 +56,21 @@ def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
 
 
 def average(curve: Curve, last: int | None = None) -> float:
-    """Compute the mean of a curve's values, or of its ``last`` values (at least one)."""
+    """Compute the mean of a curve's values; with ``last``, of that many last values, but at least one."""
     return float(np.mean(curve.values if last is None else curve.values[-max(1, last) :]))
 
 
 def area(curve: Curve) -> float:
-    """Compute the mean of a curve from its first to its last step, by the trapezoidal rule."""
+    """Compute the mean of a curve over its steps: the area under it by the trapezoidal rule, divided by the distance of
+    the last step from the first."""
     if len(curve.steps) == 1:
         return curve.values[0]
     return float(np.trapezoid(curve.values, curve.steps) / (curve.steps[-1] - curve.steps[0]))
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
-    """Compute a running mean of N values: of each value and up to ``window - 1`` values before it, [N]."""
+    """Compute the running mean of N values, [N]: each result is the mean of a value and of up to ``window - 1`` values
+    before it."""
     sums = np.cumsum([0.0, *values])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
@@ -75,7 +78,8 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
 
 
 def equal_reward(runs: Sequence[Curves]) -> float | None:
-    """Return the highest training reward (running mean) that every run reached; None if a run has logged no reward."""
+    """Return the highest training reward that every run reached, as a running mean; None if a run has logged no
+    reward."""
     if not runs or any("train/reward" not in curves for curves in runs):
         return None
     means = [smooth(curves["train/reward"].values) for curves in runs]
@@ -85,8 +89,8 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
-    """Return a run's entropy (running mean, nats per token) at the first step at which the running mean of its reward
-    reaches ``reward``; None if it never does, or if no entropy was logged."""
+    """Return the entropy of a run, in nats per token, at the first step at which its reward reaches ``reward``; both
+    are running means. None if the reward never reaches this value, or if no entropy was logged."""
     if not {"train/reward", "policy/entropy"} <= curves.keys():
         return None
     reached = np.flatnonzero(smooth(curves["train/reward"].values) >= reward)

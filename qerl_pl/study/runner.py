@@ -1,4 +1,4 @@
-"""Execute the runs of a study, several at a time, each in its own process; an interrupted one is resumed."""
+"""Execute the runs of a study, several at a time, each in its own process. A run that was interrupted is resumed."""
 
 import ctypes
 import os
@@ -17,17 +17,17 @@ from qerl_pl.study.process import words_of
 from qerl_pl.study.study_file import Command, Run, Study, commands_of
 
 POLL_SECONDS = 0.2
-# after SIGTERM, a process has this time to finish its step and write a checkpoint; then it is killed
-STOP_SECONDS = 180.0
-PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
-SHARE_OF_GPU = 0.92  # that runs may take together
-LOG_LINES = 12  # of a failed command that are shown
-TIME_IS_UP = 3  # exit status
+STOP_SECONDS = 180.0  # time from SIGTERM until a process is killed, to finish its step and write a checkpoint
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+SHARE_OF_GPU = 0.92  # share of a GPU's memory that its runs may take together
+LOG_LINES = 12  # number of lines that are shown of the log of a failed command
+TIME_IS_UP = 3  # exit status if the time limit ended the work
 
 
 @dataclass
 class Slot:
-    """Place in which one run at a time is executed; the number of slots limits how many execute concurrently."""
+    """Place for one run: at most one run is executed in a slot at a time, so the number of slots limits how many runs
+    are executed at the same time."""
 
     gpu: str | None
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
@@ -42,9 +42,9 @@ class Slot:
 
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
-    """Create this machine's slots, each of which executes one run at a time, ordered so that consecutive slots are on
-    different GPUs. Each GPU gets ``jobs`` slots, or ``study.jobs``; if both are None, as many as GPU memory and CPU
-    cores allow."""
+    """Create the slots of this machine, each of which executes one run at a time. Each GPU (or the machine, if it has
+    no GPU) gets ``jobs`` slots or, if that is None, ``study.jobs``; if both are None, as many as GPU memory and CPU
+    cores allow. Consecutive slots are on different GPUs."""
     import torch  # imported here, because `study --analyse` needs none
 
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
@@ -61,8 +61,8 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Executes the runs of a study, except those that another runner's process works on, in all slots at the same time.
-    After ``minutes``, if given, running processes are asked to stop at their next checkpoint."""
+    """Executes the runs of a study in all slots at the same time, except runs that the process of another runner works
+    on. If ``minutes`` is given, processes that still run after that time are asked to stop at their next checkpoint."""
 
     def __init__(self, study: Study, slots: list[Slot], minutes: float | None) -> None:
         self.study, self.slots = study, slots
@@ -74,9 +74,8 @@ class Runner:
         self._signal = 0
 
     def work(self) -> int:
-        """Execute all runs until each has finished or failed. If a signal is received or the time limit is reached
-        before that, stop all processes at their next checkpoint. Returns an exit status, which is 0 unless processes
-        were stopped."""
+        """Execute all runs until each has finished or failed; returns exit status 0. If a signal is received or the
+        time limit is reached earlier, stop all processes at their next checkpoint, and return another exit status."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._say(f"{self.total - len(self.waiting)} of {self.total} runs are finished already")
@@ -95,8 +94,8 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Start a process in a slot that has none: for the remaining commands of the slot's run, else for the next
-        waiting run."""
+        """Start a process in a slot that has no running process: for the remaining commands of the slot's run if it has
+        one, else for the next waiting run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -112,8 +111,8 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Give a slot the first waiting run that no other process works on and that need not wait for another run to
-        finish."""
+        """Assign to a slot the first waiting run that no other process works on and that does not depend on an
+        unfinished run."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)
@@ -154,8 +153,8 @@ class Runner:
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
-        """Record the end of a slot's process. The run is given up if a command of it has now failed ``study.attempts``
-        times. It is not given up if the runner itself stopped the process (``stopped``)."""
+        """Record that the process of a slot has ended. If a command of the run has now failed ``study.attempts`` times,
+        the run is given up. A process that the runner stopped (``stopped``) does not count as failed."""
         run = slot.run
         assert run is not None
         slot.process = None
@@ -186,8 +185,8 @@ class Runner:
         slot.run = slot.lock = slot.process = None
 
     def _stop(self) -> int:
-        """Ask the processes of all runs to stop at their next checkpoint, and wait for them; kill those that have not
-        ended after ``STOP_SECONDS``. Returns an exit status: 128 plus the number of the signal that was received, or
+        """Ask the processes of all runs to stop at their next checkpoint, wait for them, and kill those that still run
+        after ``STOP_SECONDS``. Returns an exit status: 128 plus the number of the received signal, or
         ``TIME_IS_UP``."""
         busy = [(slot, slot.process) for slot in self.slots if slot.process is not None]
         for _, process in busy:
@@ -212,7 +211,8 @@ class Runner:
         print(f"{time.strftime('%H:%M:%S')} {text}\n         {counts}{self._time_left()}", flush=True)
 
     def _time_left(self) -> str:
-        """Estimate the remaining time from the mean seconds of finished runs; "" if there is none."""
+        """Estimate the remaining time of the study from the mean duration of finished runs; the empty string if there
+        is none."""
         runs = self.study.runs()
         seconds = [sum(state.seconds_done(run).values()) for run in runs if state.is_finished(self.study, run)]
         running = [time.monotonic() - slot.started for slot in self.slots if slot.process is not None]
@@ -224,5 +224,6 @@ class Runner:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent, the runner, dies; called in each new process."""
+    """Ask Linux to send this process SIGTERM when its parent process, the runner, dies. Every new process calls this
+    function."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

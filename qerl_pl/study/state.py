@@ -1,5 +1,5 @@
-"""Read and write the state of a study's run on disk: which commands succeeded, and the lock that a runner holds while
-it works on the run."""
+"""Read and write the state of a run of a study on disk: which commands succeeded, and the lock of the runner that works
+on the run."""
 
 import fcntl
 import json
@@ -14,12 +14,14 @@ LOCK = ".study.lock"
 
 
 def seconds_done(run: Run) -> dict[str, float]:
-    """Return the seconds that each successful command took, by the command's name, added up over all of its starts."""
+    """Return the duration in seconds of each successful command of a run, by the command's name, added up over all its
+    starts."""
     return _read(run.folder).get("done", {})
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
-    """Return the seconds of those starts of a command that failed or were stopped, by the command's name."""
+    """Return the duration in seconds of failed or stopped starts, by the name of the command; commands that have
+    succeeded since then are left out."""
     return _read(run.folder).get("spent", {})
 
 
@@ -47,16 +49,16 @@ def succeeded(folder: Path, name: str, seconds: float) -> None:
 
 
 def write_files(study: Study, run: Run) -> None:
-    """Write the run's -c files; the caller must hold the run's lock. ValueError: the study's file now gives the run
-    other settings than those with which the run began."""
+    """Write the configuration files (for ``-c``) of a run. The caller must hold the run's lock. ValueError: the study's
+    file now gives the run other settings than those with which the run began."""
     check_unchanged(study, run)
     for path, text in files_of(study, run).items():
         write_whole(path, text)
 
 
 def check_unchanged(study: Study, *runs: Run) -> None:
-    """Refuse a study whose file now gives a run other settings than those with which the run began. The given runs are
-    checked, or all if none is given. ValueError: names the configuration file that differs."""
+    """Raise ValueError if the study's file now gives a run other settings than those with which the run began; the
+    message names the file that differs. Without ``runs``, all runs of the study are checked."""
     for run in runs or study.runs():
         if seconds_done(run) or (run.folder / "checkpoints").exists():
             for path, text in files_of(study, run).items():
@@ -80,7 +82,7 @@ def lock(run: Run) -> IO[str] | None:
 
 
 def log_of(folder: Path, command: str) -> Path:
-    """Return the log file of all starts of a command."""
+    """Return the path of a command's log file, to which every start of the command appends."""
     return folder / "study" / f"{command}.log"
 
 

@@ -1,10 +1,11 @@
-"""Compare two arms of a study: paired differences, the test that decides, its interval and its power.
+"""Compare two arms of a study (trained configurations) by paired differences: significance test, confidence interval
+and power.
 
 One procedure gives the p-value and the interval, so that they cannot contradict each other: the two-sided sign-flip
-permutation test of the mean. Under the hypothesis that differences are symmetric about m, flipping the signs of any
-subset of the values x - m is as likely as not. The mean after flipping a subset is at least as large as the observed
-mean exactly if the mean of that subset of x is at most m. So the p-value of any m, and the interval of all m that are
-not rejected, follow from the means of all subsets (typical values; Hartigan, JASA 1969).
+permutation test of the mean. If the differences x are symmetric about m, flipping the signs of any subset of the values
+x - m leaves their distribution as it is. The mean after flipping a subset is at least as large as the observed mean
+exactly if the mean of that subset of x is at most m. So the p-value of any m, and the interval of all m that are not
+rejected, follow from the means of all subsets (typical values; Hartigan, JASA 1969).
 """
 
 import bisect
@@ -17,18 +18,20 @@ import numpy as np
 from scipy import optimize, stats
 
 ALPHA = 0.05
-"""Probability that a study, in all comparisons that decide it, finds at least one difference that does not exist."""
+"""Probability that the comparisons that decide a study together find at least one difference that does not exist."""
 POWER = 0.8
 EXACT_PAIRS = 16
-"""Largest number of pairs for which the test takes all subsets; for more pairs it takes 2^16 random subsets."""
+"""Largest number of pairs of runs for which the test uses all subsets of pairs; for more pairs it uses 2^16 random
+subsets."""
 SIMULATED_PAIRS = 12
-"""Largest number of pairs for which power is simulated; with more, the t test has the same power within 2 %."""
+"""Largest number of pairs of runs for which the test's power is simulated. For more pairs, the power of the t test is
+used, which differs by less than 2 %."""
 MOST_SEEDS = 10_000
 
 
 class Estimate(NamedTuple):
-    """Estimate of a mean from ``num`` values, with its 95 % interval, which is NaN or infinite if there are too few
-    values."""
+    """Estimate of a mean from ``num`` values, with a 95 % confidence interval. Where there are too few values, mean or
+    interval is NaN or infinite."""
 
     value: float
     low: float
@@ -37,10 +40,11 @@ class Estimate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Statistics of the differences of a readout in pairs of runs with equal seeds."""
+    """Statistics of the differences between two arms in a readout (a number that summarises a run), over pairs of runs
+    with equal seeds."""
 
     difference: Estimate
-    """Mean, with the interval of all true means that the test does not reject at the 5 % level."""
+    """Mean difference. Its interval contains all true means that the test does not reject at the 5 % level."""
     p: float
     """P-value of a two-sided sign-flip permutation test of the mean; exact up to 16 pairs."""
     spread: float
@@ -48,7 +52,7 @@ class Comparison(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Estimate a mean with Student's t interval; values that are not finite are left out."""
+    """Estimate a mean with the interval of Student's t distribution. Values that are NaN or infinite are left out."""
     finite = _finite(values)
     if len(finite) < 2:
         return Estimate(float(finite[0]) if len(finite) else math.nan, math.nan, math.nan, len(finite))
@@ -58,7 +62,8 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def compare(values: Sequence[float]) -> Comparison:
-    """Estimate the mean of paired differences, and test whether it is 0; values that are not finite are left out."""
+    """Estimate the mean of paired differences, and test whether it is 0. Differences that are NaN or infinite are left
+    out."""
     finite = _finite(values)
     if len(finite) < 2:
         return Comparison(mean(finite.tolist()), math.nan, math.nan)
@@ -68,7 +73,7 @@ def compare(values: Sequence[float]) -> Comparison:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values by Holm's step-down method, so that the probability of any false rejection among them stays below
+    """Adjust p-values by Holm's step-down method, so that the probability of any false rejection among them is at most
     the level of the test. A NaN stays NaN and does not count as a test."""
     adjusted = np.array(p_values, dtype=np.float64)
     order = np.argsort(adjusted)[: np.count_nonzero(~np.isnan(adjusted))]  # NaN is sorted last
@@ -78,14 +83,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def smallest_p(pairs: int) -> float:
-    """Return the smallest p-value that the sign-flip test can give with this number of pairs, however large the
-    differences."""
+    """Return the smallest p-value that the sign-flip test can give with ``pairs`` pairs of runs, however large the
+    differences are."""
     return min(1.0, 2.0 ** (1 - pairs))
 
 
 def pairs_to_accept(comparisons: int) -> int:
-    """Return the smallest number of pairs (of runs with equal seeds) with which one of ``comparisons`` comparisons can
-    be significant after Holm's adjustment."""
+    """Return the smallest number of pairs of runs with equal seeds with which one of ``comparisons`` comparisons can be
+    significant after Holm's adjustment."""
     pairs = 1
     while comparisons * smallest_p(pairs) > ALPHA:
         pairs += 1
@@ -93,8 +98,9 @@ def pairs_to_accept(comparisons: int) -> int:
 
 
 def power(size: float, pairs: int, comparisons: int = 1) -> float:
-    """Compute the probability that a comparison is significant in Holm's first step, p <= 0.05 / ``comparisons``, if
-    the differences are normally distributed and ``size`` is their true mean divided by their standard deviation."""
+    """Compute the probability that the sign-flip test finds a difference significant in Holm's first step, p <= 0.05 /
+    ``comparisons``. The differences of the ``pairs`` pairs are assumed to be normally distributed, and ``size`` is
+    their true mean divided by their standard deviation."""
     alpha = ALPHA / comparisons
     if smallest_p(pairs) > alpha:
         return 0.0
@@ -108,9 +114,9 @@ def power(size: float, pairs: int, comparisons: int = 1) -> float:
 
 @cache
 def smallest_size(pairs: int, comparisons: int = 1) -> float:
-    """Compute the smallest true difference between two arms that the test finds significant with a probability of 80 %,
-    adjusted for a number of ``comparisons``. The unit is the standard deviation of the differences over pairs. NaN if
-    no result of so few pairs can be significant."""
+    """Compute the smallest true difference between two arms that the test finds significant with a probability of 80 %
+    after Holm's adjustment for ``comparisons`` comparisons. The unit is the standard deviation of the differences over
+    pairs. NaN if there are too few pairs for any significant result."""
     if pairs < pairs_to_accept(comparisons):
         return math.nan
     root = optimize.bisect(lambda size: power(size, pairs, comparisons) - POWER, 0.0, 100.0, xtol=1e-3)
@@ -118,10 +124,10 @@ def smallest_size(pairs: int, comparisons: int = 1) -> float:
 
 
 def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
-    """Return the number of seeds, with each of which both arms are run, that it takes for the test to find a true
-    ``difference`` between two arms significant with a probability of 80 %, adjusted for a number of ``comparisons``.
-    ``spread`` is the standard deviation of the difference over seeds. None if the difference is 0 or takes over 10 000
-    seeds."""
+    """Compute the number of seeds (with each of which both arms are run) with which the test finds a true
+    ``difference`` significant with a probability of 80 % after Holm's adjustment for ``comparisons`` comparisons.
+    ``spread`` is the standard deviation of the difference over seeds. None if the difference is 0, or the number is
+    above 10 000."""
     if difference == 0:
         return None
     least = pairs_to_accept(comparisons)
@@ -140,7 +146,8 @@ def _finite(values: Sequence[float]) -> np.ndarray:
 
 @cache
 def _subsets(num: int) -> np.ndarray:
-    """Return the non-empty subsets of ``num`` values as rows of 0 and 1; the last row is the whole set."""
+    """Return the non-empty subsets of ``num`` values as rows of 0 and 1, fp64 [subsets, num]; the last row is the whole
+    set. Above ``EXACT_PAIRS`` values, the rows are random subsets."""
     if num <= EXACT_PAIRS:
         return (np.arange(1, 2**num)[:, None] >> np.arange(num) & 1).astype(np.float64)
     rows = np.random.default_rng(0).integers(0, 2, (2**EXACT_PAIRS - 1, num))
@@ -151,18 +158,20 @@ def _subsets(num: int) -> np.ndarray:
 
 @cache
 def _standard_sums(pairs: int) -> np.ndarray:
-    """Simulate studies whose differences are standard normal, to estimate the power of the test. Returns the sum of the
-    differences of each subset of the pairs, [studies, subsets], for as many studies as fit into 32 MB, at most 4000."""
+    """Simulate studies whose paired differences are standard normal, to estimate the power of the test. Returns the sum
+    of the differences over each subset of the pairs, [studies, subsets] fp64, for as many studies as fit into 32 MB,
+    but at most 4000."""
     studies = min(4000, 2**22 // 2**pairs)
     return np.random.default_rng(0).standard_normal((studies, pairs)) @ _subsets(pairs).T
 
 
 def _p_values(sums: np.ndarray) -> np.ndarray:
-    """Compute the two-sided p-value of the sign-flip test that the mean difference is 0, once per row of ``sums``: a
-    row has the sum of the paired differences over every subset of the pairs, and last that over all pairs."""
-    # Flipping the signs of a subset makes the mean at least as extreme in one of two cases: the subset's sum is 0 or
-    # has the other sign than the sum of all differences, or it is at least as far from 0 as that sum. The complements
-    # of the subsets of one case are those of the other, so one case is counted, and doubled.
+    """Compute two-sided p-values of the sign-flip test that the mean difference is 0. ``sums`` [..., subsets] has the
+    sum of the paired differences over every subset of the pairs, and last the sum over all pairs; the result [...] has
+    one p-value per row."""
+    # Flipping the signs of a subset makes the mean at least as extreme in two cases: (1) the subset's sum is 0, or its
+    # sign differs from that of the sum of all differences; (2) it has that sign and is at least as large. A subset is
+    # in case 1 exactly if its complement is in case 2, so case 1 is counted, and doubled.
     total = sums[..., -1:]
     turned = np.where(total >= 0, sums, -sums)
     slack = 1e-9 * np.abs(sums).max(axis=-1, keepdims=True)
@@ -171,10 +180,11 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
 
 
 def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
-    """Compute the 95 % interval: the true means that the test does not reject, found from the sorted means of
-    subsets."""
+    """Compute the 95 % confidence interval, i.e. the true means that the test does not reject, from the sorted means of
+    subsets. ``sums`` [subsets] has the sums of the differences over the subsets of the ``pairs`` pairs."""
     means = np.sort(sums / _subsets(pairs).sum(axis=1))
-    rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)  # subsets, with the empty one, that p <= ALPHA allows
-    if rejected < 1:  # five pairs or fewer reject no mean
+    # number of subsets (the empty one included) at each end of the sorted means that p <= ALPHA allows
+    rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)
+    if rejected < 1:  # with five pairs or fewer, no mean is rejected
         return -math.inf, math.inf
     return float(means[rejected - 1]), float(means[-rejected])

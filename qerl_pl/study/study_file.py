@@ -1,4 +1,8 @@
-"""Read the YAML file of a study, and derive the runs and commands that it defines."""
+"""Read the YAML file of a study, and derive the runs and commands that it defines.
+
+A study trains arms (named configurations) with several seeds, at every point of an optional grid, which is a
+combination of values of options.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,13 @@ FIT = "fit"
 SET_BY_STUDY = ("run_dir", "seed_everything", "ckpt_path")
 """Settings that the study itself sets for every run, so its file may not contain them."""
 MOST_LETTERS = 80
-"""Most characters that a value of the grid takes in the name of a folder."""
+"""Limit on the number of characters of the name of a folder that a value of the grid takes."""
 KINDS = (
     ("a mapping", dict, ("arms", "after", "settings", "grid", "evaluations", "analysis")),
     ("a list", list, ("seeds", "config")),
 )
 Settings = dict[str, Any]
-"""Part of a configuration, with the keys of a -c file."""
+"""A part of a configuration, with the keys of a configuration file (as for ``-c``)."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,8 @@ class Study:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """Refuse settings in the study's file that would have no effect, because the study's ``grid`` or
-        ``gpu_memory``, or a setting that the study makes itself (such as the seed), overwrites them in every run."""
+        """Raise ValueError for a setting in the study's file that would have no effect, because the grid,
+        ``gpu_memory`` or the study itself (for example the seed) sets it in every run."""
         sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
         sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
@@ -145,23 +149,24 @@ class Study:
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:
-        """Pairs of arms that are compared: the difference is the first arm minus the second."""
+        """Pairs of arms that are compared. The difference is the first arm's value minus the second's."""
         first, *others = self.arms
         pairs = self.analysis.comparisons
         return [(arm, first) for arm in others] if pairs is None else [(one, other) for one, other in pairs]
 
     def runs(self) -> list[Run]:
-        """List all runs, ordered by seed, so that a study that ends early has its first seeds complete."""
+        """List all runs, ordered by seed, so that a study that is stopped early has complete comparisons for its first
+        seeds."""
         points = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         return [self._run(arm, point, seed) for seed, point, arm in itertools.product(self.seeds, points, self.arms)]
 
     def run_before(self, run: Run) -> Run | None:
-        """Return the run that has to be finished before a run may begin; None if there is none."""
+        """Return the run that has to be finished before ``run`` may begin; None if ``run`` depends on no other run."""
         return self._run(self.after[run.arm], run.point, run.seed) if run.arm in self.after else None
 
     def name_of(self, point: Mapping[str, Any]) -> str:
-        """Return the folder's name of a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty for a study without
-        a grid."""
+        """Return the name of the folder for a point of the grid, e.g. ``lr=0.001,base=small.gguf``; the empty string
+        for a study without a grid."""
         name = ",".join(f"{key.rsplit('.', 1)[-1]}={_shown(value, self.grid[key])}" for key, value in point.items())
         return name if len(name) <= 2 * MOST_LETTERS else f"{name[:MOST_LETTERS]}-{_digest(name)}"
 
@@ -186,16 +191,19 @@ class Run(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command that is executed for a run: its training, or an evaluation of the trained policy."""
+    """A command that is executed for a run of a study: the training, or an evaluation of the trained policy."""
 
     name: str
     arguments: list[str]
 
 
 def read_study(path: Path, output: Path | None = None, variables: Mapping[str, str] | None = None) -> Study:
-    """Read a study's file: YAML with the fields of ``Study``, and optionally ``variables``, values by name, which
-    replace ``$NAME`` in all texts of the file. The arguments ``output`` and ``variables`` replace the file's.
-    ValueError: the file is missing or no YAML, or a key or value is wrong."""
+    """Read the YAML file of a study, which has the fields of ``Study`` and optionally ``variables``, a mapping of names
+    to values that replace ``$NAME`` in all texts of the file.
+
+    The arguments ``output`` and ``variables`` override what the file says. ValueError: the file is missing or no YAML,
+    or a key or value is wrong.
+    """
     _require(path.is_file(), f"there is no study {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -228,7 +236,8 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
 
 
 def _named(sections: Mapping[Any, Any], where: str) -> dict[str, Settings]:
-    """Check a mapping from names, such as those of arms, to settings; null in place of settings means no settings."""
+    """Check a mapping from names, such as those of arms, to settings, and return it. null in place of settings means no
+    settings. ``where`` is the place in the file, for error messages."""
     for name, settings in sections.items():
         text = f"{where}.{name} is {settings!r}; expected settings by their names, as in a -c file"
         _require(isinstance(settings, dict | None), text)
@@ -242,7 +251,8 @@ def _name(name: object, where: str) -> str:
 
 
 def _without_variables(content: Mapping[str, Any], where: str, values: Mapping[str, str]) -> dict[str, Any]:
-    """Replace ``$NAME`` in all texts of a study's file; a file without ``variables`` is not changed."""
+    """Replace ``$NAME`` in all texts of a study's file by the values of variables; a file without ``variables`` is
+    returned as it is."""
     known = content.get("variables") or {}
     _require(isinstance(known, dict), f"{where}: variables is {known!r}; expected a mapping")
     _require("seed" not in known, f"{where}: variables has `seed`, which is each run's seed; choose another name")
@@ -272,7 +282,7 @@ def _without_variables(content: Mapping[str, Any], where: str, values: Mapping[s
 
 
 def files_of(study: Study, run: Run) -> dict[Path, str]:
-    """Make the -c files of a run: their paths and contents."""
+    """Return the configuration files (for ``-c``) of a run, as a mapping of path to content."""
     sections = {"settings": study.settings, "arm": study.arms[run.arm]}
     sections |= {f"evaluate-{name}": settings for name, settings in study.evaluations.items()}
     texts = {name: yaml.safe_dump(settings, sort_keys=False) for name, settings in sections.items()}
@@ -298,7 +308,7 @@ def commands_of(study: Study, run: Run) -> list[Command]:
 
 
 def _option(value: Any) -> str:
-    """Write a value as the command line takes it."""
+    """Return the text of a value in the form that the command line reads."""
     return json.dumps(value) if isinstance(value, dict | list | bool) or value is None else str(value)
 
 
@@ -307,8 +317,8 @@ def _with_seed(text: str, seed: int) -> str:
 
 
 def _shown(value: Any, values: list[Any]) -> str:
-    """Return how a value of the grid is written in a folder's name: of a path the last part, followed by a digest if
-    another value of the grid has the same last part."""
+    """Return the text that stands for a value of the grid in the name of a folder. For a path, it is the last part,
+    followed by a digest if another value of the grid has the same last part."""
     name = _last_part(value)
     clash = [_last_part(other) for other in values].count(name) > 1
     return f"{name}-{_digest(str(value))}" if clash else name
