@@ -1,4 +1,5 @@
-"""Train and evaluate: ``python train.py {fit,validate,test,predict}`` is ``qerl {fit,validate,test,predict}``.
+"""Run the training commands without installing the package: ``python train.py fit`` does what ``qerl fit`` does; the
+other commands are validate, test and predict.
 
 Usage: python train.py fit -c configs/tasks/TASK.yaml -c configs/models/MODEL.yaml -c configs/arms/ARM.yaml
        [--run_dir DIR] [--ckpt_path last] [--KEY VALUE ...]

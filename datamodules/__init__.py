@@ -1,1 +1,1 @@
-"""Sources of problems, and the data module that serves them as prompts."""
+"""Sources of training and evaluation problems, and the data module that turns the problems into batches of prompts."""

@@ -1,4 +1,4 @@
-"""Generate multi-step arithmetic, the problems of the quickstart."""
+"""Generate arithmetic problems with several operands, which the quickstart trains on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Read rows of Arrow tables (Parquet files and data sets of the hub); a 16- or 32-bit float keeps the digits with which
-it is printed."""
+"""Read rows of Arrow tables: Parquet files and data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ ROWS = 1024  # rows that are converted at a time
 
 
 def parquet_rows(path: str) -> Iterator[dict[str, object]]:
-    """Read the rows of a Parquet file; ValueError if it is damaged, has no rows, or two columns of one name."""
+    """Read the rows of a Parquet file as dicts. ValueError: the file is damaged or has no rows, or two columns have one
+    name."""
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows == 0:
@@ -30,15 +30,15 @@ def parquet_rows(path: str) -> Iterator[dict[str, object]]:
 
 
 def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
-    """Return the rows of a ``datasets.Dataset``; a class label is given as its name and not as its number."""
+    """Return the rows of a ``datasets.Dataset`` as dicts; a class label is given as its name and not as its number."""
     for table in dataset.with_format("arrow").iter(ROWS):
         for row in table_rows(table):
             yield {name: _with_labels(value, dataset.features[name]) for name, value in row.items()}
 
 
 def _with_labels(value: Any, feature: Any) -> Any:
-    """Replace the numbers of class labels in a value, at any depth, by the labels' names; -1 means no label and becomes
-    None."""
+    """Replace numbers of class labels by the labels' names, also inside lists and structs; -1 means no label and
+    becomes None."""
     if hasattr(feature, "int2str"):
         return feature.names[value] if isinstance(value, int) and value >= 0 else None
     if isinstance(value, dict) and isinstance(feature, dict):
@@ -50,9 +50,11 @@ def _with_labels(value: Any, feature: Any) -> Any:
 
 
 def table_rows(table: pyarrow.Table) -> Iterator[dict[str, object]]:
-    """Return the rows of a table as Python objects. A 16- or 32-bit float, also in a list, becomes the Python float
-    with the shortest digits that identify it in its own precision: 0.1 and not 0.10000000149011612. A column with times
-    that Python cannot represent becomes text."""
+    """Return the rows of an Arrow table as dicts of Python objects.
+
+    A 16- or 32-bit float, also in a list, becomes the Python float with the shortest digits that identify it in its own
+    precision: 0.1 and not 0.10000000149011612. A column with times that Python cannot represent becomes text.
+    """
     for row in zip(*map(_values, table.columns), strict=True):
         yield dict(zip(table.column_names, row, strict=True))
 

@@ -1,4 +1,4 @@
-"""Benchmarks to validate and test on: MATH-500, AIME 2024 and 2025, AMC 2023."""
+"""Benchmarks of mathematical problems to validate and test on: MATH-500, AIME 2024 and 2025, AMC 2023."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from datamodules.rows import BadRows, OnBadRows, Row, read_problems
 from qerl_pl.common.types import Problem
 
-_HUB = {  # data set on the hub, its split, and its column of questions
+_HUB = {  # by name of the benchmark: data set on the Hugging Face hub, its split, and its column of questions
     "math500": ("HuggingFaceH4/MATH-500", "test", "problem"),
     "aime24": ("HuggingFaceH4/aime_2024", "train", "problem"),
     "aime25": ("math-ai/aime25", "test", "problem"),

@@ -26,7 +26,7 @@ class Overlap(NamedTuple):
     train_question: str
     evaluation_question: str
     words: str
-    """The first run of words in the training question that the evaluation question has, too."""
+    """The first sequence of consecutive words in the training question that the evaluation question contains, too."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Decontaminated:
 
 
 def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, num_words: int) -> list[Overlap]:
-    """Find the training problems that share a run of ``num_words`` words with an evaluation problem; each is returned
-    with the first such run. Case, punctuation and white space are ignored."""
+    """Find the training problems that share ``num_words`` consecutive words with an evaluation problem. Each is
+    returned with the first sequence of words that it shares. Case, punctuation and white space are ignored."""
     owners: dict[tuple[str, ...], str] = {}  # evaluation question that has a run of words; a short question is one run
     for problem in evaluation:
         for run in runs_of_words(problem.question, num_words):
@@ -101,18 +101,20 @@ def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
 
 
 def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
-    """Remove training problems whose question is also a validation question up to white space; returns the other
-    training problems, and how many were removed."""
+    """Remove the training problems whose question is also the question of a validation problem, up to white space.
+    Returns the remaining training problems, and the number of removed ones."""
     seen = {" ".join(problem.question.split()) for problem in validation}
     kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
     return kept, len(train) - len(kept)
 
 
 def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
-    """Split training problems into a list that stays in training and a list of ``num`` that are held out, those with
-    the smallest hashes of their questions, so the choice does not depend on the order. Problems that share
-    ``SHARED_WORDS`` consecutive words with a held-out one are in neither. ValueError if no training problem would be
-    left."""
+    """Split training problems into problems that stay in training and ``num`` held-out problems.
+
+    The held-out problems are those with the smallest hashes of their questions, so the choice does not depend on the
+    order. Problems that share ``SHARED_WORDS`` consecutive words with a held-out problem are in neither list.
+    ValueError: no training problem would be left.
+    """
     if num == 0:
         return list(problems), []
     questions = {" ".join(problem.question.split()) for problem in problems}

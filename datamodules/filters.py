@@ -1,4 +1,5 @@
-"""Restrict the rows of a table to values, or ranges of numbers, in some columns; rows with null there are left out."""
+"""Restrict the rows of a table to given values, or ranges of numbers, in some columns. A row with null in a restricted
+column is left out."""
 
 from __future__ import annotations
 
@@ -41,14 +42,15 @@ class Filters:
                 raise ValueError(f"between has [{low}, {high}] for {column!r}; expected the lower number first")
         self.only = {column: {_comparable(value) for value in values} for column, values in (only or {}).items()}
         self.between = dict(between or {})
-        # By restricted column: error of the first row without this column; None as soon as a row has the column.
+        # Maps each restricted column to the error of the first row without it, or to None after a row with the column.
         self._missing: dict[str, NoColumnError | None] = {}
         self._num_null: Counter[str] = Counter()
         self._num_rows = self._num_kept = 0
 
     def keeps(self, row: Row) -> bool:
-        """Tell whether a row passes all restrictions. A missing column counts as null. ValueError if a restricted
-        column holds something else than text, number or bool, or, if it is restricted to a range, no number."""
+        """Return whether a row satisfies all restrictions. A missing column counts as null. ValueError: a restricted
+        column holds something other than text, number or bool; or a column that is restricted to a range holds no
+        number."""
         passes = []
         for column in dict.fromkeys((*self.only, *self.between)):
             value = self._value(row, column)
@@ -68,8 +70,8 @@ class Filters:
         return all(passes)
 
     def report(self, path: str | Sequence[str]) -> None:
-        """Log how many rows were kept, and how many had null in a restricted column; NoColumnError if there is a
-        restricted column that no row has."""
+        """Log how many rows were kept, and how many had null in a restricted column. NoColumnError: no row has a column
+        that is restricted."""
         for error in filter(None, self._missing.values()):
             raise error
         if self._num_kept < self._num_rows:
@@ -87,8 +89,8 @@ class Filters:
 
 
 def _comparable(value: Value) -> Decimal | str:
-    """Convert a value such that values which count as equal become equal: a number, also one stored as text, becomes a
-    Decimal, and True becomes "true"."""
+    """Convert a value so that values which count as equal compare as equal: a number, also one stored as text, becomes
+    a Decimal, and True becomes "true"."""
     text = str(value)
     if text in ("True", "False"):
         return text.lower()

@@ -1,8 +1,9 @@
-"""Loaders of prompt batches. They are iterables with a length, so that Lightning neither prefetches batches nor adds a
-sampler.
+"""Loaders of batches of prompts. They are iterables with a length, so that Lightning neither prefetches batches nor
+adds a sampler.
 
-torchdata's StatefulDataLoader would need a batch sampler with the same code. It also starts worker processes, which
-lists of tokens do not need, and draws from the global random state at every start.
+torchdata's StatefulDataLoader is not used, because it would need a batch sampler that contains the code of this module.
+It also starts worker processes, which lists of tokens do not need, and draws from the global random state at every
+start.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from qerl_pl.common.types import Prompt
 
 
 def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterator[Prompt]:
-    """Set the field ``copy`` of each prompt: the number of earlier prompts with the same tokens, including those in
-    ``before``. The seed of a completion is derived from its prompt's tokens and ``copy``, so it does not depend on the
-    rank, and equal prompts get different completions."""
+    """Set the field ``copy`` of each prompt to the number of earlier prompts with equal tokens, including those in
+    ``before``. The seed of a completion is derived from the tokens of its prompt and from ``copy``. So the seed does
+    not depend on the rank, and equal prompts get different completions."""
     seen = Counter(prompt.tokens for prompt in before)
     for prompt in prompts:
         yield prompt._replace(copy=seen[prompt.tokens])
@@ -31,19 +32,21 @@ def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterat
 
 
 def drawn_order(num: int, seed: int) -> list[int]:
-    """Draw a random permutation of ``num`` indices, from a generator of its own and not torch's global one."""
+    """Draw a random permutation of ``num`` indices from a generator that is seeded by ``seed``, not from torch's global
+    one."""
     return torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @dataclass(eq=False)
 class TrainLoader:
-    """Yields batches for ever, one epoch per iteration, in an order that depends only on seed and epoch. Prompts that
-    do not fill a batch at the end of an epoch are skipped in that epoch.
+    """Endless loader of batches of training prompts: each iteration over it yields one epoch, in an order that depends
+    only on seed and epoch. Prompts that do not fill a batch at the end of an epoch are skipped in that epoch.
 
-    Its state is its position (epoch and batch), which Lightning saves in checkpoints, and from which iteration
-    continues after a resume, also on another number of ranks. ``batch_size`` counts the prompts of all ranks; this
-    loader serves the share of ``rank``. ``hint`` is the part of the error message that says why prompts may differ from
-    those of a checkpoint. ValueError: fewer prompts than a batch, or a batch cannot be divided equally among the ranks.
+    Its state is the position in the data (epoch and batch), which Lightning saves in checkpoints. A resumed run
+    continues from this position, also with another number of ranks. ``batch_size`` is the number of prompts of all
+    ranks, of which the loader yields those of ``rank``. ``hint`` is a part of the error message for prompts that differ
+    from those of a checkpoint, and says why. ValueError: there are fewer prompts than a batch needs, or a batch cannot
+    be divided equally among the ranks.
     """
 
     prompts: Sequence[Prompt]
@@ -70,24 +73,24 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         """Yield the batches of prompts that remain in the current epoch, or those of the next epoch if none remain."""
-        # the epoch is advanced here and not after the loop, because Lightning takes len(self) batches and stops there
+        # the epoch is advanced here and not after the loop, because Lightning stops iterating after len(self) batches
         if self.next_batch == len(self):
             self.epoch, self.next_batch = self.epoch + 1, 0
         order = drawn_order(len(self.prompts), derive_seed(self.seed, "data", self.epoch))
         while self.next_batch < len(self):
             start = self.next_batch * self.batch_size
-            # before the yield, because a checkpoint that is written during a step counts the step's batch as served
+            # advanced before the yield, because a checkpoint written during a step must count the step's batch as used
             self.next_batch += 1
             batch = list(numbered(self.prompts[row] for row in order[start : start + self.batch_size]))
             yield batch[self.rank :: self.num_ranks]
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position in the data (epoch and next batch), and number and digest of the prompts, batch size and
-        seed, by which ``load_state_dict`` recognises the state of a run with other data."""
+        """Return the position in the data (epoch and next batch), together with number and digest of the prompts, batch
+        size and seed. By the latter, ``load_state_dict`` recognises a state that belongs to other data."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue from a saved position; ValueError if it was saved with other prompts, batch size or seed."""
+        """Continue from a saved position. ValueError: it was saved with other prompts, batch size or seed."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 hint = self.hint if name in ("num_prompts", "prompt_digest") else ""
@@ -112,8 +115,8 @@ class TrainLoader:
 
 
 class EvaluationLoader:
-    """Yields a rank's share of ``prompts`` once, in order, in batches of ``batch_size`` prompts per rank; the last
-    batch may be smaller. ValueError if there are fewer prompts than ranks."""
+    """Loader of evaluation prompts: yields one rank's share of ``prompts`` once, in order, in batches of ``batch_size``
+    prompts; the last batch may be smaller. ValueError: there are fewer prompts than ranks."""
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         if len(prompts) < num_ranks:

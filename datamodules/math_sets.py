@@ -1,8 +1,8 @@
-"""Training sets of mathematical problems with checkable answers. Each is a function that returns a source and that YAML
-can name as ``data.source``.
+"""Training sets of mathematical problems with checkable answers. Each is a function that returns a source of problems,
+and that YAML can name as ``data.source``.
 
-The argument ``path`` is the name of a data set on the hub, or a .jsonl or .parquet file with the same columns;
-``bad_rows`` is as in ``datamodules.table.Table``.
+The argument ``path`` of these functions is the name of a data set on the Hugging Face hub, or a .jsonl or .parquet file
+with the columns of that data set. ``bad_rows`` is "refuse" or "drop", as in ``datamodules.table.Table``.
 """
 
 from __future__ import annotations

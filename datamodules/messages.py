@@ -1,5 +1,5 @@
-"""Build chat messages for a problem, from a question and a template or from the data set's own list of messages, and
-find problems whose text a tokenizer reads as special tokens."""
+"""Build the chat messages of a problem, from its question and a template or from a list of messages in the data set,
+and find problems with text that a tokenizer reads as special tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qerl_pl.model.tokenizer import render
 from qerl_pl.rewards.thoughts import is_mark
 
 ROLES = ("system", "developer", "user", "assistant")
-# Braces in a template, except those of an argument in LaTeX, as in \frac{1}{2}, x^{2} and \boxed{}.
+# Matches braces in a template, except those of arguments of LaTeX commands, as in \frac{1}{2}, x^{2} and \boxed{}.
 _BRACES = re.compile(r"(?<![\w{}^_\\])(?:(?P<question>\{\{question\}\})|(?P<place>\{\d*\})|(?P<name>\{[A-Za-z_]\w*\}))")
 _LIST = re.compile(r"\s*(?:\[\s*)?\{")
 _CHAT = re.compile(
@@ -30,11 +30,13 @@ _KEYS = ({"role", "content"}, {"from", "value"})
 
 
 def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
-    """Read a stored list of messages, ``[{"role": "user", "content": "..."}]``. ``developer`` is the newer name of the
-    role ``system``. A content may be a list of parts of text, ``[{"type": "text", "text": "..."}]``, which are joined
-    by line breaks. A system message without content is left out, because in some tables every row has the same number
-    of messages. ValueError, with ``where`` in the message: an entry is no message of text, or the last is not the
-    user's."""
+    """Convert a list of messages of a data set, ``[{"role": "user", "content": "..."}]``, to ``Message`` objects.
+
+    ``developer`` is accepted as another name of the role ``system``. A content may be a list of parts of text,
+    ``[{"type": "text", "text": "..."}]``, which are joined by line breaks. A system message without content is left
+    out, because in some tables every row has the same number of messages. ValueError: an entry is no message of text,
+    or the last message is not the user's; the error names ``where``, the location of the row.
+    """
     if not value:
         raise ValueError(f"{where} is an empty list; expected text, or a list of messages with role and content")
     messages = []
@@ -55,9 +57,9 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 
 def chat_of_value(value: object, where: str) -> list[object] | None:
-    """Return the list of messages in a stored value: a list, one message, or the JSON text of either; None if the value
-    is something else, such as a plain question. ValueError if it is a text that begins like a list of messages but is
-    not valid JSON."""
+    """Return the list of messages that a value of a data set contains: the value is a list, one message, or the JSON
+    text of either. None if it is something else, such as a plain question. ValueError: it is a text that begins like a
+    list of messages but is not valid JSON."""
     if isinstance(value, list):
         return value
     if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:
@@ -93,17 +95,17 @@ def _content(entry: Mapping[str, object], where: str) -> str:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Join all messages of a problem except the system prompt to one text. Problems with equal texts count as the same
-    problem."""
+    """Join all messages of a problem except the system prompt to one text, by which problems are compared: equal texts
+    count as the same problem."""
     return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 
 def chat_of(
     problem: Problem, *, system_prompt: str | None = None, question_template: str = "{question}"
 ) -> list[Message]:
-    """Build the messages that the policy gets for a problem: the problem's own messages, or its question as a user
-    message. The system prompt is added if the messages have none, and the last message becomes the template with that
-    message in the place of ``{question}``."""
+    """Build the messages that the policy gets for a problem: the messages of the problem, or its question as a user
+    message. The system prompt is added if the messages have none. The last message is put into the template in the
+    place of ``{question}``."""
     messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
     asked = question_template.replace("{question}", messages[-1]["content"])  # not format, because of other braces
     messages[-1] = {"role": "user", "content": asked}
@@ -119,9 +121,12 @@ def chat_text(
     *,
     date: str | None = None,
 ) -> str:
-    """Render messages with the chat template to a text, with special tokens and the start of the assistant's turn;
-    ValueError if the template refuses the messages. ``arguments`` are further variables of the template. ``date``, in
-    ISO form, is the date that the template gets if it reads the clock; with None it gets today's."""
+    """Render messages as text by the tokenizer's chat template, with special tokens and the start of the assistant's
+    turn.
+
+    ``arguments`` are further variables of the template. ``date``, in ISO form, is the date that a template gets if it
+    reads the clock; None: today's. ValueError: the template refuses the messages.
+    """
     try:
         return render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)
     except Exception as error:  # a chat template is a program, which may raise any error of Jinja or Python
@@ -134,8 +139,8 @@ def chat_text(
 
 
 def check_template(question_template: str) -> None:
-    """Check a template of the user's turn, in which only ``{question}`` is replaced: ValueError if the template lacks
-    ``{question}``, or has ``{{question}}``, ``{}`` or ``{0}``; a warning if it has other names in braces."""
+    """Check a template of the user's turn, in which only ``{question}`` is replaced. ValueError: it lacks
+    ``{question}``, or has ``{{question}}``, ``{}`` or ``{0}``. Other names in braces cause a warning."""
     template = f"data.question_template {question_template!r}"
     if "{question}" not in question_template:
         raise ValueError(f"{template} has no {{question}}")
@@ -152,10 +157,13 @@ def check_template(question_template: str) -> None:
 
 def find_special_tokens(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> dict[int, str]:
     """Find problems with text that the tokenizer would read as special tokens, such as the end of the user's turn,
-    which could add turns of the assistant or the system to the prompt. Returns the first such token of each by the
-    problem's index. Marks of thoughts and answers, such as ``<think>``, count as ordinary text, because they begin no
-    turns, and problems that ask for such a format name them. The question template and other settings may have special
-    tokens."""
+    which could add turns of the assistant or the system to the prompt. Returns the first such token of each problem, by
+    the problem's index.
+
+    Tags around reasoning and answers, such as ``<think>``, count as ordinary text, because they begin no turns, and
+    problems that ask for this format contain them. Only texts of problems are searched; the question template and other
+    settings may contain special tokens.
+    """
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):

@@ -1,4 +1,4 @@
-"""The data module: turns problems of a source into tokenised chat prompts, the same for training and evaluation."""
+"""Lightning data module that turns the problems of a source into tokenised chat prompts for training and evaluation."""
 
 from __future__ import annotations
 
@@ -173,16 +173,18 @@ class PromptDataModule(LightningDataModule):
         return TrainLoader(self._train, self.batch_size, seed=self.seed, hint=self._hint(), **self._rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return digests of what prompts are made of and, if the chat template writes the date, the date."""
+        """Return digests of everything that prompts are made of (template, tokenizer, settings, problems) and, if the
+        chat template writes the date, the date."""
         return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the digests and the date that a checkpoint holds, so that, if this run's prompts differ from the
-        checkpoint's, the error message can say what has changed."""
+        """Store the digests and the date of a checkpoint, so that an error message can say what has changed if this
+        run's prompts differ from the checkpoint's."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
-        """Say why the prompts differ from the checkpoint's: which inputs changed, or the date; empty if unknown."""
+        """Return a text that says why the prompts differ from the checkpoint's: which inputs changed, or the date;
+        empty if that is unknown."""
         before = self._saved.get("inputs") or {}
         differ = [name for name, digest in self._inputs.items() if before.get(name, digest) != digest]
         if PROBLEMS in differ and IN_ANY_ORDER not in differ:
@@ -199,9 +201,10 @@ class PromptDataModule(LightningDataModule):
         return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Return further training prompts for a rollout, without those in the batch of any rank; every rank must call
-        this and gets the same ones. Their order depends only on the seed and the rollout index, and taking them does
-        not change the epoch's batches."""
+        """Return further training prompts for one rollout, for example to replace groups without a learning signal.
+        Prompts in the batch of any rank are left out. Every rank must call this method, and all get the same prompts.
+        Their order depends only on the seed and the rollout index, and taking them does not change the epoch's
+        batches."""
         served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
         taken = {(prompt.tokens, prompt.answer) for prompt in served}
         order = drawn_order(len(self._train), derive_seed(self.seed, "refill", rollout_index))
@@ -209,7 +212,8 @@ class PromptDataModule(LightningDataModule):
         return numbered((prompt for prompt in others if (prompt.tokens, prompt.answer) not in taken), served)
 
     def val_dataloader(self) -> EvaluationLoader:
-        """Create the loader of this rank's share of the held-out prompts; without any, of the validation prompts."""
+        """Create the loader of this rank's share of the held-out training prompts or, if there are none, of the
+        source's validation prompts."""
         return EvaluationLoader(
             self._held_out if self.held_out else self._validation, self.val_batch_size, **self._rank()
         )
@@ -292,8 +296,8 @@ class PromptDataModule(LightningDataModule):
 def _digests(
     tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any], problems: Sequence[Problem]
 ) -> dict[str, str]:
-    """Return digests of all that training prompts are made of: template, tokenizer, settings and problems. Each key is
-    the thing's name in error messages."""
+    """Return digests of everything that training prompts are made of: template, tokenizer, settings and problems. Each
+    key names one of these in error messages."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     parts = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
@@ -311,8 +315,8 @@ def _digest(text: str) -> str:
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
-    """Raise ValueError if more than ``max_dropped_share`` of the prompts have more than ``limit`` tokens, or all have.
-    The message names their number, and the limit that would suffice; ``side``, such as "train", is for the message."""
+    """Raise ValueError if more than ``max_dropped_share`` of the prompts, or all, have more than ``limit`` tokens. The
+    message says how many, and which limit would suffice; ``side``, such as "train", says which prompts they are."""
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
     if num_long > may_drop:

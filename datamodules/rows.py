@@ -1,5 +1,5 @@
-"""Read rows of a data set, each with its location (file and line), which error messages name, and refuse or drop rows
-that cannot be used."""
+"""Read rows of a data set, and refuse or drop rows that cannot be used. Each row keeps its location (file and line) for
+error messages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
 from qerl_pl.common.types import Problem
 
-# most characters of a question or an answer; a longer text is probably a broken row, and takes minutes to tokenise
+# limit on the characters of a question or an answer; a longer text is probably a fault in the data, and would take
+# minutes to tokenise
 MAX_TEXT = 1_000_000
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files with a JSON object per line
 OnBadRows = Literal["refuse", "drop"]
 
 
 class NoColumnError(ValueError):
-    """Raised if a row has no column, or no field of a column, of a given name."""
+    """Raised if a row lacks a column, or a column lacks a field."""
 
 
 class Row(NamedTuple):
@@ -34,7 +35,7 @@ class Row(NamedTuple):
     columns: dict[str, object]
 
     def value(self, column: str) -> object:
-        """Return the value in a column, or in a field of a column, e.g. ``reward_model.ground_truth``. The column may
+        """Return the value in a column, or in a field of a column, as in ``reward_model.ground_truth``. A column may
         hold its fields as JSON text. If the column is null, its fields are null. NoColumnError: the row has no such
         column or field."""
         if column in self.columns:
@@ -53,7 +54,7 @@ class Row(NamedTuple):
         return value
 
     def has(self, column: str) -> bool:
-        """Tell whether the row has a column or field."""
+        """Return whether the row has a column, or a field of a column, of this name."""
         try:
             self.value(column)
         except NoColumnError:
@@ -65,7 +66,7 @@ class Row(NamedTuple):
         return self._filled(self.value(column), column)
 
     def answer(self, column: str) -> str:
-        """Return the known answer in a column as text; a list with one entry counts as this entry."""
+        """Return the known answer in a column as text. A list with one entry is replaced by this entry."""
         return self._filled(only_entry(self.value(column)), column)
 
     def optional_text(self, column: str) -> str | None:
@@ -95,11 +96,19 @@ class Row(NamedTuple):
 def read_rows(
     path: str | Sequence[str], *, split: str, subset: str | None = None, bad: Callable[[ValueError], None] = refuse
 ) -> Iterator[Row]:
-    """Read the rows of JSON Lines files, .parquet files or a data set of the hub, in order. ``path`` is a file, a
-    pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a data set on the hub
-    (or of a local copy of one), of which ``split`` and ``subset`` are read, or a list of these; ValueError if they
-    cannot be read. ``bad`` is called with the error if a row of a JSON Lines file cannot be read; by default it raises
-    the error."""
+    """Read the rows of JSON Lines files, .parquet files or a data set of the Hugging Face hub, in order.
+
+    Args:
+        path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
+            data set on the hub (or the folder of a copy of one), or a list of these.
+        split: split of a hub data set.
+        subset: subset of a hub data set.
+        bad: function that is called with the error if a row of a JSON Lines file cannot be read; the default raises the
+            error.
+
+    Raises:
+        ValueError: the data cannot be read.
+    """
     paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name)]
     if not paths:
         raise ValueError("the list of data files is empty; name at least one")
@@ -111,7 +120,7 @@ def read_rows(
 
 
 class BadRows:
-    """Receives the errors of rows that cannot be used: "refuse" raises the first error, "drop" counts them."""
+    """Handler of errors of rows that cannot be used: "refuse" raises the first error, "drop" counts them."""
 
     def __init__(self, action: OnBadRows) -> None:
         if action not in ("refuse", "drop"):
@@ -143,8 +152,9 @@ class BadRows:
 def read_problems(
     path: str, make: Callable[[Row], Problem], *, bad_rows: OnBadRows, split: str, subset: str | None = None
 ) -> list[Problem]:
-    """Read a table with one problem per row. ``make`` makes the problem of a row, and raises ValueError if the row
-    cannot be used, which is handled as ``bad_rows`` says."""
+    """Read the problems of a table with one problem per row. ``make`` converts a row to a problem, and raises
+    ValueError if the row cannot be used; ``bad_rows`` says whether such a row ends the program ("refuse") or is left
+    out ("drop")."""
     bad, problems = BadRows(bad_rows), []
     for row in read_rows(path, split=split, subset=subset, bad=bad):
         try:
@@ -156,13 +166,15 @@ def read_problems(
 
 
 def in_share(question: str, share: float) -> bool:
-    """Tell, by a hash of its text, whether a question belongs to a fixed random ``share`` of all questions."""
+    """Return whether a question belongs to a fixed random ``share`` (0 to 1) of all questions, by a hash of its
+    text."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "little") < share * 2**64
 
 
 def _named(path: str) -> list[str]:
-    """Return the files that match a pattern, sorted by name; any other path is returned as it is. ``~`` is expanded."""
+    """Return the files that match a pattern, sorted by name; ValueError if there are none. A path without a pattern is
+    returned as it is. ``~`` is expanded."""
     path = os.path.expanduser(path)
     if not glob.has_magic(path) or Path(path).exists():
         return [path]
@@ -203,7 +215,7 @@ def _hub_rows(name: str, *, split: str, subset: str | None) -> Iterator[Row]:
 
     try:
         with phase(f"reading {name} from the Hugging Face hub or its cache here", at_once=True):
-            table = load_dataset(name, subset, split=split)  # code of the repository is never run
+            table = load_dataset(name, subset, split=split)  # runs no code of the data set's repository
     except Exception as error:  # the library uses other libraries to read files, each with its own kinds of errors
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"cannot load {name}: {reason}; a local .jsonl or .parquet file does as well") from error

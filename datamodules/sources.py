@@ -1,4 +1,4 @@
-"""The protocol of a source of problems, and a source that combines the problems of two sources."""
+"""The protocol of sources of problems, and a source that combines two others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qerl_pl.common.types import Problem
 
 
 class PromptSource(Protocol):
-    """Protocol of a source of training and validation problems. The constructor reads no data; the methods do."""
+    """Protocol of a source of training and validation problems. Its constructor reads no data; only its methods do."""
 
     def train(self) -> list[Problem]:
         """Return the training problems, always in the same order."""
@@ -41,7 +41,8 @@ class Pair:
 
 
 def check_problems(problems: Any, source: str) -> list[Problem]:
-    """Return the problems of a source; ValueError if one is no ``Problem`` with question and answer as texts."""
+    """Check what a source returned, and return it as a list. ValueError: an element is no ``Problem`` with question and
+    answer as texts; ``source`` is the name of the source for the message."""
     if not isinstance(problems, Iterable):
         raise ValueError(f"{source} gives {str(problems)[:80]!r}; expected a list of qerl_pl.common.types.Problem")
     problems = list(problems)

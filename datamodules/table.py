@@ -1,4 +1,5 @@
-"""Read any table with a column of questions or chats: JSON Lines, Parquet, or a data set of the hub."""
+"""A source of problems that reads any table with a column of questions or chats: JSON Lines, Parquet, or a data set of
+the Hugging Face hub."""
 
 from __future__ import annotations
 
