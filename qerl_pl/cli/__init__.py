@@ -1,1 +1,2 @@
-"""The command line: LightningCLI, shipped configurations by name, and errors that fit on a screen."""
+"""The command line of the training commands: LightningCLI with configurations of this package by name, and short error
+messages."""

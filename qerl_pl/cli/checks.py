@@ -24,12 +24,13 @@ OTHER_TRAINING = {
     "BackboneFinetuning": "the base is frozen and may be packed",
     "BaseFinetuning": "the base is frozen and may be packed",
 }
-"""Callbacks of Lightning that change how or what is trained, with the reason why they do not work here."""
+"""Callbacks of Lightning that do not work in this program, because they change how or what is trained, each with the
+reason or with what to do instead."""
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
-    """Refuse a plain value or a list where a mapping of named settings is expected, as in ``sampling: [1]``; ``groups``
-    are the names of the settings that need a mapping."""
+    """Raise ValueError if a setting that needs a mapping of named settings has a plain value or a list, as in
+    ``sampling: [1]``. ``groups`` are the names of the settings that need a mapping."""
     for name in groups:
         value = config.get(name)
         if not isinstance(value, Namespace | Mapping | None):
@@ -37,7 +38,7 @@ def check_groups(groups: Iterable[str], config: Namespace) -> None:
 
 
 def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
-    """Refuse, before anything is loaded, a checkpoint path that is neither a file, one of ``words``, nor None."""
+    """Raise ValueError if a checkpoint path is neither an existing file, nor one of ``words``, nor None."""
     if path is None or path in words or Path(path).is_file():
         return
     if path == "best":
@@ -46,7 +47,8 @@ def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
 
 
 def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
-    """Refuse to start a run in a folder that holds one, unless it is resumed."""
+    """Raise ValueError if a run would start in a folder that already holds a run, without resuming from a
+    checkpoint."""
     last = Path(run_dir, "checkpoints", LAST)
     if ckpt_path is None and last.exists():
         raise ValueError(
@@ -56,9 +58,13 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
 
 
 def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
-    """Return the callbacks of a parsed trainer.callbacks. If a class of the package ``callbacks`` is listed more than
-    once, only its last entry is returned. ValueError: a callback is listed that is part of every run anyway
-    (``always``, class paths), or one of Lightning's in ``OTHER_TRAINING``."""
+    """Return the callbacks of the parsed setting ``trainer.callbacks`` that a run uses. If a class of the package
+    ``callbacks`` is listed more than once, only its last entry is returned.
+
+    Raises:
+        ValueError: a callback is listed that is part of every run (``always``, class paths), or one of Lightning's that
+            does not work in this program.
+    """
     usable: dict[object, Namespace] = {}
     for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
         path = str(callback.class_path)
@@ -77,11 +83,13 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 
 
 def check_class_paths(value: Any, place: str = "") -> None:
-    """Refuse a ``class_path``, anywhere in a parsed configuration, that names neither a class nor a function with a
-    return annotation; ``place`` is the dotted name of ``value``, for the error. jsonargparse would call any object that
-    is named for a callable such as a reward, and only then check what it returned. A reward's class, also one that a
-    function is annotated to return, needs a ``__call__`` with a reward's parameters; the annotation ``Callable`` is
-    accepted unchecked."""
+    """Raise ValueError if a ``class_path`` in a parsed configuration names something other than a class, or a function
+    whose return annotation says what it makes. ``place`` is the dotted name of ``value``, for the error message.
+
+    Without this check, jsonargparse calls any object that is named where a callable is expected, such as a reward, and
+    checks only its result. The class of a reward, also one that a function is annotated to return, must have a
+    ``__call__`` with a reward's parameters. A function that is annotated to return ``Callable`` is accepted unchecked.
+    """
     if isinstance(value, Namespace | Mapping):
         inside = vars(value) if isinstance(value, Namespace) else value
         if isinstance(path := inside.get("class_path"), str):
@@ -97,7 +105,7 @@ def _check_class_path(path: str, place: str) -> None:
     module, _, name = path.rpartition(".")
     made: Any = getattr(importlib.import_module(module), name, None) if module else None
     if made is None:
-        return  # a name without module is one of Lightning's, and jsonargparse has found or refused the rest
+        return  # a name without a module is a class of Lightning; jsonargparse has already checked other paths
     if not inspect.isclass(made):
         try:
             made = typing.get_type_hints(made).get("return")

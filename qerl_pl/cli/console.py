@@ -9,31 +9,32 @@ from pathlib import Path
 WARNINGS = (
     # vLLM initialises torch.distributed with one process, from which Lightning concludes that the run has several
     r"It is recommended to use .* when logging on epoch level",
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own use of torch
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # caused by code of Lightning
     r"Checkpoint directory .* exists and is not empty",  # true of every run that is resumed
-    r"Experiment logs directory .* exists and is not empty",  # no data is lost: an earlier metrics.csv is renamed
-    r"The dirpath has changed from",  # evaluations of a run have a folder of their own
+    r"Experiment logs directory .* exists and is not empty",  # no data is lost, because metrics.csv is renamed
+    r"The dirpath has changed from",  # always true of evaluations, which have a separate folder
     r".*there is no last checkpoint available",  # true of the first start with --ckpt_path last
 )
 MESSAGES = {
     "lightning.pytorch.utilities.rank_zero": (
         r"\W*Tip: For seamless cloud",  # an advertisement
         r"TPU available: False",
-        r"\W*Detected KeyboardInterrupt",  # the program says that Ctrl-C stopped it
-        r"Restored all states from the checkpoint",  # that it is restored is said before
+        r"\W*Detected KeyboardInterrupt",  # the program prints its own message after Ctrl-C
+        r"Restored all states from the checkpoint",  # an earlier message says this
         r"`Trainer.fit` stopped: `max_steps=",  # the regular end of a run; callbacks.progress.Progress reports it
-        r"`Trainer\(val_check_interval=1\)` was configured",  # --smoke does it
+        r"`Trainer\(val_check_interval=1\)` was configured",  # the option --smoke configures it
     ),
     "lightning.fabric.utilities.seed": (r"(\[rank: \d+\] )?Seed set to",),  # the run's config.yaml has the seed
     "vllm.triton_utils.importing": (r"Triton is installed, but doesn't include CPU backend",),  # on every CPU
 }
-"""Patterns of messages that are dropped, by name of the logger; a pattern is matched at the message's start."""
+"""Maps the name of a logger to patterns of messages that are not shown. A pattern is matched at the start of a
+message."""
 _with_place = warnings.formatwarning
 
 
 def quieten() -> None:
-    """Filter out the messages that match ``WARNINGS`` and ``MESSAGES``, and the tracebacks that threads print for
-    errors which the main thread reports later; print this program's own warnings in one line."""
+    """Suppress library messages that match ``WARNINGS`` and ``MESSAGES``, and tracebacks that threads print for errors
+    which the main thread reports later. Warnings of this program are printed in one line each."""
     warnings.formatwarning = _in_one_line
     threading.excepthook = _unless_kept
     for pattern in WARNINGS:

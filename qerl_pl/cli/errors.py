@@ -1,5 +1,5 @@
-"""Shorten jsonargparse's error messages to the value, what was expected and the most similar known name. The messages
-are taken apart by their text, because jsonargparse's errors have no other attributes."""
+"""Shorten jsonargparse's error messages to the wrong value, what was expected, and the most similar known name. The
+messages are parsed as text, because jsonargparse's exceptions have no other attributes."""
 
 import importlib
 import inspect
@@ -16,9 +16,11 @@ from qerl_pl.common.run_folder import plain_yaml
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
-"""Beginnings of jsonargparse's errors about members of a union type that the user did not mean; they are dropped."""
+"""Beginnings of jsonargparse's messages about members of a union type, if the user probably did not mean these members;
+such messages are dropped."""
 LINK = re.compile(r"^.*\bcall to compute_fn of link .*? with args \(.*?\) failed: ", re.DOTALL | re.IGNORECASE)
-"""Beginning of jsonargparse's errors about a value that is computed from others, before the function's own error."""
+"""Matches the beginning of jsonargparse's messages about a setting that a function computes from other settings; the
+function's own message follows."""
 KEY = r'[Pp]arser key "([^"]+)"'
 TYPES = {
     "int": "a whole number",
@@ -54,15 +56,20 @@ OTHER_NAMES = {
     "output_dir": "run_dir",
     "seed": "seed_everything",
 }
-"""Maps names of settings in other programs to the setting here that a message about them suggests."""
+"""Maps names of settings in other programs to the corresponding setting of this program, which error messages
+suggest."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
-"""Classes whose error messages already name settings by their command-line path, so no class name is prefixed."""
+"""Classes whose error messages already name settings by their command-line path, so that the class is not named in
+front of the message."""
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    """Shorten an error message of jsonargparse; of a message of an unknown kind, the first five lines are returned.
-    ``keys`` are the dotted paths of all settings, from which suggestions are taken; ``arguments`` are those of the
-    command line, whose YAML files are searched for the line with the error."""
+    """Shorten an error message of jsonargparse. Of a message of an unknown kind, the first five lines are returned.
+
+    Args:
+        keys: dotted paths of all settings, from which the most similar one is suggested.
+        arguments: words of the command line, whose YAML files are searched for the line with the error.
+    """
     message = LINK.sub("", message)
     if unknown := re.search(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)", message):
         return _unknown_key(unknown[1].rstrip("+"), list(keys), arguments)
@@ -78,9 +85,9 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
 
 def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
-    """Reduce jsonargparse's error about the value of a setting to its cause. If the setting has a union type,
-    jsonargparse gives an error for each member of the union, and only those that the user probably meant are kept. A
-    message of another kind is returned unchanged."""
+    """Reduce jsonargparse's error message about the value of a setting to the cause. For a setting with a union type,
+    jsonargparse's message has an error for each member of the union; only those for members that the user probably
+    meant are kept. Any other message is returned as it is."""
     message = LINK.sub("", message)
     subject = re.search(KEY, message)
     if subject is None and "Subtypes:" not in message:
@@ -107,7 +114,8 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
 
 
 def of_error(error: Exception, arguments: Sequence[str]) -> str:
-    """Format an exception as ``CLASS: message``, where CLASS is the configured class whose constructor raised it."""
+    """Format an exception as ``CLASS: message``, where CLASS is the class in the configuration whose constructor raised
+    it."""
     if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
         return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
     text, name = of_the_value(str(error), arguments), _constructor_of(error)
@@ -128,8 +136,8 @@ def _constructor_of(error: BaseException) -> str:
 
 
 def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """Format jsonargparse's ``cause`` of an error at the setting ``place``: name the class whose arguments were wrong
-    and, if a setting or an import path is unknown, the most similar one that exists."""
+    """Rewrite jsonargparse's description of an error, ``cause``, at the setting ``place``. The result names the class
+    whose arguments were wrong and, for an unknown setting or import path, the most similar existing one."""
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
     place = ": ".join(filter(None, [place, *named, *re.findall(f"{KEY}:", cause)[-1:]]))
@@ -205,7 +213,8 @@ def _parameters(path: str) -> list[str]:
 
 
 def _methods_to_mend(path: str, protocol: str) -> list[str]:
-    """List the methods of a protocol that a class, given by its import path, lacks or has with another signature."""
+    """List the methods of a protocol that the class with the import path ``path`` lacks or defines with another
+    signature."""
     module, _, class_name = path.rpartition(".")
     given = getattr(importlib.import_module(module), class_name)
     members = vars(getattr(importlib.import_module(PROTOCOLS[protocol]), protocol))
@@ -231,8 +240,8 @@ def _members(path: str) -> list[str]:
 
 
 def _where(pattern: str, arguments: Sequence[str]) -> str:
-    """Find the first line that matches a pattern in the YAML files of a command line; returns `` (FILE, line 3)``, or
-    the empty text if no line matches."""
+    """Find the first line that matches a pattern in the YAML files named on a command line. Returns a text such as ``
+    (FILE, line 3)``, or the empty string if no line matches."""
     for path in config_files(arguments):
         if path.is_file():
             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):

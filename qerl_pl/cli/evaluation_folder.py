@@ -1,4 +1,4 @@
-"""Choose the folder of an evaluation, so that it does not overwrite the results of a different one."""
+"""Choose the folder for the results of an evaluation, so that they do not overwrite those of a different evaluation."""
 
 import itertools
 import os
@@ -10,13 +10,13 @@ import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 SAME_PROBLEMS = ("batch_size", "max_dropped_share", "show_prompt", "val_batch_size")
-"""Settings of data that change neither the problems of an evaluation nor their prompts."""
+"""Settings in the section ``data`` that change neither the problems of an evaluation nor their prompts."""
 
 
 def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
-    """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that holds no evaluation, or one with the
-    same settings as this one (``now``, in the form of its config.yaml). If that is not ``wanted``, a message names the
-    folder and the settings that differ."""
+    """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that holds no evaluation, or one with equal
+    settings. ``now`` has the settings of this evaluation, in the form of its config.yaml. If the result is not
+    ``wanted``, a message names the folder and the settings that differ."""
     reason, folder = "", wanted
     for number in itertools.count(2):
         different = _differences(folder, now)
@@ -42,14 +42,14 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     settings |= {f"model.{name}": model.get(name) for name in ("base", "base_format", "quantize", "val_sampling")}
     if not model.get("val_sampling"):  # evaluations are greedy, with the max_tokens of training
         settings["model.sampling.max_tokens"] = (model.get("sampling") or {}).get("max_tokens")
-    checkpoint = config.get("ckpt_path")  # relative to the run's folder, so that it does not depend on the current one
+    checkpoint = config.get("ckpt_path")  # below, relative to the run's folder, not to the current one
     settings["ckpt_path"] = checkpoint and os.path.relpath(checkpoint, config.get("run_dir") or ".")
     return settings | {"seed_everything": config.get("seed_everything")}
 
 
 def _differences(folder: Path, now: Mapping[str, Any]) -> list[str]:
-    """List the settings that differ between this evaluation (``now``) and the evaluations in a folder, by the
-    config.yaml of each; a logger may have put this file into a subfolder."""
+    """List the settings that differ between this evaluation (``now``) and those whose results are in a folder. These
+    are read from every config.yaml in the folder, because a logger may have put it into a subfolder."""
     names = []
     for path in sorted(folder.rglob("config.yaml")):
         try:

@@ -1,5 +1,5 @@
-"""Format ``--help`` of commands whose options jsonargparse builds from type hints: a short usage, types in words, no
-options that would be refused."""
+"""Format the ``--help`` of commands whose options jsonargparse builds from type hints: a short usage, types in words,
+and no options that the program would refuse."""
 
 import inspect
 import re
@@ -28,7 +28,7 @@ MEANINGS = {
     "ckpt_path": "last, best (not for fit) or a file. fit --ckpt_path last goes on where a run stopped, and starts a "
     "new one where there is none; an evaluation without it is of the base.",
 }
-"""Help text by setting, in place of Lightning's text, which does not hold for this program."""
+"""Help texts of settings that replace Lightning's texts, which do not hold for this program."""
 HIDDEN = {f"trainer.{name}" for name in UNUSABLE} | {
     "trainer.check_val_every_n_epoch",
     "trainer.enable_autolog_hparams",
@@ -71,7 +71,8 @@ class HelpFormatter(DefaultHelpFormatter):
         super().add_usage(usage, actions, *args, **named)
 
     def add_argument(self, action: Action) -> None:
-        """Show a setting, with the text of ``MEANINGS`` in place of Lightning's, unless it has no effect here."""
+        """Add a setting to the help, with the text of ``MEANINGS`` if there is one. Settings that this program refuses,
+        or that have no effect in it, are left out."""
         if action.dest not in HIDDEN:
             action.help = MEANINGS.get(action.dest, action.help)
             super().add_argument(action)
@@ -89,8 +90,8 @@ class HelpFormatter(DefaultHelpFormatter):
 
 
 def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind, "__name__", str(kind))) -> str:
-    """Describe a type hint in the words of a YAML file, e.g. ``int or null``, ``list of str``; ``shown`` returns the
-    text of a class, or of a value of a Literal."""
+    """Describe a type hint in the words of a YAML file, e.g. ``int or null`` or ``list of str``. ``shown`` returns the
+    text for a class, or for a value of a Literal."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(shown(value) for value in inside)
@@ -105,8 +106,8 @@ def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind,
 
 
 def in_plain_text(text: str) -> str:
-    """Remove reStructuredText markup, and one of two statements of a default: ``:class:`~a.b.Name``` becomes ``Name``,
-    double backticks single ones."""
+    """Convert reStructuredText to plain text: ``:class:`~a.b.Name``` becomes ``Name``, and double backticks become
+    single ones. If the text states a default that the help states anyway, it is removed."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
     text = re.sub(r"``(.*?)``", r"`\1`", text)
     return re.sub(r"\.?\s+Default: [`\w\".-]+\.? \((?=.*default: )", ". (", text, flags=re.DOTALL)

@@ -1,5 +1,6 @@
-"""The parser of the training commands: it accepts an objective's name in place of its settings (``objective: dapo``),
-prints short errors and a readable ``--help``, and writes configurations in which no value is left out."""
+"""The argument parser of the training commands. It accepts the name of an objective in place of its settings
+(``objective: dapo``), prints short errors and a readable ``--help``, and writes configurations in which every setting
+has its value."""
 
 import re
 import sys
@@ -27,7 +28,7 @@ class Parser(LightningArgumentParser):
         self._negative_number_matcher = NEGATIVE  # argparse's takes -1e-3 and -inf for options
 
     def format_help(self, *args: Any, **named: Any) -> str:
-        """Format ``--help`` with descriptive titles of its sections, and the trainer's section last."""
+        """Format ``--help``, with a title for each section that describes it, and with the section ``trainer`` last."""
         for group in self._action_groups:
             section = group._group_actions[0].dest if group._group_actions else ""
             if group.title == "Linked arguments":
@@ -48,7 +49,7 @@ class Parser(LightningArgumentParser):
         return super().dump(namespace, *args, **named)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program with a short error; jsonargparse's begins with a hundred lines of usage."""
+        """Exit with a short error message; jsonargparse's would begin with a hundred lines of usage."""
         if not self.exit_on_error:
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
@@ -72,9 +73,9 @@ def spelt_out(arguments: Sequence[str]) -> list[str]:
 
 @cache
 def accept_words() -> None:
-    """Make jsonargparse read ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. Also keep it from building
-    an object of a mapping with ``class_path`` that is given for a parameter without a type or of type Any. A second
-    call does nothing."""
+    """Change jsonargparse so that it reads ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. Also, a
+    mapping with ``class_path`` that is the value of a parameter without a type, or of type Any, is no longer replaced
+    by an object of that class. A second call has no effect."""
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _with_presets(load(text)), exceptions=(yaml.YAMLError,))

@@ -1,4 +1,4 @@
-"""Find the date that the chat template of a run writes into its prompts: that of the run's first start."""
+"""Find the date that the chat template of a run writes into its prompts: the date of the run's first start."""
 
 from pathlib import Path
 from pickle import UnpicklingError
@@ -13,16 +13,19 @@ from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 
 
 def run_date(config: Namespace, *, fits: bool) -> str | None:
-    """Return the value of data.date for a command, in ISO form: the date in the given settings, else in the checkpoint,
-    else in the run's config.yaml (if the run was killed before its first checkpoint), else today's. ``fit`` (``fits``)
-    without a checkpoint begins a new run and takes today's. None if the chat template writes no date, or cannot be
-    read, which a later check reports."""
+    """Return the date, in ISO form, that a command passes to the chat template; None if the template writes no date, or
+    cannot be read (a later check reports that).
+
+    The date is, in this order of precedence, that of the setting ``data.date``, of the checkpoint, of the run's
+    config.yaml (for a run that was killed before its first checkpoint), and today's. ``fits`` says that the command is
+    ``fit``; if it starts from no checkpoint, it begins a new run and takes today's date.
+    """
     if config.data.date is not None:
         return str(config.data.date)
     try:
         if not reads_clock(read_tokenizer(config.data.tokenizer)):
             return None
-    except Exception:  # later checks of the base's files report whatever is wrong with them
+    except Exception:  # a later check reports what is wrong with the tokenizer's files
         return None
     path, run = config.ckpt_path, Path(config.run_dir)
     if path is not None:

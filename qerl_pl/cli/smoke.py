@@ -1,4 +1,5 @@
-"""Smoke runs (``fit --smoke``): run every part of a configuration once at a small size, before a long run starts."""
+"""Shorten a run to a smoke test (``fit --smoke``), which executes every part of a configuration once at a small
+size."""
 
 import itertools
 import os
@@ -18,7 +19,7 @@ HELP = (
 
 
 def shorten(config: Namespace) -> None:
-    """Change a parsed configuration of ``fit`` into that of a smoke run."""
+    """Change the parsed configuration of ``fit``, in place, into that of a smoke test."""
     trainer, model, data = config.trainer, config.model, config.data
     noisy = [
         callback.init_args for callback in trainer.callbacks or () if "num_stages" in callback.get("init_args", {})
@@ -56,9 +57,9 @@ def free_folder(folder: str) -> str:
 
 
 def _few(batch_size: int, *shared_by: int) -> int:
-    """Return the batch size of a smoke run: the smallest divisor of ``batch_size`` that is at least two and a multiple
-    of each number in ``shared_by`` (the numbers of ranks and of mini-batches, among which a batch is divided). If there
-    is no such divisor, return ``batch_size``."""
+    """Return the batch size of a smoke test: the smallest divisor of ``batch_size`` that is at least two and a multiple
+    of each number in ``shared_by``. These are the numbers of ranks and of mini-batches, among which a batch is divided.
+    If there is no such divisor, ``batch_size`` is returned."""
     parts = (size for size in range(2, batch_size) if batch_size % size == 0)
     return next((size for size in parts if not any(size % number for number in shared_by)), batch_size)
 

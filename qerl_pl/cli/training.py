@@ -1,5 +1,5 @@
-"""The training and evaluation commands: a LightningCLI that writes all files of a run to one folder, and copies a value
-that several settings must share from the one that the user gives to the others."""
+"""The training and evaluation commands: a LightningCLI that writes all files of a run to one folder. If several
+settings must have the same value, the user sets one of them, and the value is copied to the others."""
 
 import importlib
 import inspect
@@ -50,17 +50,20 @@ from qerl_pl.settings.trainer import check_trainer
 SUBCOMMANDS = tuple(DESCRIPTIONS)
 KEEPS = "callbacks.last_checkpoint.LastCheckpoint"
 RUN_DIR = "RUN_DIR"
-"""Value of a logger's save_dir, in base.yaml, that stands for the run's folder."""
+"""Value of a logger's ``save_dir`` in configs/base.yaml that is replaced by the run's folder."""
 IN_EVERY_RUN = (RunLock, RNGState, StopTogether, SignalReport, CloseEngine)
 ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN)
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
-    """Writes config.yaml atomically when training begins, so that a start that fails before leaves the old file
-    unchanged. Checkpoints also hold its text, with which a resumed run compares its settings, even if the file was
-    edited or removed, or belongs to another run."""
+    """Callback that writes config.yaml atomically when training begins, so that a start that fails earlier leaves the
+    old file unchanged.
 
-    _trained_with: str | None = None  # settings of the start that wrote the checkpoint; None in a new run
+    Checkpoints also contain the text of config.yaml. A resumed run compares its settings with this text, because the
+    file may have been edited or removed, or may belong to another run.
+    """
+
+    _trained_with: str | None = None  # text of config.yaml from the checkpoint; None in a new run
 
     def state_dict(self) -> dict[str, Any]:
         return {"config": self._text}
@@ -99,8 +102,8 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI that gives each run one folder, and links settings that have to be equal, so that the user sets only
-    one of them. ``run_now=False`` builds module, data and trainer without running the subcommand."""
+    """LightningCLI that gives each run one folder, and copies the value of a setting to others that must be equal to
+    it. With ``run_now=False``, it builds module, data and trainer without running the subcommand."""
 
     def __init__(self, *args: Any, run_now: bool, **named: Any) -> None:
         self._run_now = run_now
@@ -110,7 +113,7 @@ class QeRLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommand that the command line begins with, or all subcommands if it begins with none."""
+        """Return the subcommand with which the command line begins; all subcommands if it begins with none."""
         every = LightningCLI.subcommands()  # building the parsers of the other subcommands takes 0.4 s
         return {name: every[name] for name in sys.argv[1:2] if name in every} or every
 
@@ -141,9 +144,9 @@ class QeRLCLI(LightningCLI):
         parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:
-        """Check the settings, and choose the folder that the loggers write to: for an evaluation
-        RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), apart from training and other
-        evaluations (``evaluation_folder``)."""
+        """Check the settings, and choose the folder that the loggers write to. For ``fit``, it is the run's folder. For
+        an evaluation, it is RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), or a numbered
+        folder next to it if that holds a different evaluation."""
         command = str(self.subcommand)
         config = self.config[command]
         if config.get("weights_only") is False:
@@ -199,7 +202,7 @@ class QeRLCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **settings: Any) -> Trainer:
-        """Build the trainer, with checkpoints in the run's folder instead of the first logger's."""
+        """Build the trainer; its checkpoints go to the run's folder, not to that of the first logger."""
         try:
             trainer = super().instantiate_trainer(**settings)
         except (RuntimeError, TypeError) as error:  # Lightning's for hardware, or for variables of Slurm
@@ -210,8 +213,8 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
-        """Set the folder that the loggers write to, and leave out Lightning's default subfolder
-        lightning_logs/version_0. A logger whose save_dir the user set keeps it."""
+        """Set the folder that the loggers write to, without Lightning's default subfolder lightning_logs/version_0. A
+        logger whose ``save_dir`` the user set keeps that folder."""
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
@@ -230,7 +233,8 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger has a logger twice, and both would write the same files: leave one out")
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: hyperparameters are read from the run's config.yaml and not from the checkpoint."""
+        """Do nothing. Lightning would read hyperparameters from the checkpoint; this program takes all settings from
+        the configuration of the command."""
 
     def _add_instantiators(self) -> None:
         """Do nothing: Lightning's way to build module and data only hands their settings to ``save_hyperparameters``,
@@ -244,7 +248,8 @@ def _default_of(class_path: str, name: str) -> Any:
 
 
 def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
-    """Run one subcommand of the command line, or with ``run_now=False`` only build module, data and trainer."""
+    """Run one training command; with ``run_now=False``, only build module, data and trainer. ``args`` are the words of
+    the command line, the command first."""
     args = with_paths(args)
     check_yaml_files(args)
     quieten()
@@ -264,7 +269,7 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
 
 
 def command_line(args: list[str]) -> list[str]:
-    """Put configs/base.yaml and the default run_dir in front of the user's arguments, so that the user's arguments
+    """Insert configs/base.yaml and the default ``run_dir`` before the user's arguments, so that the user's arguments
     override them."""
     if args and args[0] in SUBCOMMANDS:
         defaults = ["--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args))]
@@ -275,8 +280,9 @@ def command_line(args: list[str]) -> list[str]:
 
 
 def exit_status(args: list[str]) -> int | str:
-    """Run the program. Returns its exit status: 0, 4 if a check ended the run, or 128 plus the number of the signal
-    that ended it; for an error that the user can fix, its message (the process then exits with status 1)."""
+    """Run a training command and return its exit status: 0, 4 if a check of the rollouts ended the run, or 128 plus the
+    number of the signal that ended it. After an error that the user can correct, the error message is returned instead,
+    and the caller exits with status 1."""
     try:
         cli = main(args)
     except CheckFailed as stop:

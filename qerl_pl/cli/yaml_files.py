@@ -1,5 +1,5 @@
-"""Find the configuration files that a command line names (``-c gsm8k -c qwen2.5-7b -c mine.yaml``), and refuse what
-YAML itself accepts: duplicate keys, empty sections, cyclic aliases. No package but PyYAML is imported."""
+"""Find the configuration files that a command line names (``-c gsm8k -c qwen2.5-7b -c mine.yaml``), and refuse faults
+that YAML itself accepts: duplicate keys, empty sections, cyclic aliases. No package but PyYAML is imported."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "configs"
-"""Folder of the shipped configurations, next to the package ``qerl_pl`` in the repository and in an installed wheel."""
+"""Folder of the configurations that come with this package, next to ``qerl_pl`` in the repository and in an installed
+wheel."""
 BASE_CONFIG = FOLDER / "base.yaml"
 OPTIONS = ("-c", "--config")
 SECTIONS = ("model", "data", "trainer")
@@ -24,7 +25,7 @@ KINDS_OF_KEYS = ("str", "int", "merge")
 
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
-    """Replace names of shipped configurations after ``-c`` by the paths of their files."""
+    """Replace names of the package's configurations after ``-c`` by the paths of their files."""
     replaced = list(arguments)
     for index, argument in enumerate(replaced):
         option, equals, name = argument.partition("=")
@@ -48,9 +49,9 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def config_path(name: str) -> Path:
-    """Return the path of a configuration, given as a file or as the name of a shipped one, also with its folder, as in
-    ``eval/gsm8k``; ValueError lists the known names. If a name is in eval/ and in another folder, the other folder's
-    file is taken: ``gsm8k`` means ``tasks/gsm8k``."""
+    """Return the path of a configuration. ``name`` is a file, or the name of a configuration of this package, with or
+    without its folder, as in ``eval/gsm8k``. If a name exists in eval/ and in another folder, the file in the other
+    folder is taken: ``gsm8k`` means ``tasks/gsm8k``. ValueError: there is none; the message lists the known names."""
     if Path(name).is_file():
         return Path(name)
     known = {
@@ -70,21 +71,22 @@ def config_path(name: str) -> Path:
 
 
 def plain_settings(section: str) -> dict[str, Any]:
-    """Return those settings of a section of base.yaml whose values are neither lists nor mappings, by their full names,
+    """Return the settings of a section of base.yaml whose values are neither lists nor mappings, by their full names,
     such as ``trainer.devices``."""
     settings = yaml.safe_load(BASE_CONFIG.read_text(encoding="utf-8"))[section]
     return {f"{section}.{name}": value for name, value in settings.items() if not isinstance(value, list | dict)}
 
 
 def check_yaml_files(arguments: Sequence[str]) -> None:
-    """Check each configuration file that a command line names; a missing file is reported by the argument parser."""
+    """Check each configuration file that a command line names. A missing file is left to the argument parser, which
+    reports it."""
     for path in config_files(arguments):
         if path.is_file():
             check_yaml(path)
 
 
 def fault_in_files(arguments: Sequence[str]) -> str | None:
-    """Return the error message about the configurations that a command line names; None if they have no fault."""
+    """Return an error message about the configurations that a command line names; None if they have no fault."""
     try:
         check_yaml_files(with_paths(arguments))
     except ValueError as error:
@@ -93,7 +95,8 @@ def fault_in_files(arguments: Sequence[str]) -> str | None:
 
 
 def check_yaml(path: Path) -> None:
-    """Refuse (ValueError with file and line) unknown top-level keys, empty sections and what ``mapping_in`` refuses."""
+    """Raise ValueError, with file and line, for an unknown top-level key, an empty section, or a fault for which
+    ``mapping_in`` raises it."""
     if path.suffix in DATA:
         raise ValueError(
             f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "
@@ -112,9 +115,12 @@ def check_yaml(path: Path) -> None:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file as nodes. ValueError names file and line of a duplicate key (YAML itself would silently take the
-    last value), of a cyclic alias, and of aliases of aliases that stand for more than ``MOST_VALUES`` values;
-    ``expected`` says in messages what the file should hold."""
+    """Read a YAML file as nodes. ``expected`` says, for error messages, what the file should contain.
+
+    Raises:
+        ValueError: a key is duplicate (YAML itself would take the last value), an alias is cyclic, or aliases of
+            aliases stand for more than ``MOST_VALUES`` values; the message has file and line.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -139,8 +145,9 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
 
 
 def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
-    """Check a node and return the number of values in it, with aliases replaced by what they stand for. ``sizes`` has
-    the numbers of the nodes that were checked before."""
+    """Check a node of a YAML file, and return the number of values in it, counting an alias as the values that it
+    stands for. ``above`` has the identities of the nodes that contain it, and ``sizes`` the numbers of nodes that were
+    checked before."""
     if id(node) in above:
         raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
     if id(node) in sizes:
