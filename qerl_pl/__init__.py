@@ -1,4 +1,4 @@
-"""Reinforcement learning of language models on a frozen NVFP4 base with LoRA (QeRL, arXiv 2510.11696)."""
+"""Reinforcement learning of language models on a frozen NVFP4 base with a LoRA adapter (QeRL, arXiv 2510.11696)."""
 
 import logging
 import os

@@ -35,15 +35,15 @@ MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predic
 """Maps names that other programs have for a command, such as ``train``, to this program's name for it. They are used in
 the error message for an unknown command."""
 CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
-"""Maps each folder of shipped configuration files to the title under which ``--help`` lists its files."""
+"""Maps each folder of configuration files in this package to the title under which ``--help`` lists its files."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names; returns its exit status, which is 130 after Ctrl-C. A ValueError
-    of one of ``COMMANDS`` is printed as a message, and gives status 2.
+    """Run the command that the first argument names, and return its exit status, which is 130 after Ctrl-C. If a
+    command of ``COMMANDS`` raises ValueError, its message is printed, and the status is 2.
 
     Args:
-        argv: the command line's words after the program's name; None: those of this process (``sys.argv[1:]``).
+        argv: the words of the command line after the program's name; None: those of this process (``sys.argv[1:]``).
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -108,9 +108,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _imported(module: str, command: str) -> ModuleType:
-    """Import a command's module. If the import takes seconds, a line on stderr says so while it lasts.
+    """Import the module of a command. If that takes seconds, a line on stderr says so in the meantime.
 
     Packages read environment variables when they are imported, and raise ValueError for a value that they cannot read.
+    The program then exits with a message that names the variable.
     """
     if module in sys.modules:
         return sys.modules[module]

@@ -1,9 +1,10 @@
-"""Write and load checkpoints (adapter and training state). A crash while one is written leaves the earlier ones whole.
+"""Write and load checkpoints (adapter and training state). If the program crashes while it writes one, earlier
+checkpoints stay complete.
 
 A file is written atomically and ends with a checksum of all its bytes, which is checked when it is read. torch writes a
-zip file, which has a checksum for each entry but none for the zip's directory of entries; one flipped bit there can
-make torch load uninitialised memory. Therefore the SHA-256 of the whole zip is appended to it; readers of zip files
-ignore bytes after the zip's end.
+zip file, which has a checksum for each entry but none for the zip's directory of entries; one flipped bit in the
+directory can make torch load uninitialised memory. Therefore the SHA-256 of the whole zip is appended to it; readers of
+zip files ignore bytes after the zip's end.
 """
 
 import hashlib
@@ -32,27 +33,27 @@ from qerl_pl.policy.start import digest
 
 MARK = b"qerl-pl sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
-PROBE = 2**20  # bytes of a test write that finds out whether the disk is full
+PROBE = 2**20  # bytes that are written as a test of whether the disk is full
 PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
 HIGHEST_STEP = 2**53  # curves have steps as doubles, which represent all integers up to 2^53
 OTHER_BASE = (
     " (digests of config.json and weights: the files were changed, or the model's main branch on the hub has moved; "
     "`hf download NAME --revision COMMIT --local-dir FOLDER` gets the old files)"
 )
-BLOCK, ALIGNMENT = 2**26, 64  # bytes of host memory for copies that are allocated together, and of a tensor's place
+BLOCK, ALIGNMENT = 2**26, 64  # bytes: host memory that is allocated at once, and alignment of each tensor's copy in it
 
 
 class Damaged(Exception):
-    """Raised for a file that differs from what was written to it, or that does not hold a checkpoint of this
-    program."""
+    """Raised for a checkpoint file whose bytes differ from those that were written, or that this program did not
+    write."""
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin for checkpoint files.
+    """Lightning plugin that writes checkpoint files atomically and verifies their checksum when it reads them.
 
     If ``last.ckpt`` is damaged, ``previous.ckpt`` is loaded. A large checkpoint (1 GB for an adapter of rank 32 on a 7B
-    model with Adam) can be written by a background thread, from a copy in host memory that is reused until
-    ``teardown``.
+    model with Adam) can be written by a background thread from a copy in host memory. This memory is reused for the
+    next checkpoint, and freed by ``teardown``.
     """
 
     def __init__(self) -> None:
@@ -60,16 +61,18 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._host: list[Tensor] = []  # host copy of the last checkpoint's tensors, which the writing thread reads
-        self._kinds: list[tuple[torch.Size, torch.dtype, bool]] = []  # of these tensors, and whether they are on a GPU
+        self._kinds: list[tuple[torch.Size, torch.dtype, bool]] = []  # shape, dtype and is_cuda of the copied tensors
         self.damaged: Path | None = None
         """The damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was damaged."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint. The caller may modify ``checkpoint`` as soon as this method returns. OSError: this
-        checkpoint, or the previous one in the background, could not be written.
+        """Write a checkpoint. The caller may modify ``checkpoint`` as soon as this method returns.
 
-        With ``{"background_bytes": n}`` as ``storage_options``, a checkpoint whose tensors take at least n bytes is
-        written in the background; ``wait`` waits for it.
+        If ``storage_options`` is ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is
+        written by a background thread; ``wait`` waits for it.
+
+        Raises:
+            OSError: this checkpoint, or the previous one in the background, could not be written.
         """
         self.wait()
         background_bytes = (storage_options or {}).get("background_bytes")
@@ -84,17 +87,17 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Wait until the background thread has finished writing; raises OSError if it could not write."""
+        """Wait until the background thread has written the checkpoint. OSError: it could not write it."""
         writing = self._writing
         if writing is not None:
-            # if Ctrl-C interrupts the waiting, ``_writing`` is kept, because the thread still writes the file
+            # if Ctrl-C interrupts this line, ``_writing`` keeps its value, because the thread still writes the file
             wait_for([writing])
             self._writing = None
             writing.result()
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename ``source`` to ``target``, replacing an existing file, without waiting until the file system has freed
-        the blocks of the replaced file (0.2 seconds for 1 GB)."""
+        """Rename ``source`` to ``target``, replacing an existing file. This method returns before the file system has
+        freed the blocks of the replaced file, which takes 0.2 seconds for 1 GB."""
         # Holding the overwritten file open delays the freeing of its blocks until the background thread closes it.
         old = target.open("rb") if target.exists() else None
         os.replace(source, target)
@@ -102,7 +105,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             self._in_background(old.close)
 
     def teardown(self) -> None:
-        """Wait for the write in the background, end its thread and free the host memory."""
+        """Wait until the background thread has written the checkpoint, end the thread and free the host memory."""
         try:
             self.wait()
         finally:
@@ -117,8 +120,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to host memory. The memory of the previous copy is overwritten if shapes, dtypes
-        and devices are the same, so the previous checkpoint must already be on disk."""
+        """Copy a checkpoint's tensors to host memory, and return the checkpoint with the copies. If shapes, dtypes and
+        devices are those of the previous copy, its memory is overwritten; so the previous checkpoint must already be on
+        disk."""
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
         if kinds != self._kinds:
             self._host = []  # frees it
@@ -131,9 +135,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of tensors and Python's built-in types. If ``last.ckpt`` is damaged, warn and load
-        ``previous.ckpt`` from its folder. ValueError: the file is damaged or holds other objects, and there is no
-        undamaged ``previous.ckpt``; the message names every damaged file."""
+        """Load a checkpoint that consists of tensors and Python's built-in types. If ``last.ckpt`` is damaged, a
+        warning is given and ``previous.ckpt`` in its folder is loaded. ValueError: the file is damaged or holds other
+        objects, and there is no undamaged ``previous.ckpt``; the message names every damaged file."""
         path = Path(path)
         try:
             return self._load(path, map_location)
@@ -152,7 +156,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def _load(self, path: Path, map_location: Any) -> dict[str, Any]:
         try:
             checkpoint = read_checkpoint(path, map_location or "cpu")
-            # a file whose name starts with a dot is no checkpoint: Lightning passes weights between processes in it
+            # in a file whose name starts with a dot, Lightning passes weights between processes; it is no checkpoint
             if not path.name.startswith("."):
                 check_contents(checkpoint)
             return checkpoint
@@ -173,7 +177,7 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
 
 
 def _host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Allocate host memory for copies of tensors, pinned for GPU tensors, so that the copies are asynchronous."""
+    """Allocate host memory for copies of tensors, pinned for tensors on a GPU, so that copying is asynchronous."""
     # Allocating pinned memory takes milliseconds, and the adapter of a 7B model and its optimizer have over a thousand
     # tensors, so blocks for several tensors are allocated. Each copy nevertheless gets a storage object that covers
     # only its part of the block, because torch writes a tensor's whole storage to the file.
@@ -211,8 +215,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
-    """Load a checkpoint file, of which only tensors and objects of Python's built-in types are accepted; raises
-    ``Damaged`` if the checksum does not match, or if the file's content is not a dict of such objects."""
+    """Load a checkpoint file that contains only tensors and objects of Python's built-in types. ``Damaged``: the
+    checksum does not match, or the file does not contain a dict of such objects."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - TRAILER
         file.seek(max(size, 0))
@@ -231,7 +235,8 @@ def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
 
 
 def check_contents(checkpoint: Mapping[str, Any]) -> None:
-    """Raise ``Damaged`` if a part of a checkpoint is missing or wrong, such as a number that is not finite."""
+    """Raise ``Damaged`` if an entry of a checkpoint is missing or of a wrong type, or holds a number that is NaN or
+    infinite."""
     for name, kind in PARTS.items():
         if not isinstance(checkpoint.get(name), kind):
             fault = f"is a {type(checkpoint[name]).__name__}" if name in checkpoint else "is missing"
@@ -249,8 +254,8 @@ def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
 
 
 def _refusal(path: Path) -> OSError | None:
-    """Append bytes to a file to find out why torch could not write it, since torch's own error does not say. Returns
-    the operating system's error, or None if appending works."""
+    """Find out why torch could not write a file, since torch's error does not say, by appending bytes to the file.
+    Returns the operating system's error; None if appending works."""
     try:
         with path.open("ab") as file:
             file.write(bytes(PROBE))
@@ -272,8 +277,8 @@ def _checksum(file: BinaryIO, size: int) -> bytes:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """Return the identity of a run: digest of the base, adapter settings and seed. A checkpoint can only be resumed by
-    a run with the same identity."""
+    """Return what identifies a run: the digest of its base, its adapter settings and its seed. Only a run with the same
+    identity can resume from a checkpoint."""
     settings = asdict(lora)
     del settings["start"]
     if lora.start is not None:
@@ -292,9 +297,13 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
 
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the adapter's tensors that are stored in a checkpoint. ValueError: a tensor is not fp32, or a linear layer
-    lacks one of the LoRA matrices A [r, K] and B [N, r], where r is the rank in the run's settings, or for experts a
-    multiple of that rank."""
+    """Return the adapter's tensors that are stored in a checkpoint.
+
+    Raises:
+        ValueError: a tensor is not fp32; or a linear layer lacks one of its LoRA matrices A [r, K] and B [N, r], where
+            N and K are the numbers of output and input features, and r is the rank in the run's settings (for stacked
+            experts, a multiple of that rank).
+    """
     adapter, identity = checkpoint.get("state_dict"), identity_of(checkpoint)
     if not isinstance(adapter, dict) or not adapter:
         raise ValueError("the checkpoint holds no adapter: it was not written by a run of this program")
@@ -316,8 +325,8 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> None:
-    """Refuse (ValueError) to resume from a checkpoint in which a part of the training state is missing or of a wrong
-    type, or that has done more than ``max_steps`` optimizer steps."""
+    """Raise ValueError if training cannot resume from a checkpoint: an entry of the training state is missing or of a
+    wrong type, or more than ``max_steps`` optimizer steps are already done."""
     parts = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int}
     for name, kind in parts.items():
         part = checkpoint.get(name)
@@ -335,7 +344,7 @@ def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> No
 
 
 def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the identity (``run_identity``) that is stored in a checkpoint; raises ValueError if there is none."""
+    """Return the run's identity (see ``run_identity``) that is stored in a checkpoint. ValueError: there is none."""
     identity = checkpoint.get("identity")
     if not isinstance(identity, Mapping) or "base" not in identity:
         raise ValueError(
@@ -345,7 +354,8 @@ def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with settings that differ from those that it was started with (ValueError lists them)."""
+    """Raise ValueError if a checkpoint belongs to a run with another base, seed or adapter settings. ``saved`` is the
+    identity in the checkpoint, ``current`` that of this start; the message lists all differences."""
     differences = [
         f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
         f"this start has {json.dumps(value)}{OTHER_BASE if name == 'base' else ''}"

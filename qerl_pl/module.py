@@ -1,10 +1,10 @@
-"""The LightningModule: each ``training_step`` is one RL iteration.
+"""The LightningModule that trains the policy: each call of ``training_step`` is one RL iteration.
 
-The method (QeRL, arXiv 2510.11696) in four sentences: a language model with a frozen 4-bit base and a LoRA adapter
-samples several completions of each prompt, with noise on its norm weights that makes it explore. Rewards score the
-completions, and a completion's advantage says how much better it is than the other completions of the same prompt. A
-clipped policy gradient (GRPO, DAPO or another objective) makes tokens of better completions likelier, and importance
-weights correct the difference between the probabilities in trainer and sampler. The updated adapter samples the next
+The method (QeRL, arXiv 2510.11696) is as follows. A language model with a frozen 4-bit base and a LoRA adapter samples
+several completions of each prompt, with noise on its norm weights that makes it explore. Rewards score the completions,
+and a completion's advantage says how much better it is than the other completions of the same prompt. A clipped policy
+gradient (GRPO, DAPO or another objective) makes the tokens of better completions more likely, and importance weights
+correct the difference between the probabilities in trainer and sampler. The updated adapter samples the next
 completions.
 """
 
@@ -63,7 +63,7 @@ from qerl_pl.update import improve
 
 
 class QeRLModule(LightningModule):
-    """A LoRA policy on a frozen base, trained on its own rollouts with GRPO or a related objective.
+    """A LoRA policy on a frozen base, trained with GRPO or a related objective on completions that it samples itself.
 
     Args:
         engine: samples the rollouts, e.g. qerl_pl.rollout.vllm.VLLMEngine.
@@ -94,30 +94,30 @@ class QeRLModule(LightningModule):
             )
         self.micro_batch_tokens = self.settings.first_micro_batch
         self.memory_plan: Plan | None = None
-        """Memory plan of this run on its GPU; None on a CPU."""
+        """Prediction of this run's GPU memory, with the settings that were chosen by it; None on a CPU."""
         self.norm_noise = NormNoise()
-        """AQN noise of the next rollout's norm weights; a callback may set it before each rollout."""
+        """Noise on the engine's norm weights (AQN) for the next rollout; a callback may set it before each rollout."""
         self.policy: Policy
         self.teacher: Teacher | None = None
-        """The model of the objective's teacher term, while training."""
+        """The teacher model of the loss's distillation term; None without such a term, or outside of training."""
         self.grad_norm: Tensor
         """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
-        """Records of the last evaluation, one per completion of any rank, in the order of the problems."""
+        """Records of the last evaluation, one per completion of all ranks, in the order of the problems."""
         self.built: str | None = None
-        """Settings of engine and rewards as text, which the command line fills in. With it, an interrupted evaluation
-        that is started again skips the batches that it finished before."""
+        """Settings of engine and rewards as text, which the command line sets. If it is set, an evaluation that was
+        interrupted and is started again skips the batches that were finished."""
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether a reward has a weight; otherwise a teacher alone trains the policy."""
+        """Whether any reward has a weight other than 0; if none has, only a teacher trains the policy."""
         return have_weight(self.rewards)
 
     # ---- progress ---------------------------------------------------------------------------------------------------
 
     @property
     def rollout_index(self) -> int:
-        """Number of finished RL iterations. It differs from global_step, which counts optimizer steps."""
+        """Number of finished RL iterations. It differs from ``trainer.global_step``, which counts optimizer steps."""
         return self.trainer.global_step // self.settings.steps_per_rollout
 
     @property
@@ -132,8 +132,9 @@ class QeRLModule(LightningModule):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check the settings, and that the rewards can read the answers in the data; plan GPU memory; create the
-        rollout loop. ValueError: settings of the trainer contradict each other or settings of this module."""
+        """Check the settings, and that the rewards can read the answers in the data; predict GPU memory, and choose
+        settings by it; create the rollout loop. ValueError: settings of the trainer contradict each other or settings
+        of this module."""
         if self.trainer.precision != "32-true":
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
@@ -216,7 +217,8 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Set the optimizer's settings to the configuration's again; loading a checkpoint replaced them."""
+        """Set the optimizer's settings, such as betas, to those of the configuration, because loading a checkpoint
+        replaced them."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
@@ -228,16 +230,16 @@ class QeRLModule(LightningModule):
             self.engine.close()
 
     def cpu(self) -> Self:
-        """Move only the trained parameters to the CPU. Lightning calls this when a run ends, and moving the frozen base
-        too would take as much host memory per rank as the base takes GPU memory."""
+        """Move only the trained parameters to the CPU. Lightning calls this method when a run ends. Moving the frozen
+        base, too, would take as much host memory per rank as the base takes GPU memory."""
         frozen = {id(tensor) for tensor in chain(self.parameters(), self.buffers()) if not tensor.requires_grad}
         return self._apply(lambda tensor: tensor if id(tensor) in frozen else tensor.cpu())
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
-        """Do one RL iteration (sample, score, update); returns the rollout, the update report, and the seconds of each
-        phase."""
+        """Do one RL iteration: sample completions, score them, and update the policy. Returns a dict with the rollout,
+        its index, the report of the update, and the seconds of each phase."""
         index, watch = self.rollout_index, Stopwatch()
         self._forget_scalars()
         self.start_engine()
@@ -273,9 +275,9 @@ class QeRLModule(LightningModule):
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
 
     def _forget_scalars(self) -> None:
-        """Forget the scalars of the previous step. Otherwise, Lightning would log the old value of a scalar that this
-        step does not measure; in the first step after a resume there is no old value, so a resumed run would log other
-        curves."""
+        """Delete the scalars that the previous step logged. Lightning would otherwise log the old value of a scalar
+        that this step does not measure. The first step after a resume has no old values, so the curves of a resumed run
+        would differ."""
         for logged in self.trainer.fit_loop.epoch_loop._results.values():
             # this step has already called the hooks on_train_batch_start
             if not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start":
@@ -311,13 +313,14 @@ class QeRLModule(LightningModule):
     on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:
-        """Sample and score one batch of held-out prompts; returns a list of one record per completion."""
+        """Sample and score completions of one batch of held-out prompts; returns one record per completion."""
         return self._evaluation.score(batch)
 
     test_step = predict_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Gather the evaluation's records from all ranks, and log means over all completions (not in ``predict``)."""
+        """Gather the evaluation's records from all ranks, and log their means over all completions (except in
+        ``predict``)."""
         self.evaluated = self._evaluation.records()
         if not self.trainer.predicting:
             stage = "test" if self.trainer.testing else "val"
@@ -327,7 +330,8 @@ class QeRLModule(LightningModule):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Return what must not change when a run is resumed: digest of the base's files, adapter settings and seed."""
+        """Return what must stay the same when a run is resumed: digest of the base's files, adapter settings and
+        seed."""
         return run_identity(base=self.settings.folder, lora=self.settings.lora, seed=self.settings.seed)
 
     @property
@@ -339,14 +343,15 @@ class QeRLModule(LightningModule):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Replace the checkpoint's weights by the adapter's, and add the run's identity."""
+        """Store only the adapter's weights in the checkpoint, and the run's identity (base, seed, adapter settings)."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         if self.policy.start is not None:
             checkpoint["start"] = self.policy.start
         checkpoint["identity"] = self._identity | self._rollout_identity
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the checkpoint's adapter; raises ValueError if its base, seed or adapter settings differ."""
+        """Load the adapter of a checkpoint. ValueError: the checkpoint's base, seed or adapter settings differ from
+        this run's."""
         fits = self.trainer.state.fn == TrainerFn.FITTING
         check_identity(identity_of(checkpoint), self._identity | (self._rollout_identity if fits else {}))
         if fits:
@@ -358,7 +363,8 @@ class QeRLModule(LightningModule):
         checkpoint["state_dict"] = {}
 
     def start_engine(self) -> None:
-        """Start the rollout engine, unless it has started."""
+        """Start the rollout engine, if it is not running, and tell the rollout loop about the policy's end tokens and
+        experts."""
         with phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
         self.loop.end_tokens = end_tokens(self.policy.base, self.policy.config)
@@ -366,12 +372,13 @@ class QeRLModule(LightningModule):
 
     @property
     def _replays_routes(self) -> bool:
-        """Whether this run trains with the experts that the engine chose."""
+        """Whether training uses the experts that the engine chose for each token, in a mixture of experts."""
         fits, returned = self.trainer.state.fn == TrainerFn.FITTING, self.engine.returns_routes
         return fits and self.settings.replays_routes(type(self.engine).__name__, returns_routes=returned)
 
     def _plan_memory(self, stage: str) -> None:
-        """Choose micro-batch, KV-cache size and recomputation by a memory plan, unless the configuration sets them."""
+        """Choose micro-batch size, KV-cache size and recomputation of activations by a prediction of GPU memory, except
+        those that the configuration sets."""
         limit = available_bytes(self.trainer.strategy.root_device, self.settings.gpu_memory)
         plan = plan_for(
             checkpoint_shape(self.settings.folder, self.settings.compute_dtype), self._run_memory(stage), limit
@@ -381,7 +388,7 @@ class QeRLModule(LightningModule):
         rank_zero_info(plan.summary())
 
     def _run_memory(self, stage: str) -> RunMemory:
-        """Collect the settings that decide how much GPU memory a rank takes."""
+        """Collect the settings that decide how much GPU memory one rank needs."""
         data, fit = self._data, stage == "fit"
         return run_memory(
             engine=self.engine,

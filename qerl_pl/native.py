@@ -27,7 +27,8 @@ def is_installed() -> bool:
 
 
 def why_off() -> str | None:
-    """Say why vLLM runs without this package's kernels and changes for speed; None if it runs with them."""
+    """Return the reason why vLLM runs without this package's kernels for Hopper GPUs and its changes for speed; None if
+    vLLM runs with them."""
     if not is_installed():
         return "this installation has no folder qerl_pl/hopper"
     package, version = installed_vllm()
@@ -39,14 +40,14 @@ def why_off() -> str | None:
 
 
 def for_vllm() -> Any:
-    """Return the module through which the rollout engine uses the native kernels (``qerl_pl/hopper/engine.py``); None
-    if vLLM runs without them (``why_off``)."""
+    """Return the module ``qerl_pl/hopper/engine.py``, by which the rollout engine uses the native kernels; None if vLLM
+    runs without them (see ``why_off``)."""
     return None if why_off() else import_module(f"{HOPPER}.engine")
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List, without importing vLLM, the requirements of the native kernels that are not met by this machine, by the
-    base's format ``fmt`` (None: not quantised) or by the compute dtype. The list is empty if they can run."""
+    """List the requirements of the native kernels that are not met by this machine, by the base's format ``fmt`` (None:
+    not quantised) or by the compute dtype. The list is empty if the kernels can run. vLLM is not imported."""
     if not is_installed():
         return ["the folder qerl_pl/hopper of this project"]
     untested = [f"a tested vLLM ({', '.join(TESTED['vllm'])})"] if why_off() else []
@@ -54,19 +55,20 @@ def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the native kernels support the one linear layer into which vLLM fuses linear layers of these
-    shapes (N, K). If they do, trainer and engine can share one copy of the weights."""
+    """Return whether the native kernels support the linear layer that vLLM makes by fusing linear layers of the given
+    shapes (N output features, K input features). If they do, trainer and engine can share one copy of the weights."""
     return is_installed() and import_module(f"{HOPPER}.tile_order").fits(shapes)
 
 
 def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
-    """Dequantise to [N, K] a ``PackedWeight`` whose codes are in the native kernels' memory order. Such weights exist
-    only if ``qerl_pl/hopper`` is installed."""
+    """Dequantise a ``PackedWeight`` in the native kernels' memory order to a tensor [N, K] of ``dtype``, with N output
+    and K input features. Only the native kernels make such weights, so ``qerl_pl/hopper`` is installed."""
     return import_module(f"{HOPPER}.tile_order").dequantize(weight, dtype)
 
 
 def row_order(weight: Any) -> Any:
-    """Return an NVFP4 ``PackedWeight`` in row order, copied if it is in the native kernels' order."""
+    """Return an NVFP4 ``PackedWeight`` in row order: a copy if its codes are in the native kernels' memory order, else
+    the weight itself."""
     if weight.codes.element_size() == 1:
         return weight
     return import_module(f"{HOPPER}.tile_order").to_row_order(weight)
