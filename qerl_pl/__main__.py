@@ -19,13 +19,13 @@ TRAINING = {
 }
 COMMANDS = {
     "init": "write a small configuration, a reward and problems of your own, to start from",
-    "tiny": "make a small warm-started policy for the quickstart and for tests",
+    "tiny": "make a small fine-tuned policy for the quickstart and for tests",
     "quantize": "write a 4-bit copy of a checkpoint",
-    "study": "run a grid of arms and seeds, and compare them",
+    "study": "train several configurations with several seeds each, and compare them",
     "plan": "predict the GPU memory of a run, and what to change if it does not fit",
     "score": "score a file of completions with a reward",
-    "export": "write a run's adapter as a PEFT folder, or the merged model",
-    "report": "table and curves of a run from its event files",
+    "export": "write a run's adapter as a PEFT folder, or base and adapter as one model",
+    "report": "print a table of a run's results, draw its curves, write a page about it",
     "chat": "talk to the policy of a run and to its base model",
     "doctor": "check what this machine can run, and with -c whether a configuration can run on it",
 }

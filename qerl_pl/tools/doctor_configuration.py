@@ -33,26 +33,30 @@ from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
 
 GIB = 2**30
 SCORED = 8
-"""Number of training problems whose known answers are given to the rewards in place of completions."""
+"""Number of training problems for which the rewards are tried on completions that consist of the known answer."""
 LOGS = 10**9
-"""About the largest number of bytes that the logs of a run take on the disk."""
+"""Approximate upper limit on the size of a run's logs, in bytes."""
 CHECKPOINTS = 4
-"""Largest number of checkpoint files of a run on the disk: last, previous, best, and the one being written."""
+"""Largest number of checkpoint files that a run has on the disk at a time: last, previous, best, and the one being
+written."""
 
 
 class NotChecked(Exception):
-    """Raised by a check that cannot be made, because it needs the result of an earlier check, which failed."""
+    """Raised by a check that cannot be made because an earlier check, whose result it needs, failed."""
 
 
 class _Started(Exception):
-    """Raised to end a run as soon as its engine has started."""
+    """Raised to end a run as soon as its rollout engine has started."""
 
 
 def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tuple[str, Callable[[], str]]]:
-    """List the checks of the configuration that ``fit`` gets by these arguments: for each a name, and a function that
-    returns the result as a text, or raises an error. If the first, which builds callbacks, loggers, rewards, engine and
-    data source and looks at the base's files, fails, checks that need its results are left out. With ``warm``, the last
-    starts the engine, which compiles its kernels."""
+    """List the checks of a configuration, which is given by the arguments of ``fit``. Each check has a name and a
+    function that returns the result as text, or raises an error.
+
+    The first check builds callbacks, loggers, rewards, engine and data source, and reads the base's files. If it fails,
+    checks that need its results raise ``NotChecked``. With ``warm``, the last check starts the engine, which compiles
+    its kernels.
+    """
     objects: list[Any] = []  # the LightningCLI object, if it could be built
 
     def build() -> str:
@@ -125,8 +129,8 @@ def _data(datamodule: Any) -> str:
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
     """Score completions that consist of the known answer, and completions without an answer; returns a sentence with
-    both mean rewards. If both kinds get the same rewards, the sentence says so instead, because the rewards then cannot
-    tell right from wrong."""
+    the mean reward of each kind. If both get the same rewards, the sentence says that the rewards cannot tell right
+    from wrong."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)
@@ -195,9 +199,9 @@ def _folder(config: dict[str, Any]) -> str:
 
 
 def _start_engine(arguments: list[str]) -> str:
-    """Start the engine of ``fit`` once, on one device and in a temporary folder, and close it; returns a sentence that
-    says how many seconds this took. The base is loaded and, if the configuration says so, downloaded and quantised
-    first."""
+    """Start the engine of ``fit`` on one device and in a temporary folder, and close it; returns a sentence with the
+    seconds that this took. Before that, the base is loaded and, if the configuration says so, downloaded and
+    quantised."""
     seconds = 0.0
 
     def start(trainer: Any, module: Any) -> None:

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
-    """Yield a sentence for each part of an exported adapter that vLLM's own LoRA loader ignores or refuses."""
+    """Yield one sentence for each feature of an exported adapter that vLLM's own LoRA loader ignores or refuses."""
     if settings.train_norms:
         yield "it holds trained norms (modules_to_save): PEFT loads them, vLLM's own LoRA loader does not"
     if settings.expert_rank:
@@ -62,24 +62,34 @@ def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
 
 
 def _local_folder(base: str) -> Path:
-    """Return the folder of a base. For a model on the hub this is the folder of its commit in the local cache; if the
-    model is not cached, the name itself as a path."""
+    """Return the folder of a base model. For a model on the Hugging Face hub, this is the folder of a commit in the
+    local cache; if the model is not cached, its name is returned as a path."""
     cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
     return Path(cached).parent if isinstance(cached, str) else Path(base)
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write the settings, weights and model card of the adapter in a ``checkpoint`` ("last", "best", or a path) to a
-    new folder; returns the adapter's settings. The export names its base by absolute path, or by name and commit on the
-    hub; if the run quantised the model, by the quantised copy in the cache. ValueError: there is no such run or
-    checkpoint, the checkpoint is damaged, the base's files here are not those of the run, or ``output`` exists."""
+    """Write a run's adapter as a PEFT folder: settings, weights and model card; returns the adapter's settings.
+
+    The exported settings name the base by its absolute path, or by name and commit on the hub. If the run quantised the
+    base, they name the quantised copy in the cache.
+
+    Args:
+        run: folder of the run.
+        output: folder to make.
+        checkpoint: "last", "best", or the path of a checkpoint.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files on this machine are
+            not those of the run, or ``output`` exists.
+    """
     config_file, path = run_files(run, checkpoint)
     model: dict[str, Any] = read_run_config(config_file)["model"]
     with new_folder(output) as temporary:
         saved = SafeCheckpointIO().load_checkpoint(path)
         adapter, identity = adapter_of(saved), identity_of(saved)
-        settings = lora_settings(identity)  # not those of config.yaml, which may be from a later start
-        base = base_folder(model["base"], model.get("base_format"))  # for a GGUF file, a dequantised copy
+        settings = lora_settings(identity)  # config.yaml may be from a later start and have other settings
+        base = base_folder(model["base"], model.get("base_format"))  # of a GGUF file, the folder of a dequantised copy
         quantization, of_base = quantization_of(model.get("quantize")), _local_folder(base) / CONFIG
         if quantization or (of_base.is_file() and has_vision(read_json(of_base))):
             # The adapter was trained on the quantised copy of the base, or on a copy of the base's text model.
@@ -103,9 +113,13 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a finished export to the model repository OWNER/NAME on the hub; a repository that does not exist is
-    created as a private one. Returns the repository's address. OSError: the hub cannot be reached or refuses the
-    upload; the folder is left as it is, and the message has the command that uploads it."""
+    """Upload an export to the model repository OWNER/NAME on the Hugging Face hub; returns the repository's address. A
+    repository that does not exist is created as a private one.
+
+    Raises:
+        OSError: the hub cannot be reached or refuses the upload. The export stays where it is, and the message has the
+            command that uploads it.
+    """
     try:
         api = HfApi()
         address = api.create_repo(name, private=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Write a small configuration, a reward and problems of your own into a folder, to start from."""
+"""Write a small configuration, a reward and some problems into a folder, as the start of your own project."""
 
 import json
 import shlex
@@ -76,8 +76,8 @@ PROBLEMS = (
     ("Three pens cost 6 coins. How many coins do 7 pens cost?", "14"),
     ("What is 17 plus 28 minus 6?", "39"),
 )
-"""Questions and answers. The configuration's validation share, chosen by hashes of the questions, has some of them, and
-leaves at least one batch for training."""
+"""Questions and answers of the example. With the validation share of the example's configuration, some of them are
+validation problems, and at least one batch is left for training."""
 MORE = """\
   qerl fit -c mine.yaml --smoke    # tries every part in two small rollouts
   qerl fit -c mine.yaml            # trains"""
@@ -104,9 +104,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_files(folder: Path, *, base: str) -> list[Path]:
-    """Write the files of configuration, reward and problems into a new or existing folder, all of them or none; returns
-    their paths. ``base`` is the value of ``model.base``; if it is a folder, its absolute path is written. ValueError:
-    one of the files exists, or ``folder`` is a file."""
+    """Write an example configuration, reward and problems into a new or existing folder; returns the paths of the
+    files. After an error, none of them is left. ``base`` is the value of ``model.base``; the path of a folder is made
+    absolute. ValueError: one of the files exists, or ``folder`` is a file."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder, new or existing")
     local = Path(base).expanduser()

@@ -1,4 +1,5 @@
-"""Export a trained policy as one model in bf16 or NVFP4, and measure how far its predictions are from the policy's."""
+"""Export a trained policy as one model in bf16 or NVFP4, and measure how much its predictions differ from the
+policy's."""
 
 import json
 import os
@@ -69,11 +70,15 @@ class Drift:
 
 
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
-    """Write the policy of a run to a new folder as a model that needs no adapter; after an error the folder is removed.
-    The base is dequantised, the adapter added in fp32 and the sum rounded to bf16. The form "nvfp4" quantises the sum
-    again, by rounding to nearest, so that small updates may be lost. Returns how far the predictions are from the
-    policy's; None if the run's folder has no completions to compare them on. ValueError: there is no such run or
-    checkpoint, the checkpoint belongs to another base, or ``output`` exists."""
+    """Write the policy of a run to a new folder as a model that needs no adapter, and compare its predictions with the
+    policy's. Returns the difference; None if the run's folder has no completions to compare them on.
+
+    The base is dequantised, the adapter is added in fp32, and the sum is rounded to bf16. The form "nvfp4" quantises
+    the sum again, by rounding to nearest, so that small updates may be lost. After an error, the folder is removed.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
+    """
     with new_folder(output) as temporary:
         policy, _ = load_run(run, checkpoint=checkpoint)
         dense = temporary if form == "bf16" else temporary.with_name("dense")
@@ -92,9 +97,9 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Write a folder as a whole or not at all. The context manager yields a path in a scratch folder at which the
-    caller makes the folder; when the context ends, the folder is renamed to ``output``. After an error the scratch
-    folder is removed, with all that the caller wrote there. ValueError if ``output`` exists."""
+    """Make a folder that appears at ``output`` only when it is complete. The context manager yields a path in a scratch
+    folder, at which the caller makes the folder; at the end, this folder is renamed to ``output``. After an error, the
+    scratch folder is removed. ValueError: ``output`` exists."""
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     scratch = output.with_name(output.name + ".tmp")
@@ -110,8 +115,8 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
-    """Write the base of a policy with the adapter merged into its weights, in bf16 but for the parameters in
-    ``Family.fp32``."""
+    """Write the base model of a policy with the adapter merged into its weights. Tensors are stored in bf16, except
+    those that the model family keeps in fp32."""
     folder.mkdir(parents=True)
     tied, tensors = tied_weights(policy.causal_lm), dict[str, Tensor]()
     for name, tensor in merged_tensors(policy):
@@ -130,7 +135,8 @@ def write_merged(policy: Policy, folder: Path) -> None:
 
 @torch.no_grad()
 def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of every tensor of the model; the adapter is added to the weights that it adapts."""
+    """Yield name and value of every tensor of a policy's model, with the adapter added to the weights that it
+    adapts."""
     adapter = policy.adapter_state()
     norms = policy.norm_weights()
     linears: dict[str, nn.Module] = {
@@ -166,8 +172,8 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
-    """Read the newest completions of a run from its files, for ``measure_drift``; returns for each the tokens of prompt
-    and completion, with at most ``_TOKENS`` of the completion, and the number of prompt tokens. Empty if the run's
+    """Read the newest completions of a run from its files. Returns for each the tokens of prompt and completion, and
+    the number of prompt tokens; of a completion, at most ``_TOKENS`` tokens are kept. The list is empty if the run's
     folder has no completions."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
@@ -186,7 +192,7 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
     """Compare the next-token probabilities of a policy, in evaluation mode, with those of its exported checkpoint in
-    ``folder``, at the completion tokens of ``rows``, which ``sampled_rows`` returns."""
+    ``folder``. They are compared at the completion tokens of ``rows``, as ``sampled_rows`` returns them."""
     lm = policy.causal_lm
     exported = load_base(folder, dtype=policy.dtype, device=lm.device)
     kl = same = num_tokens = 0

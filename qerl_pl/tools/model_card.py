@@ -56,8 +56,8 @@ base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="bfloat16", quantiza
 
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
-    """Return the model card, in Markdown, of an adapter that was exported from a checkpoint to ``folder``. ``base`` is
-    the path or hub name of the base. Results are taken from the curves in the run's folder."""
+    """Return the Markdown text of the model card for an adapter that was exported to ``folder``. ``base`` is the path
+    or hub name of the base. The results in the text are read from the curves in the run's folder."""
     identity = checkpoint["identity"]
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(
@@ -79,7 +79,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
 
 
 def _loading(base: str) -> str:
-    """Return Python code that loads a base model in such a way that PEFT can add the adapter."""
+    """Return Python code that loads the base model so that PEFT can add the adapter to it."""
     config = Path(base) / CONFIG
     quantization = read_json(config).get("quantization_config") or {} if config.is_file() else {}
     packed = quantization.get("quant_method") == "compressed-tensors"
@@ -87,7 +87,8 @@ def _loading(base: str) -> str:
 
 
 def evidence(run: Path) -> str:
-    """Summarise in Markdown what a run logged, and what its checks (such as the canary) found."""
+    """Summarise in Markdown what a run logged and what its checks found, such as the comparison of the engine's weights
+    with the trainer's."""
     try:
         curves = read_curves(run)
     except ValueError as error:

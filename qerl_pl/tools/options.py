@@ -1,4 +1,4 @@
-"""Command-line options of those tools whose imports take seconds, in a module that imports nothing slow.
+"""Command-line options of the tools whose imports take seconds. This module imports nothing slow.
 
 The entry point parses the command line by these options before it imports the tool, so that ``--help`` and messages
 about wrong options or paths are printed at once.
@@ -16,20 +16,20 @@ from qerl_pl.model.quantization import FormatName, Method
 
 PICTURES = (".png", ".pdf", ".svg")
 MergedForm = Literal["bf16", "nvfp4"]
-"""Forms in which ``export`` writes a model with the adapter merged into it."""
+"""Formats in which ``export`` writes a model with the adapter merged into it."""
 STUDY = """\
 Train every arm (configuration) of a study with every seed, and compare the results (docs/study.md).
 
-Every run is an ordinary `fit` in a folder of its own, followed by the evaluations that the study's file names. The
-same command, given again, continues the study: finished runs are not touched, and interrupted ones continue from their
+Every run is an ordinary `fit` in a separate folder, followed by the evaluations that the study's file names. The same
+command, given again, continues the study: finished runs are not touched, and interrupted runs continue from their
 checkpoint. Exit status: 0 if all runs finished; 1 if some failed; 2 after an error in the study's file; 3 if the time
-was up; 128 plus the number of a signal.
+limit (--minutes) ended the work; 128 plus the number of a signal that ended it.
 """
 
 
 def output_file(text: str | Path) -> Path:
-    """Check that a file can be written at a path: that the path is not empty and is no folder or device, and that
-    nothing above it is a file. Raises ArgumentTypeError otherwise."""
+    """Check that a file can be written at a path, and return the path. ArgumentTypeError: the path is empty, a folder
+    or a device, or a parent of it is a file."""
     text, path = str(text), Path(text)  # jsonargparse calls this a second time, with the result
     if not text.strip() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
@@ -42,8 +42,8 @@ def output_file(text: str | Path) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Check that a folder can be made at a path: that the path is not empty, as from an unset shell variable, and that
-    neither it nor anything above it is a file. Raises ArgumentTypeError otherwise."""
+    """Check that a folder can be made at a path, and return the path. ArgumentTypeError: the path is empty (as from an
+    unset shell variable), or it or a parent of it is a file."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")
@@ -54,7 +54,8 @@ def output_folder(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """Check that a picture can be saved at a path, whose ending names the format; ArgumentTypeError otherwise."""
+    """Check that a picture can be saved at a path, whose ending names the format, and return the path.
+    ArgumentTypeError: the ending is not that of a supported format, or the file cannot be written."""
     path = output_file(text)
     if path.suffix.lower() not in PICTURES:
         raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
@@ -62,7 +63,7 @@ def picture_file(text: str) -> Path:
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """Make an argument type: a whole number from ``smallest``."""
+    """Make an argument type for argparse: a whole number that is at least ``smallest``."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -75,7 +76,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def finite(*, above: float | None = None, least: float | None = None) -> Callable[[str], float]:
-    """Make an argument type: a finite number greater than ``above``, or at least ``least``."""
+    """Make an argument type for argparse: a finite number greater than ``above``, or at least ``least``."""
 
     def number(text: str) -> float:
         value = float(text)
@@ -89,22 +90,23 @@ def finite(*, above: float | None = None, least: float | None = None) -> Callabl
 
 
 def existing_file(text: str) -> Path:
-    """Check that a path is that of an existing file. Raises ArgumentTypeError otherwise."""
+    """Return the path of an existing file. ArgumentTypeError: there is no such file."""
     return _existing(text, "file", Path.is_file)
 
 
 def existing_folder(text: str) -> Path:
-    """Check that a path is that of an existing folder. Raises ArgumentTypeError otherwise."""
+    """Return the path of an existing folder. ArgumentTypeError: there is no such folder."""
     return _existing(text, "folder", Path.is_dir)
 
 
 def existing_base(text: str) -> Path:
-    """Check that a path is that of an existing folder or GGUF file. Raises ArgumentTypeError otherwise."""
+    """Return the path of a base model, an existing folder or GGUF file. ArgumentTypeError: there is neither."""
     return existing_file(text) if text.lower().endswith(".gguf") or Path(text).is_file() else existing_folder(text)
 
 
 def existing_run(text: str) -> Path:
-    """Check that a path is that of a run's folder, with a config.yaml; ArgumentTypeError otherwise."""
+    """Return the path of an existing run's folder, which contains a config.yaml. ArgumentTypeError: there is no such
+    folder."""
     path = existing_folder(text)
     if not (path / "config.yaml").is_file():
         raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")
@@ -119,7 +121,9 @@ def _existing(text: str, kind: str, exists: Callable[[Path], bool]) -> Path:
 
 
 def tiny_options() -> CommandParser:
-    parser = CommandParser(prog=called_as("tiny"), description="Make a small policy with a skill and a bad habit.")
+    parser = CommandParser(
+        prog=called_as("tiny"), description="Make a small policy that can do arithmetic but makes careless mistakes."
+    )
     parser.add_argument("--output", type=output_folder, required=True, help="folder to write; it must be new or empty")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of weights and demonstrations (default: 0)")
     return parser
@@ -142,7 +146,7 @@ def quantize_options() -> CommandParser:
         nargs="*",
         default=["lm_head"],
         metavar="NAME",
-        help='linears that stay dense: names, or "re:PATTERN" (default: lm_head)',
+        help='linear layers that are not quantised: names, or "re:PATTERN" (default: lm_head)',
     )
     parser.add_argument(
         "--calibration",
@@ -213,7 +217,7 @@ def plan_options() -> CommandParser:
         metavar="GIB",
         help="print only how many tokens completions may have on GPUs of these sizes (default: 24 48 80 141)",
     )
-    parser.add_argument("--json", type=output_file, help="write the plan there")
+    parser.add_argument("--json", type=output_file, help="also write the plan to this JSON file")
     return parser
 
 
@@ -252,7 +256,7 @@ def report_options() -> CommandParser:
         "--completions",
         type=at_least(0),
         default=10_000,
-        help="most completions on a page (default: 10000, spread evenly)",
+        help="limit on the completions on the page (default: 10000, spread evenly over each run)",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Predict the GPU memory of a run, part by part, before it is started."""
+"""Predict the GPU memory of a run by purpose (weights, KV cache, activations, ...) before it is started."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,8 @@ USUAL_GPUS = (24, 48, 80, 141)  # GiB
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line and plan; returns 0 if the run fits, 1 if it does not."""
+    """Parse the command line, predict the memory and print the result; returns 0 if the run fits on the GPU, 1 if it
+    does not."""
     options, of_fit = plan_options().parse_known_args(argv)
     config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + of_fit)
     run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_settings(arguments: list[str]) -> dict[str, Any]:
-    """Parse arguments of ``fit`` to the whole configuration, defaults included, without building any object."""
+    """Parse the arguments of ``fit``, and return the whole configuration with defaults, without building any object."""
     printed = StringIO()
     try:
         with redirect_stdout(printed), restored_arguments():
@@ -97,14 +98,15 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """Return the dimensions of the base model that the section ``model`` of a parsed configuration names;
-    ``planned_shape`` documents the errors."""
+    """Return the dimensions of the base model that the section ``model`` of a configuration names; raises errors as
+    ``planned_shape`` does."""
     quantization = quantization_of(model["quantize"])
     return planned_shape(model["base"], model["base_format"], quantization, DTYPES[model["dtype"]])
 
 
 def card_bytes(gib: float | None) -> int:
-    """Return the memory, in bytes, of the GPU to plan for: ``gib`` GiB or, with None, that of this machine's GPU."""
+    """Return the memory, in bytes, of the GPU to plan for: ``gib`` GiB, or that of this machine's GPU if ``gib`` is
+    None. ValueError: the size is out of range, or this machine has no GPU."""
     if gib is not None:
         check_gpu_memory(gib, "the GPU's memory (--gpu-memory, model.gpu_memory)")
         return int(gib * GIB)
@@ -114,8 +116,8 @@ def card_bytes(gib: float | None) -> int:
 
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
-    """Reduce a parsed configuration to the settings that decide how much memory the run takes on each GPU. ValueError:
-    a setting is missing or out of range, or the engine cannot be built."""
+    """Extract from a configuration the settings that decide how much memory a run needs on each GPU. ValueError: a
+    setting is missing or out of range, or the engine cannot be built."""
     check_settings(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
@@ -143,8 +145,8 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
 
 
 def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
-    """Return the sizes that decide the memory of the teacher in a parsed section ``model``; None if there is no
-    teacher."""
+    """Extract from the section ``model`` of a configuration what decides how much memory the teacher needs; None if
+    there is no teacher."""
     teacher, objective = model["teacher"], model["objective"]
     if not teacher or not isinstance(objective, dict) or not objective["teacher"]:
         return None
@@ -157,9 +159,13 @@ def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
-    """Replace those settings of a planned run that depend on this machine by what they are on an H100 or H200 with the
-    packages of the extra [gpu]: fused element-wise kernels in training, native decoding kernels, which share the
-    trainer's copy of the base, and speculation if it is "auto". ``model`` is the section of the run's configuration."""
+    """Return the settings of a run as they would be on an H100 or H200 with the packages of the extra [gpu], whatever
+    this machine has.
+
+    Training then uses fused element-wise kernels, and the engine uses native decoding kernels, which share the
+    trainer's copy of the base. Speculation is on if it is set to "auto". ``model`` is the section of the run's
+    configuration.
+    """
     engine, settings = run.engine, model["engine"].get("init_args") or {}
     if engine is not None:
         is_native = settings.get("decoding_kernel", "auto") != "humming" and native.is_installed()
@@ -169,8 +175,8 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for missing or wrong settings that a run refuses when it builds LightningModule and data module,
-    which ``plan`` does not build."""
+    """Raise ValueError for settings with which ``fit`` would fail when it builds the LightningModule or the data
+    module. ``plan`` builds neither, so it needs this check."""
     model, data = config["model"], config["data"]
     for name in ("base", "engine"):
         if not model[name]:
@@ -183,7 +189,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
 
 
 def print_plan(plan: Plan, gpu_bytes: int) -> None:
-    """Print a table of the planned GiB by part and moment of a step, and one bar per moment."""
+    """Print a table of the predicted GiB by purpose and moment of a training step, and one bar per moment."""
     table = Table("GiB", *plan.moments)
     for name, sizes in plan.parts.items():
         table.add_row(name, *(f"{sizes[moment] / GIB:.2f}" if sizes.get(moment) else "" for moment in plan.moments))
@@ -198,7 +204,7 @@ def print_plan(plan: Plan, gpu_bytes: int) -> None:
 
 
 def print_choices(plan: Plan, shape: ModelShape) -> None:
-    """Print the plan's micro-batch size, KV-cache size and level of gradient checkpointing."""
+    """Print what the prediction chose: micro-batch size, KV-cache size and level of gradient checkpointing."""
     run, engine = plan.run, plan.run.engine
     print(f"model.micro_batch_tokens: {plan.micro_batch_tokens}")
     if engine is not None:
@@ -212,8 +218,8 @@ def print_choices(plan: Plan, shape: ModelShape) -> None:
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
-    """Print a table of possible values of gradient_checkpointing: for each value the micro-batch size, the memory, and
-    the time per token as a multiple of the fastest value's."""
+    """Print a table of the values of gradient_checkpointing. For each, it has the micro-batch size, the memory, and the
+    time per token relative to the fastest value."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")
@@ -226,7 +232,8 @@ def print_options(offered: list[Option], gpu_bytes: int) -> None:
 
 
 def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> None:
-    """Print a table of the longest completions that a run can train on, by GPU memory in bytes."""
+    """Print a table of the longest completions, in tokens, that a run can train on, for GPUs with the given memory in
+    bytes."""
     table = Table("GPU, GiB", "tokens per completion", "checkpointing", "tokens per pass", "sequences in the KV cache")
     for gpu_bytes in gpus:
         tokens = longest_completion(shape, run, gpu_bytes)
@@ -243,8 +250,8 @@ def print_longest(shape: ModelShape, run: RunMemory, gpus: Sequence[int]) -> Non
 
 
 def as_json(plan: Plan, changes: list[Change], gpu_bytes: int, smallest_gib: int) -> dict[str, Any]:
-    """Convert the plan to JSON-serialisable values. Memory is in bytes, except that of the smallest sufficient GPU, in
-    GiB."""
+    """Convert a plan to values that JSON can represent. Memory is in bytes, except that of the smallest sufficient GPU,
+    in GiB."""
     return {
         "gpu_bytes": gpu_bytes,
         "usable_bytes": usable(gpu_bytes),

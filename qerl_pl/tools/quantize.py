@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Quantise a checkpoint as parsed arguments say, and print the largest relative errors of weights and outputs."""
+    """Quantise a checkpoint according to parsed arguments, and print the largest relative errors of weights and
+    outputs."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but this machine has no CUDA GPU; use --device cpu")

@@ -50,7 +50,7 @@ def print_table(summaries: Mapping[Path, Mapping[str, float]]) -> None:
 
 
 def draw(runs: Sequence[tuple[str, Mapping[str, Curve]]], picture: Path, titles: Mapping[str, str] = CURVES) -> None:
-    """Draw curves of named runs into a picture file: one panel per scalar of ``titles``, one line per run."""
+    """Draw curves of runs into a picture file, with one panel per scalar of ``titles`` and one line per run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -21,7 +21,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, judge_rows
 from qerl_pl.tools.options import output_file
 
-CHUNK = 1024  # rows of the file that are in memory at a time, because a completion may have 100 kB
+CHUNK = 1024  # number of rows that are in memory at a time; one completion may have 100 kB
 NAMED = {
     "gsm8k": {
         "class_path": "qerl_pl.rewards.math.NumericAnswer",
@@ -84,10 +84,10 @@ def main(argv: list[str]) -> int:
 
 
 def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
-    """Score every completion of the JSON-lines file ``source``, and write its rows with score and reason to ``target``;
-    after an error nothing is written. Returns the number of rows by score, and the number of unscored rows by reason.
-    ValueError if a row is malformed; the message names it."""
-    # reports a malformed row before any row is scored
+    """Score every completion of the JSON Lines file ``source``, and write the rows with score and reason to ``target``;
+    after an error, nothing is written. Returns the number of rows by score, and the number of rows without a score by
+    reason. ValueError: a row is malformed; the message names it."""
+    # read the whole file once, so that a malformed row is reported before any row is scored
     num_rows = sum(1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr)))
     counts: Counter[float | None] = Counter()
     reasons: Counter[str] = Counter()
@@ -110,9 +110,9 @@ def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counte
 
 
 def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
-    """Read the rows of a JSON-lines file. Empty lines are skipped, and ``say`` is called with a sentence that has their
-    number. ValueError: there are no rows, or a line is no JSON object with a text "completion" and an "answer" that is
-    a text or number."""
+    """Read the rows of a JSON Lines file. Empty lines are skipped, and ``say`` is called with a sentence that counts
+    them. ValueError: there are no rows, or a line is no JSON object with a text "completion" and an "answer" that is a
+    text or number."""
     for where, row in read_json_lines(path, say=say):
         for field in ("completion", "answer"):
             if field not in row:
@@ -130,7 +130,7 @@ def _known_answer(row: Row, where: str = "the row") -> str:
 
 
 def _named(argv: Iterable[str]) -> list[str]:
-    """Replace a short name of a reward after ``--reward``, such as ``math``, by the JSON text of its class and
+    """Replace a short name of a reward after ``--reward``, such as ``math``, by a JSON text with the reward's class and
     settings."""
     spelled = []
     for argument in argv:

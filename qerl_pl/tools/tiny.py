@@ -1,9 +1,10 @@
 """Make a small policy that can do arithmetic but makes careless mistakes, for the quickstart and for tests.
 
-The policy is a model of the Qwen2 architecture with 464 000 parameters, fine-tuned on worked arithmetic by a careless
-solver (qerl_pl/tasks/arithmetic.py): it can compute correctly, but more often repeats the solver's mistakes, so that
-reinforcement learning improves it within minutes. A policy whose fine-tuning was stopped half-way would not improve,
-because it hardly ever earns a reward. The policy depends only on the seed; global random states are left as they are.
+The policy is a model of the Qwen2 architecture with 464 000 parameters. It is fine-tuned on worked solutions of
+arithmetic problems by a careless program (qerl_pl/tasks/arithmetic.py). So it can compute correctly, but more often
+repeats the program's mistakes, and reinforcement learning improves it within minutes. A policy whose fine-tuning was
+stopped early would not improve, because it hardly ever earns a reward. The policy depends only on the seed; global
+random states are left as they are.
 """
 
 import itertools
@@ -27,7 +28,7 @@ from qerl_pl.common.seeding import derive_seed
 from qerl_pl.tasks.arithmetic import NUM_OPERANDS, distinct_expressions, draw_expression, question, solution
 from qerl_pl.tools.options import tiny_options
 
-SFT_STEPS = 900  # with 450 steps, one policy of three lacks the skill, and RL stops at an accuracy of 0.77
+SFT_STEPS = 900  # with 450 steps, one policy of three cannot do the arithmetic, and RL stops at an accuracy of 0.77
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3  # with 3e-3, one policy of ten does not learn the arithmetic
 WARMUP_STEPS = 30
@@ -66,12 +67,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
-    """Train a policy on careless solutions and write it to a new or empty folder; after an error the folder is left as
-    it was. ``sft_steps`` is the number of steps of supervised training; with 0 the weights are random (for tests that
-    need no skill).
+    """Fine-tune a small policy on careless solutions and write it to a new or empty folder; after an error, the folder
+    is left as it was. ``sft_steps`` is the number of steps of supervised training; with 0, the weights are random.
 
-    Returns a record with the duration in ``seconds`` and, if the policy was trained, with its ``accuracy`` and
-    ``skill`` (see ``measure``). ValueError: the folder is not empty, or accuracy or skill is out of range (``check``).
+    Returns a dict with the duration in ``seconds`` and, if the policy was trained, with its ``accuracy`` and ``skill``
+    (see ``measure``). ValueError: the folder is not empty, or accuracy or skill is out of range (see ``check``).
     """
     output, started = Path(output), time.perf_counter()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -100,7 +100,7 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
 
 
 def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
-    """Tell whether a folder holds a finished policy that ``make_tiny`` wrote with this seed and number of steps."""
+    """Return whether a folder holds a finished policy that ``make_tiny`` wrote with this seed and number of steps."""
     if not all((output / name).is_file() for name in (RECORD, *FILES)):
         return False
     return json.loads((output / RECORD).read_text(encoding="utf-8"))["settings"] == _settings(seed, sft_steps)
@@ -108,7 +108,7 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
 
 def make_tokenizer() -> Qwen2Tokenizer:
     """Create a byte-level tokenizer: a text is normalised to Unicode form C, and each of its UTF-8 bytes is a token.
-    Each of the tags ``<think>``, ``<answer>`` and their closing tags is one token, which decoding does not skip."""
+    The tags ``<think>``, ``<answer>`` and their closing tags are one token each, which decoding does not skip."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
     tokenizer = Qwen2Tokenizer(
@@ -186,7 +186,7 @@ def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Seq
 def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
-    """Return [B] bool: True for those expressions for which greedy decoding would produce exactly the given
+    """Return [B] bool: True where greedy decoding of an expression's prompt would produce exactly the given
     solution."""
     # One forward pass suffices: greedy decoding produces a text exactly if each token of the text is the most likely
     # one after the tokens before it.
@@ -196,12 +196,12 @@ def reproduces(
 
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
-    """Measure on held-out problems a policy's ``accuracy`` with greedy decoding, and its ``skill``.
+    """Measure a policy's ``accuracy`` and ``skill`` on held-out problems with greedy decoding.
 
-    The policy was pretrained on solutions by a program that makes a certain mistake at random: in some steps it is
-    careless. The accuracy is the share of problems whose greedy solution has no mistake, the skill the share of those
-    whose greedy solution has no mistake but this one. A solution in another format than the program's counts as wrong
-    in both, so both numbers are lower bounds.
+    The policy was fine-tuned on solutions by a program that makes one kind of mistake in random steps. The accuracy is
+    the share of problems whose greedy solution has no mistake. The skill is the share of problems whose greedy solution
+    has no mistake of another kind. A solution in another format than the program's counts as wrong in both, so both
+    numbers are lower bounds.
     """
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # in the first, no step is careless

@@ -1,1 +1,2 @@
-"""The page of a run: one HTML file with results, checks, settings and completions, made by ``report --html``."""
+"""Make the HTML page of one or more runs, a single file with results, checks, settings and completions (``report
+--html``)."""

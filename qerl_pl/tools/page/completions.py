@@ -1,4 +1,4 @@
-"""Convert the completion files of runs to JSON for the HTML page of the runs."""
+"""Convert the files in which runs store completions to JSON for the HTML page about the runs."""
 
 import base64
 import json
@@ -11,13 +11,14 @@ import numpy as np
 
 from qerl_pl.common.files import read_lines
 
-STEP = 1000  # integer per nat: per-token numbers are stored as integers in thousandths of a nat
-LARGEST = 32.0  # nats; larger per-token numbers are clipped to this
+STEP = 1000  # numbers per token are multiplied by this and stored as integers, i.e. in thousandths of a nat
+LARGEST = 32.0  # nats; numbers per token are clipped to +- this value
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose completion files, spread evenly over each run, that together have about ``limit`` completions: (index of
-    the run, file), ordered by run, stage and rollout; and a sentence on what was left out, empty if nothing was."""
+    """Choose files of completions, evenly spread over each run, that together have about ``limit`` completions. Returns
+    a list of (index of the run, file), ordered by run, stage and rollout, and a sentence on what was left out, which is
+    empty if nothing was."""
     every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:
@@ -32,10 +33,13 @@ def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, P
 
 
 def block(path: Path, run: int) -> dict[str, Any]:
-    """Convert the completions of one file to JSON-serialisable values: run, stage, step, rows, the number of unreadable
-    lines in ``damaged`` and, if per-token numbers were written, pieces (texts of tokens). Per-token numbers are
-    little-endian integers in base64: indices of pieces are uint32; log-probability, entropy, trainer's minus sampler's
-    log-probability, and teacher's minus policy's log-probability are int16 in thousandths of a nat."""
+    """Convert the completions of one file to values that JSON can represent: run, stage, step, rows, and the number of
+    unreadable lines in ``damaged``.
+
+    If the run stored numbers per token, each row also has them as little-endian integers in base64, and ``pieces`` has
+    the texts of tokens. The index of a token's text is uint32. Log-probability, entropy, the trainer's minus the
+    sampler's log-probability, and the teacher's minus the policy's are int16 in thousandths of a nat.
+    """
     stage, _, step = path.stem.rpartition("-")
     lines, rows = read_lines(path, errors="replace"), []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Render the page of runs as one self-contained HTML file."""
+"""Render the page about runs as one self-contained HTML file."""
 
 import base64
 import hashlib
@@ -22,10 +22,12 @@ DIGITS = 6  # significant digits of a curve's values
 
 
 def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
-    """Render one HTML page about one or more runs, given the logged scalars of each run's folder. If the runs have more
-    than ``limit`` completions, the page has those of some rollouts only, evenly spaced in each run, and says so. A
-    model's output is stored as JSON in which ``<`` is escaped, and shown only as text. The content security policy
-    forbids network requests, and all scripts but the page's."""
+    """Render one HTML page about one or more runs. ``runs`` maps each run's folder to its logged scalars.
+
+    If the runs have more than ``limit`` completions, the page has those of some rollouts only, evenly spaced in each
+    run, and says so. A model's output is stored as JSON in which ``<`` is escaped, and is shown only as text. The
+    content security policy forbids network requests, and all scripts except the page's own.
+    """
     chosen, note = choose_files(list(runs), limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
     parts = {
@@ -51,14 +53,16 @@ def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
 
 
 def _as_json(value: object) -> str:
-    """Serialise a value to JSON in which ``<`` is escaped, so that it cannot end the script element that holds it."""
+    """Convert a value to JSON text in which ``<`` is escaped, so that it cannot end the HTML script element that
+    contains it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return what the page shows of a run, except completions, as JSON-serialisable values: the run's name, whether it
-    is running, curves (steps and values by tag) of reward, times, memory and speculation, a summary, the verdicts of
-    the run's checks, its settings, and the settings that each resume changed."""
+    """Return what the page shows of a run, except completions, as values that JSON can represent: the run's name,
+    whether it is running, its duration, curves (steps and values by tag) of reward, times, memory and speculation, a
+    summary, results of the run's checks, the comparison with a teacher, the settings, and the settings that each resume
+    changed."""
     config = plain_yaml(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))

@@ -1,12 +1,12 @@
-"""Say in words what the checks of a run found."""
+"""Describe in words what the checks of a run found, from its logged scalars."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from qerl_pl.results.curves import Curve
 
-# Tokens whose probability in the trainer is not within 10 % of the sampler's are counted. If their share is above this
-# limit, the verdict is bad; correct engines of pretrained models have up to 0.06, in bf16.
+# Limit on the share of tokens whose probability in the trainer is not within 10 % of the sampler's; with a larger
+# share, the check counts as failed. With correct engines and pretrained models in bf16, the share is up to 0.06.
 OUTSIDE = 0.15
 
 CAUSES = {
@@ -16,14 +16,14 @@ CAUSES = {
     "decode": "decoding token by token",
     "staleness": "the updates since the rollout",
 }
-"""Words for the causes into which callbacks.ledger splits the difference between sampler and trainer."""
+"""Names of the causes into which ``callbacks.ledger`` splits the difference between sampler and trainer."""
 Verdict = tuple[bool | None, str]
-"""Whether a check found no fault (None if it did not run), and a text."""
+"""Result of a check: True if it found no fault, False if it found one, None if it did not run; and a text."""
 
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Describe what each check of a run found, from its curves: one record per check, with ``check`` (its name),
-    ``good`` (True, False, or None if it did not run) and ``text``."""
+    """Describe what each check of a run found. Returns one dict per check, with ``check`` (its name), ``good`` (True,
+    False, or None if it did not run) and ``text``."""
     checks = {
         "Canary": _canary,
         "Sampler and trainer": _gap,
