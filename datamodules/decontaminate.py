@@ -1,4 +1,5 @@
-"""Remove training problems that share a question, or a run of consecutive words, with a problem of an evaluation."""
+"""Remove training problems that share a question, or a sequence of consecutive words, with a problem of an
+evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SHARED_WORDS = 13  # as in GPT-3 (arXiv 2005.14165, appendix C)
 
 
 class Overlap(NamedTuple):
-    """A training question and an evaluation question that share a run of consecutive words."""
+    """A training question and an evaluation question that share a sequence of consecutive words."""
 
     train_index: int
     train_question: str
@@ -31,16 +32,17 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class Decontaminated:
-    """A source of problems without those training problems that share a run of consecutive words with an evaluation
-    problem.
+    """A source of problems that leaves out training problems which share a sequence of consecutive words with an
+    evaluation problem.
 
     Args:
         source: source of the training problems; its validation problems are kept.
         against: sources of the evaluation problems.
-        num_words: number of words in a run: 13 as in GPT-3 (arXiv 2005.14165, appendix C). A smaller number finds more
-            overlaps, of which more are due to chance. An evaluation question with fewer words only matches a training
-            question with exactly the same words.
-        report_path: JSON Lines file to which removed problems are written, each with the reason; None writes no file.
+        num_words: number of shared words at which a problem is left out: 13 as in GPT-3 (arXiv 2005.14165, appendix C).
+            A smaller number finds more overlaps, of which more are due to chance. An evaluation question with fewer
+            words only matches a training question with exactly the same words.
+        report_path: JSON Lines file to which removed problems are written, each with the shared words; None writes no
+            file.
     """
 
     source: PromptSource
@@ -73,7 +75,7 @@ class Decontaminated:
 def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, num_words: int) -> list[Overlap]:
     """Find the training problems that share ``num_words`` consecutive words with an evaluation problem. Each is
     returned with the first sequence of words that it shares. Case, punctuation and white space are ignored."""
-    owners: dict[tuple[str, ...], str] = {}  # evaluation question that has a run of words; a short question is one run
+    owners: dict[tuple[str, ...], str] = {}  # maps a sequence of words to an evaluation question that contains it
     for problem in evaluation:
         for run in runs_of_words(problem.question, num_words):
             owners.setdefault(run, problem.question)

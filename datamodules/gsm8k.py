@@ -10,11 +10,12 @@ from qerl_pl.common.types import Problem
 
 @dataclass(frozen=True)
 class GSM8K:
-    """The source GSM8K, with 7473 training problems; its 1319 test problems are the validation problems.
+    """A source of the problems of GSM8K: 7473 training problems, and as validation problems the 1319 test problems.
 
     Args:
-        train_path: hub name, or a .jsonl or .parquet file with the columns question and answer.
-        validation_path: the same for the test split.
+        train_path: name of a data set on the Hugging Face hub, or a .jsonl or .parquet file, with the columns question
+            and answer.
+        validation_path: name or file of the test split, with the same columns.
         bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.
 
     Raises:

@@ -72,7 +72,7 @@ class TrainLoader:
         return len(self.prompts) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield the batches of prompts that remain in the current epoch, or those of the next epoch if none remain."""
+        """Yield the remaining batches of the current epoch or, if none remain, the batches of the next epoch."""
         # the epoch is advanced here and not after the loop, because Lightning stops iterating after len(self) batches
         if self.next_batch == len(self):
             self.epoch, self.next_batch = self.epoch + 1, 0

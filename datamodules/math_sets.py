@@ -77,13 +77,13 @@ def math(
     validation_path: str = "DigitalLearningGmbH/MATH-lighteval",
     bad_rows: OnBadRows = "refuse",
 ) -> Table:
-    """Create a source of MATH (arXiv 2103.03874), 12 500 competition problems; the answer is in the last ``\boxed{}``
+    """Create a source of MATH (arXiv 2103.03874), 12 500 competition problems; the answer is in the last ``\\boxed{}``
     of the solution.
 
     Args:
         levels: difficulties, from 1 to 5, of the training problems that are used; None uses all.
         train_path: data set with the columns problem, level ("Level 5") and solution.
-        validation_path: the same for the test split, of which all levels are used.
+        validation_path: data set with the test split, in the same columns; all its levels are used.
     """
     only: dict[str, list[Value]] | None = None if levels is None else {"level": [f"Level {level}" for level in levels]}
     return Table(

@@ -24,8 +24,8 @@ _LIST = re.compile(r"\s*(?:\[\s*)?\{")
 _CHAT = re.compile(
     r"""\s*(?:\[\s*)?\{\s*["'](?:(?:role|content)["']\s*:|from["']\s*:\s*["'](?:system|human|user|gpt|assistant)["'])"""
 )
-# Keys of a message, in two forms. The second (ShareGPT) is recognised to be refused with a message: its chats have the
-# assistant's answer, too, so they are no prompts.
+# Keys of a message, in two forms. The second form (ShareGPT) is known only so that it can be refused with a clear
+# error: its chats contain the assistant's answer, so they are no prompts.
 _KEYS = ({"role", "content"}, {"from", "value"})
 
 

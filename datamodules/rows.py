@@ -29,7 +29,7 @@ class NoColumnError(ValueError):
 
 
 class Row(NamedTuple):
-    """One row of a data set as it is stored, with its location (file and line, or data set and row number)."""
+    """One row of a data set, as it is stored, with its location (file and line, or data set and row number)."""
 
     where: str
     columns: dict[str, object]
@@ -138,7 +138,8 @@ class BadRows:
         self.first = self.first or error
 
     def report(self, path: str | Sequence[str], *, num_good: int) -> None:
-        """Log how many rows of ``path`` were dropped, and the error of the first; ValueError if all were dropped."""
+        """Log how many rows of ``path`` were dropped, with the error of the first one. ValueError: all rows were
+        dropped."""
         if self.first is None:
             return
         if num_good == 0:

@@ -77,7 +77,7 @@ class QeRLModule(LightningModule):
     def __init__(self, engine: RolloutEngine, rewards: list[WeightedReward], **settings: Any) -> None:
         super().__init__()
         self.automatic_optimization = False
-        # Lightning's strict loading is off, since checkpoints hold only the adapter; on_load_checkpoint checks the keys
+        # Lightning's strict loading is off, as checkpoints hold only the adapter; on_load_checkpoint checks their keys
         self.strict_loading = False
         self.settings = ModuleSettings(**settings)
         self.objective = self.settings.objective.resolve()
@@ -174,7 +174,8 @@ class QeRLModule(LightningModule):
         )
 
     def configure_model(self) -> None:
-        """Load the base on this rank's device and add the LoRA adapter. A second call does nothing."""
+        """Load the base on this rank's device, add the LoRA adapter and, for training, load the teacher if there is
+        one. A second call does nothing."""
         if hasattr(self, "policy"):
             return
         with phase("loading the base"):
@@ -336,8 +337,8 @@ class QeRLModule(LightningModule):
 
     @property
     def _rollout_identity(self) -> dict[str, Any]:
-        # optimizer steps per rollout, which must not change when a run is resumed, because the rollout index is
-        # computed from the number of optimizer steps
+        # The number of optimizer steps per rollout must stay the same when a run is resumed, because the rollout index
+        # is computed from the number of optimizer steps.
         return {"updates_per_rollout": self.settings.steps_per_rollout}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Access to ``qerl_pl/hopper``: this project's CUDA kernels for Hopper GPUs ("native"), and run-time changes of vLLM
-that only make it faster.
+"""Access to the folder ``qerl_pl/hopper``, which has this project's CUDA kernels for Hopper GPUs ("native" kernels) and
+run-time changes of vLLM that only make it faster.
 
-The package works without that folder, because this module alone imports it. If the folder is missing, or was never
-tested with the installed vLLM, vLLM runs its own kernels.
+The package works without that folder, because only this module imports it. If the folder is missing, or the installed
+version of vLLM was never tested with it, vLLM runs its own kernels.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class EvaluationCache:
         return rows if len(rows) == num_rows else None
 
     def write(self, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Store the records of a batch in its file, which is written as a whole or not at all."""
+        """Store the records of a batch of prompts in a file, which is written completely or not at all."""
         write_whole(self._path(prompts), "".join(json.dumps(row) + "\n" for row in rows))
 
     def _path(self, prompts: Sequence[Prompt]) -> Path:

@@ -39,7 +39,7 @@ class Evaluation:
         names = [*(term.name for term in loop.rewards), *(name for name in _OF_ROWS if name != "reward" or rewarded)]
         self._means = MetricCollection({name: Mean() for name in names}, compute_groups=False).to(device)
         self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)
-        self._add([])  # the means of a rank that gets no prompts are defined, too
+        self._add([])  # defines the means also on a rank that gets no prompts
 
     def score(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Return one record per completion of a batch of prompts, from the cache or newly sampled and scored."""

@@ -40,65 +40,68 @@ CLIP_BOUNDS = {"clipped": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (math.
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a run: a published objective by its name, optionally with some settings changed, or a free
+    """Settings of a run's loss: a published objective by its name, optionally with some settings changed, or a free
     combination.
 
     ``objective: gspo`` in YAML and ``--model.objective gspo`` are short for ``objective: {preset: gspo}``. A setting of
-    null gets a value that follows from the other settings; ``--print_config`` shows all resulting values. "Noise" means
-    the noise of AQN, which is added to the norm weights of the engine during a rollout, and never to those of the
-    trainer.
+    null gets a value that follows from the other settings; ``--print_config`` shows all resulting values. The ratio is
+    new / old probability of a token or completion. "Trainer" and "sampler" are the two models that compute the policy's
+    probabilities, for training and in the rollout engine. "Noise" is that of AQN, which is added to the norm weights of
+    the engine during a rollout, and never to those of the trainer.
 
     Args:
         preset: "dapo", "grpo", "dr_grpo", "gspo" or "cispo". It fixes surrogate, aggregation and baseline, which cannot
             be set to other values, and sets the clip bounds. null: DAPO's loss with the given settings changed.
-        surrogate: "clipped" per token (GRPO, DAPO, Dr. GRPO), "sequence" ratio (GSPO), "cispo", or the import path of a
-            function of your own (docs/extending.md).
-        aggregation: mean over tokens (DAPO), over sequences (GRPO), or over max_tokens per sequence (Dr. GRPO). null:
-            "sequence" with the "sequence" surrogate, else "token".
+        surrogate: policy loss: "clipped" ratio per token (GRPO, DAPO, Dr. GRPO), "sequence" for a clipped ratio per
+            completion (GSPO), "cispo", or the import path of a function of your own (docs/extending.md).
+        aggregation: how token losses are averaged: over each "token" (DAPO), over each "sequence" (GRPO), or by a
+            "constant", max_tokens per sequence (Dr. GRPO). null: "sequence" with the "sequence" surrogate, else
+            "token".
         clip_low: distance of the ratio's lower bound from 1; null: 0.2 for "clipped", 3e-4 for "sequence", no bound for
             "cispo".
         clip_high: distance of the ratio's upper bound from 1; null: 0.28 for "clipped", 4e-4 for "sequence", 4 for
             "cispo".
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
             Not for "cispo", whose bounds hold for both signs.
-        baseline: how rewards become advantages inside a group: less its mean and divided by its std ("normalized") or
-            by that of the batch ("batch_normalized"), less the mean alone ("centered"), "leave_one_out", or by a
-            function of your own, given by its import path (docs/extending.md). null: "centered" with the "constant"
-            aggregation (Dr. GRPO), else "normalized".
-        ratio_against: denominator of the surrogate's ratio. "trainer": the trainer's own probabilities before the first
+        baseline: how the rewards of a group (the completions of a prompt) become advantages: the group's mean is
+            subtracted ("centered"), and the difference divided by the group's std ("normalized") or by the batch's
+            ("batch_normalized"); or the mean of the other completions is subtracted ("leave_one_out"); or the import
+            path of a function of your own (docs/extending.md). null: "centered" with the "constant" aggregation (Dr.
+            GRPO), else "normalized".
+        ratio_against: denominator of the surrogate's ratio. "trainer": the trainer's probabilities before the first
             update, so the ratio starts at 1 and contains no noise. "sampler": the engine's probabilities, noise
-            included, which is Algorithm 1 of arXiv 2510.11696 to the letter (its old policy is the noisy one): the clip
-            bounds then act on the difference between trainer and sampler too.
-        correction: importance weights between trainer and sampler: "truncate" clamps the weight to the bounds, "mask"
-            sets it to 0 where the ratio is outside of them, "none" corrects nothing (noise included). null: "truncate",
-            unless the ratio itself is taken against the "sampler".
+            included, as in Algorithm 1 of arXiv 2510.11696, whose old policy is the noisy one; the clip bounds then
+            also act on the difference between trainer and sampler.
+        correction: importance weights trainer / sampler: "truncate" clamps the weight to its bounds, "mask" sets it to
+            0 where it is outside of them, "none" corrects nothing. null: "truncate", unless ratio_against is "sampler".
         correct_noise: True: the weights correct the whole difference, from kernels and noise together. False: rollouts
-            with noise are not corrected at all, so the loss keeps the effect of noise. To correct the kernels alone,
-            every rollout would have to be scored a second time with noise-free norms (docs/correctness.md has the sizes
-            of both effects).
+            with noise are not corrected at all, so the loss keeps the effect of noise. To correct the difference
+            between kernels alone, every rollout would have to be scored a second time without noise
+            (docs/correctness.md has the sizes of both effects).
         correction_level: one weight per "token", one per "sequence" (the product of its tokens' ratios), or one per
             sequence that is the "geometric" mean of these ratios. null: "geometric" with the "sequence" surrogate,
             whose ratio has that form, else "token".
         correction_low: lower bound of a weight, from 0 to 1.
         correction_high: upper bound of a weight, at least 1; .inf: none.
-        correction_divisor: the policy loss is averaged over "all" tokens or rows, including masked and rejected ones
-            (IcePop's formula: masking makes the step smaller), or over the "kept" ones alone, which costs a forward
-            pass before the first update. KL and entropy terms are always averaged over all tokens or rows.
+        correction_divisor: the policy loss is averaged over "all" tokens or completions, including masked and rejected
+            ones (IcePop's formula: masking makes the step smaller), or only over the "kept" ones, which costs a forward
+            pass before the first update. KL and entropy terms are always averaged over all.
         rejection: bounds on a completion's ratio of trainer to sampler, outside of which the whole completion is left
             out of the loss, in addition to the importance weights; null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
-        kl_coefficient: coefficient of the KL to the base model (the policy with its adapter disabled); with 0, the
-            forward pass of the base is left out.
-        kl: estimator of the KL. With kl_in "loss": "k3" (GRPO's; its gradient is that of KL(base || policy)) or "k2"
-            (that of KL(policy || base)); "k1" has no gradient in expectation there. With kl_in "reward" only "k1",
-            because the gradient of "k2" and "k3" vanishes near the base there. null: "k3" or "k1".
-        kl_in: a term of the "loss", or subtracted from the "reward": then the KL of a completion, centered in its
-            group, is subtracted from the advantage without division by the std of "normalized" (see
+        kl_coefficient: coefficient of the KL to the reference, which is the policy at the start of the run (the base,
+            or the base with the adapter of model.lora.start); with 0, the reference is not computed.
+        kl: estimator of the KL. With kl_in "loss": "k3" (GRPO's; its gradient is that of KL(reference || policy)) or
+            "k2" (that of KL(policy || reference)); not "k1", whose gradient is 0 in expectation. With kl_in "reward":
+            only "k1", because the gradient of the others vanishes near the reference. null: "k3" in the loss, "k1" in
+            the reward.
+        kl_in: "loss": the KL is a term of the loss. "reward": the KL of a completion, less the mean of its group, is
+            subtracted from the advantage, without division by the std of "normalized" (see
             ``qerl_pl.objective.advantages.less_penalty``).
-        entropy_coefficient: coefficient of an entropy bonus, which is averaged as the loss is (``aggregation``; as in
-            verl, while TRL always takes the mean over tokens). Where the loss is divided by rows times max_tokens
-            (dr_grpo), the bonus of a token weighs mean length / max_tokens times as much as in a mean over tokens.
-        top_entropy_share: share of the tokens, by entropy over the whole batch, that carry the policy loss.
+        entropy_coefficient: coefficient of an entropy bonus, which is averaged as the loss is (as in verl, while TRL
+            always takes the mean over tokens). With "constant" aggregation, the bonus is mean length / max_tokens times
+            as large as a mean over tokens.
+        top_entropy_share: share of the tokens that have a policy loss, those with the highest entropies in the batch.
         teacher: term of the loss that draws the policy towards ``model.teacher`` on the policy's own samples
             (distillation), with or without rewards; null: no such term.
 

@@ -134,7 +134,7 @@ class ResolvedObjective:
         if self.kl_in == "reward" and self.kl != "k1":
             yield (
                 f"kl is {self.kl!r} and kl_in 'reward', where only k1 gives the gradient of the KL (that of k2 and k3 "
-                "vanishes near the base, so the term would have no effect); expected k1, or kl_in: loss"
+                "vanishes near the reference, so the term would have no effect); expected k1, or kl_in: loss"
             )
         if self.correction == "mask" and self.correction_low == self.correction_high:
             yield (

@@ -31,7 +31,7 @@ _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?
 _MAX_CONNECTOR = 50  # characters
 # Matches text such as "or maybe", or no text, between two boxes; the completion then has not chosen one of them.
 _BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*|[ \t$]*")
-# Matches what a reader does not see (comments, phantom boxes), or sees crossed out.
+# Matches text that a reader of the rendered answer does not see (comments, \phantom) or sees crossed out.
 _HIDDEN = (
     r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment"
     r"|colorbox\s*\{\s*black\s*\}\s*|scalebox\s*\{\s*0[.0]*\s*\}|resizebox\s*\{\s*0[^{}]*\}\s*\{[^{}]*\}"
@@ -46,8 +46,8 @@ _UNSEEN = re.compile(
     r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
     r"|(?P<brace>\\.|[{}])"
 )
-# Matches a denial in front of a box, with at most four words between them ("not equal to", "is not the value"), or the
-# start of a clause that is called false ("it is wrong that the answer is").
+# Matches a denial in front of a box, with at most four words between denial and box ("not equal to", "is not the
+# value"), or the start of a clause that is called false ("it is wrong that the answer is").
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
 _FALSE = r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|erroneous|inaccurate|nonsense|off by)"
 _NOT_TRUE = (

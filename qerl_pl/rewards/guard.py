@@ -132,7 +132,7 @@ def _clock(limit: float | None) -> Iterator[Callable[[int], object]]:
         while not over.wait(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
                 signal.pthread_kill(main, _RING)
-                over.wait(1.0)  # then the signal is sent again, in case the reward caught the error
+                over.wait(1.0)  # after this time the signal is sent again, in case the reward caught the error
 
     before = signal.signal(_RING, ring)
     thread = threading.Thread(target=watch, daemon=True)

@@ -10,7 +10,7 @@ from qerl_pl.common.types import Completion, Prompt
 
 @dataclass(frozen=True)
 class SoftOverlong:
-    """Punishes completions that come close to the length limit (DAPO, arXiv 2503.14476, eq. 13).
+    """A reward that punishes completions which come close to the length limit (DAPO, arXiv 2503.14476, eq. 13).
 
     The score is 0 up to ``max_tokens - buffer`` tokens, then falls linearly to -1 at ``max_tokens``, and is -1 beyond.
 

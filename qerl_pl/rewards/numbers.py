@@ -14,7 +14,7 @@ MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which 
 SIGNIFICANT = 6  # a decimal with fewer significant digits does not stand for a value such as 1/3
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 
-# The last alternative is a decimal with a comma, as in "3,5".
+# Matches a decimal number; the last but one alternative is a number with a decimal comma, as in "3,5".
 _DECIMAL = (
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)"
     r"|\d+,\d{1,2}(?![\d,.])|\d+"
@@ -34,7 +34,7 @@ _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
-NOTES = re.compile(r"<<[^<>]*>>")  # calculator notes in solutions of GSM8K, such as <<6*3=18>>
+NOTES = re.compile(r"<<[^<>]*>>")  # matches calculator notes in solutions of GSM8K, such as <<6*3=18>>
 # Rewritings to plain text, applied in this order.
 _REWRITES = [
     (NOTES, ""),
@@ -57,7 +57,7 @@ _REWRITES = [
     (re.compile(r"(?:\bUS)?[$\u00a3-\u00a5\u20a0-\u20c0]|(?<=\d)\s*[\u5143\u5186]"), " "),
     (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\w.])"), r"*10^\1"),
     (re.compile(r"\b(?:USD|EUR|GBP|INR|CHF|JPY|CNY|Rs)\.?\s*(?=\d)"), " "),
-    # Digits that belong to a unit or a name: "m2", "cm^{2}", "CO_2".
+    # removes digits that belong to a unit or a name, as in "m2", "cm^{2}" and "CO_2"
     (re.compile(r"(?<=[A-Za-z])(?:\s*[\^_]\s*\{?-?\d+\}?|\d+)"), ""),
     (re.compile(r"^\s*([-+])\s+(?=[\d.])"), r"\1"),
 ]

@@ -22,7 +22,7 @@ class Quantity(NamedTuple):
 
     value: str
     unit: Unit
-    certain: bool  # False where the unit may be a product of variables, as in ``2m`` and ``2mg``
+    certain: bool  # False if the unit may instead be a product of variables, as in ``2m`` and ``2mg``
 
     def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
         """Return the value converted to a smaller or larger unit, of which this quantity's unit contains ``ratio * pi

@@ -53,9 +53,9 @@ _TOKENS = (
 _MARK = re.compile("|".join((_SPELT, *_TOKENS)), re.IGNORECASE)
 _THINK = r"(?-i:<(?P<spelt_end>/?)(?:seed:)?(?P<spelt>think)>)"
 _THINK_OR_TOKEN = re.compile("|".join((_THINK, *_TOKENS)), re.IGNORECASE)
-_BRACKET = re.compile(r"[<\[\u25c1](?=[\s/\w|\uff5c])")  # first character of a mark, which is fast to search for
-_NUM_KEPT = 1024  # number of texts of which the marks are cached, because every reward asks for them
-_LONGEST = 200  # most characters of a mark and the white space after it
+_BRACKET = re.compile(r"[<\[\u25c1](?=[\s/\w|\uff5c])")  # the first character of a tag, which can be searched for fast
+_NUM_KEPT = 1024  # number of texts whose results are cached, because every reward asks for them
+_LONGEST = 200  # limit on the characters of a tag together with the white space after it
 
 
 class Thoughts(NamedTuple):

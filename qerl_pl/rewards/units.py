@@ -76,7 +76,8 @@ _AFTER_NAME = re.compile(
     r"|altogether|more|day|week|month|year|hour"
 )
 _ALONE = re.compile(r"in|total|altogether|left|more|remaining")
-# Words that deny or change a number next to them, prepositions that make the number behind them a bound, and verbs.
+# Match words that deny or change a number next to them (_DENIES), prepositions that make the number behind them a bound
+# (_BOUNDS), and verbs and pronouns of a further clause (_VERBS).
 _DENIES = re.compile(
     r"not?|never|none|neither|nor|cannot|\w+n't|without|except|excluding|besides|but|unless|or|either|maybe|perhaps"
     r"|almost|nearly|than|least|most|wrong|incorrect|false|invalid|error|mistake|impossible|rather|instead|half|twice"

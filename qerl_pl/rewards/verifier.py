@@ -26,7 +26,8 @@ from qerl_pl.rewards.verdict import Verdict
 
 START_LIMIT = 120.0  # seconds that a worker process may take to start, i.e. to import math-verify, on a busy machine
 MAX_FAILED_STARTS = 3
-# ratio of a comparison's limit of wall-clock time to its limit of processor time; above 1 for busy machines
+# The limit on the wall-clock time of a comparison, as a multiple of that on its processor time; it is above 1 because
+# other processes may use the same cores.
 WALL_FACTOR = 10.0
 _ROOT = Path(__file__).parents[2]
 
@@ -73,7 +74,7 @@ class Verifier:
                 progress(len(rows) - len(distinct))
                 return [verdicts[row] for row in rows]
             finally:
-                # after an error, nobody reads the answers of workers that still compare
+                # after an error, some workers may still compare answers, and their results would never be read
                 if any(worker.row is not None for worker in self._workers):
                     _stop_all(self._workers, self._owner)
 

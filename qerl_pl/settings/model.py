@@ -48,9 +48,10 @@ class ModuleSettings:
         quantize: quantise a dense base at the first start and cache the result: nvfp4, mxfp4 or nf4, or a mapping of
             the quantiser's settings (format, method, calibration, samples, length, ignore); null: do not quantise.
         sampling: settings for sampling training rollouts.
-        val_sampling: settings of validation; null: greedy, one completion per prompt, with the max_tokens of training.
+        val_sampling: settings for sampling in validations; null: greedy, one completion per prompt, with the max_tokens
+            of training.
         lora: settings of the adapter.
-        objective: the loss.
+        objective: settings of the loss.
         teacher: frozen model that ``objective.teacher`` draws the policy towards; null: none.
         optimizer: optimizer of the adapter's parameters; trained norms have no weight decay.
         lr_schedule: learning-rate schedule over trainer.max_steps.
@@ -62,14 +63,14 @@ class ModuleSettings:
         mini_batches: optimizer steps per pass over a rollout, each on an equal part of the rollout's prompts (PPO's
             mini-batches). With more than 1, old log-probabilities take one more forward pass per rollout.
             trainer.max_steps counts all optimizer steps.
-        micro_batch_tokens: most tokens in one forward and backward pass; null: 16384, or as many as fit on the GPU. If
-            memory runs out, the run goes on with half as many. On a GPU, a prompt that several completions of a
-            micro-batch share is computed and counted once.
+        micro_batch_tokens: limit on the tokens in one forward and backward pass; null: 16384, or as many as fit on the
+            GPU. If memory runs out, the run continues with half as many. On a GPU, a prompt that several completions of
+            a micro-batch share is computed and counted once.
         dtype: compute dtype of trainer and engine; the adapter's master weights are always fp32.
         gradient_checkpointing: activations that backward recomputes instead of keeping them. none: keep all; selective:
             results of element-wise operations (with lora.dropout, of linear layers too); a number n: all activations of
-            n blocks, and selective in the others; blocks: all activations of all blocks; offload: as blocks, with the
-            blocks' inputs kept in host memory; auto: the choice that trains fastest on this GPU, and none on a CPU.
+            n blocks, and selective in the other blocks; blocks: all activations of all blocks; offload: as blocks, with
+            the blocks' inputs kept in host memory; auto: the choice that trains fastest on this GPU, and none on a CPU.
         offload_checkpoints: true is another spelling of ``gradient_checkpointing: offload``.
         router_replay: in a mixture of experts, train with the experts that the sampler chose for each token, instead of
             those that the trainer's routers would choose; auto: on if the base is a mixture and the engine returns its
@@ -77,11 +78,13 @@ class ModuleSettings:
         fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
             installed.
         gpu_memory: GiB of GPU memory that the run may use; null: all memory that other processes leave free.
-        dynamic_sampling: replace groups whose rewards are all equal; null: keep them (they give no gradient).
-        max_unscored_share: stop the run if no reward could score more than this share (0 to 1) of the completions.
-        max_prompt_tokens: tokens of the longest prompt (linked from the data module).
-        stop: strings that end a completion (linked from the data module).
-        seed: seed of all random numbers (linked from seed_everything).
+        dynamic_sampling: replace groups whose rewards are all equal, from which nothing can be learned; null: keep
+            them.
+        max_unscored_share: stop the run if a larger share (0 to 1) of a rollout's completions has no score, because a
+            reward with a weight other than 0 returned None for them.
+        max_prompt_tokens: limit on the tokens of a prompt (set by data.max_prompt_tokens).
+        stop: strings that end a completion (set by data.stop).
+        seed: seed of all random numbers (set by seed_everything).
 
     Raises:
         ValueError: a value is out of its range, or values contradict each other or the base.

@@ -15,12 +15,12 @@ DENSE = "dense"
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings:
-    """The frozen model that ``model.objective.teacher`` draws the policy towards.
+    """Settings of the teacher, a frozen model that ``model.objective.teacher`` draws the policy towards.
 
     Args:
-        base: folder of a checkpoint, a GGUF file or a model's name on the hub, dense or quantised, whose tokenizer is
-            the policy's; "dense": ``model.base`` before it is quantised, so that a 4-bit policy recovers the behaviour
-            of the unquantised model.
+        base: folder of a checkpoint, a GGUF file or a model's name on the hub, dense or quantised, with the policy's
+            tokenizer; "dense": ``model.base`` before it is quantised, so that a 4-bit policy recovers the behaviour of
+            the unquantised model.
         base_format: use the copy of the teacher in this format, as ``model.base_format`` does for the policy.
         quantize: quantise the teacher at the first start, as ``model.quantize`` does for the policy.
         keep: where the teacher's weights are while it does not score: on the "gpu", or in "host" memory, from which

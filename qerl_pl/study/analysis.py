@@ -26,7 +26,7 @@ from qerl_pl.study.statistics import (
 )
 from qerl_pl.study.study_file import Run, Study
 
-TINY_DIFFERENCE = 0.02  # the table has the number of seeds that would show this difference in accuracy
+TINY_DIFFERENCE = 0.02  # difference in accuracy; tables say how many seeds would show it
 HEAD = ["readout", "arms", "difference", "pairs", "p", "p (Holm)", "sd", "seen from", f"seeds for {TINY_DIFFERENCE}"]
 
 

@@ -121,7 +121,7 @@ class Runner:
                 continue
             if before is None or state.is_finished(self.study, before):
                 lock = state.lock(run)
-                # A process whose runner was killed may still train in the folder until it has ended.
+                # After a runner was killed, the process that it started may still train in the folder for a while.
                 if lock is not None and not is_running(run.folder):
                     slot.run, slot.lock, slot.attempts = run, lock, 0
                     state.write_files(self.study, run)
@@ -145,7 +145,7 @@ class Runner:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                # a process group of its own, so that Ctrl-C reaches only the runner, which then stops this process
+                # in a separate process group, so that Ctrl-C reaches only the runner, which then stops this process
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )

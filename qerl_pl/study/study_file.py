@@ -34,15 +34,15 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Analysis:
-    """Settings of ``--analyse``: which arms are compared, and in which measured quantities.
+    """Settings of ``--analyse``: which arms of a study are compared, and by which readouts (numbers that summarise a
+    run, see ``qerl_pl.study.readouts``).
 
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
-        validation: name of the scalar that is the accuracy on held-out problems.
-        metric: readout (a number that summarises a run, see ``qerl_pl.study.readouts``) whose comparisons decide the
-            study.
+        validation: name of the logged scalar that is the accuracy on held-out problems.
+        metric: readout whose comparisons decide the study.
         folder: folder of the analysis inside the study's output. Two studies with the same output share the runs of
-            their common arms; each needs a folder of its own.
+            their common arms, so each of them needs a different folder.
     """
 
     comparisons: list[list[str]] | None = None
@@ -53,23 +53,24 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Study:
-    """The content of a study's file.
+    """The content of a study's YAML file.
 
     Attributes:
         output: folder of all runs and their analysis.
-        arms: the compared configurations: settings by name of the arm, as in a -c file.
-            `$seed` in a text of an arm is the run's seed.
-        after: maps an arm that reads files of another arm's runs to that other arm. A run of the first arm begins when
-            the other arm's run with the same seed and options is finished.
+        arms: the compared configurations: maps the name of an arm to its settings, as in a configuration file.
+            `$seed` in a text of an arm is replaced by the run's seed.
+        after: maps an arm whose runs read files of another arm's runs to that other arm. A run of the first arm begins
+            when the other arm's run with the same seed and options is finished.
         seeds: values of ``seed_everything``; every arm is run with each of them, so that runs of two arms are compared
             in pairs of equal seed.
-        config: -c files or shipped names that every run reads first, e.g. [configs/tasks/gsm8k.yaml].
-        settings: further settings of every run, as in a -c file.
-        grid: values of options, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}; every arm is run with every
-            combination. A value that is a path appears in the names of the runs' folders by its last part, with a
-            digest if two values have the same last part.
-        evaluations: settings by name of evaluations (``test``) of every finished run, e.g. with other problems or more
-            samples.
+        config: configuration files, or names of configurations of this package, that every run reads first, e.g.
+            [configs/tasks/gsm8k.yaml].
+        settings: further settings of every run, as in a configuration file.
+        grid: maps options to lists of values, e.g. {model.optimizer.init_args.lr: [1.0e-4, 3.0e-4]}; every arm is run
+            with every combination. A value that is a path appears in the names of the runs' folders by its last part,
+            with a digest if two values have the same last part.
+        evaluations: evaluations (``test``) of every finished run, e.g. with other problems or more samples: maps the
+            name of an evaluation to its settings.
         gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
         jobs: number of runs at the same time per GPU, or on a machine without one; null: as many as memory and cores
             allow.

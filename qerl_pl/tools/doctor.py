@@ -188,7 +188,7 @@ def _package(name: str) -> str:
         optional = ", if a configuration needs it" if name in EXTRAS.values() else ""
         raise RuntimeError(f"not installed: pip install {name}{optional}") from None
     except ValueError as error:
-        if variables := quoted_from_environment(error):  # no package can be loaded, and torch crashes at the second try
+        if variables := quoted_from_environment(error):  # exits, because torch crashes at a second try of the import
             sys.exit(f"error: a package cannot be loaded: {error}{variables}")
         raise RuntimeError(f"cannot be loaded: {error}") from error
     return with_advice(name, importlib.metadata.version(name))

@@ -22,8 +22,8 @@ PER_TOKEN = {
     "teacher/agreement": "agrees",
 }
 OF_ALL_TOKENS = {"reference": ("policy/kl_ref",), "teacher": ("teacher/divergence", "teacher/agreement")}
-"""Metrics that are averaged over all tokens in the loss, by the model that they need. All other metrics per token are
-averaged over the tokens that have a policy loss."""
+"""Metrics that are averaged over all tokens in the loss, by the model that they need. The other metrics in
+``PER_TOKEN`` are averaged over the tokens that have a policy loss."""
 
 
 def update_metrics(

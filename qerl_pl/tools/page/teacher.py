@@ -1,4 +1,4 @@
-"""Compare a policy with its teacher by position and by token, for the page of runs."""
+"""Compare a policy with its teacher by position in the completion and by token, for the HTML page about runs."""
 
 from itertools import pairwise
 from pathlib import Path
