@@ -18,15 +18,15 @@ MEANINGS = {
     "earlier ones.",
     "seed_everything": "seeds everything that is drawn: the adapter, the order of the problems, completions, noise.",
     "trainer.max_steps": "length of the run, in optimizer steps.",
-    "trainer.max_time": 'end this start of the run after the step in which this time, "DD:HH:MM:SS", ends; resume with '
-    "--ckpt_path last.",
+    "trainer.max_time": 'time limit, "DD:HH:MM:SS", counted from this start of the command: the run stops after the '
+    "step that reaches it; resume with --ckpt_path last.",
     "trainer.val_check_interval": "number of rollouts between two validations.",
     "trainer.precision": "leave it at 32-true: the compute dtype is model.dtype.",
     "trainer.devices": "number of GPUs; each has its own engine and its share of the prompts.",
     "trainer.num_nodes": "number of machines, see docs/multi_node.md.",
     "trainer.accelerator": "auto (a GPU where there is one), cpu or gpu.",
-    "ckpt_path": "last, best (not for fit) or a file. fit --ckpt_path last goes on where a run stopped, and starts a "
-    "new one where there is none; an evaluation without it is of the base.",
+    "ckpt_path": "last, best (not for fit) or a file. fit --ckpt_path last continues the run in run_dir, or starts a "
+    "new one if there is none; without it, an evaluation evaluates the base model.",
 }
 """Help texts of settings that replace Lightning's texts, which do not hold for this program."""
 HIDDEN = {f"trainer.{name}" for name in UNUSABLE} | {

@@ -13,7 +13,7 @@ from qerl_pl.common.files import write_whole
 NO_SETTING = ("ckpt_path", "config")
 """Keys of a configuration that only name files to read at the start, so they do not change how a run trains."""
 WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")
-SCHEDULES = "; schedules of learning rate and noise span trainer.max_steps, so their values jump here"
+SCHEDULES = "; schedules of learning rate and noise span trainer.max_steps, so learning rate and noise jump here"
 OTHER_GOAL = "ATTENTION, what is optimised changes: "
 
 

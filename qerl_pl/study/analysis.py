@@ -157,8 +157,9 @@ def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
         if (lost := [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)])
     ]
     head = (
-        f"{len(runs)} runs have readouts that are not finite. In the deciding one, {study.analysis.metric}, they get "
-        "the lowest value of all runs; means and comparisons of others leave them out:"
+        f"{len(runs)} runs have readouts that are not finite (NaN or infinite). In the readout that decides the study, "
+        f"{study.analysis.metric}, these runs get the lowest value of all runs; means and comparisons of other "
+        "readouts leave them out:"
     )
     return ["", head, "", *runs] if runs else []
 
@@ -171,8 +172,9 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
     lines = [
         "# " + study.output.name,
         "",
-        f"{len(runs) - len(left)} of {len(runs)} runs are finished. Means over seeds with Student's 95 % intervals; "
-        "differences are means over pairs of equal seeds, with the values that the sign-flip test does not reject.",
+        f"{len(runs) - len(left)} of {len(runs)} runs are finished. Means over seeds have Student's 95 % intervals; "
+        "differences are means over pairs of runs with equal seeds, with the interval of the values that the sign-flip "
+        "test does not reject.",
         "",
         _times([run for run in runs if run.name not in left]),
     ]
@@ -227,9 +229,10 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
     return [
         *_table(HEAD, rows),
         "",
-        "p: sign-flip permutation test, two-sided; the interval has all differences that it does not reject at 5 % "
-        f"and is infinite below {pairs_to_accept(1)} pairs. Holm: over the comparisons of one readout. seen from: the "
-        "true difference that is accepted with 80 % probability in Holm's first step, for normal differences.",
+        "p: p-value of the two-sided sign-flip permutation test; the interval has all differences that this test does "
+        f"not reject at 5 %, and is infinite below {pairs_to_accept(1)} pairs. p (Holm): adjusted for the number of "
+        "comparisons by one readout. seen from: smallest true difference that the test finds significant with a "
+        "probability of 80 % in Holm's first step, if differences are normally distributed.",
     ]
 
 

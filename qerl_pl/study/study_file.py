@@ -115,7 +115,7 @@ class Study:
             _require("$" not in word, f"{word!r} names a variable that the file does not define under `variables`")
         for arm, other in self.after.items():
             right = arm in arms and other in arms and other not in self.after
-            expected = f"two of the arms {', '.join(arms)}, the second of which comes after no other"
+            expected = f"two of the arms {', '.join(arms)}, the second of which is not itself a key of after"
             _require(right, f"after has {arm}: {other}; expected {expected}")
         right = isinstance(analysis.comparisons, list | None)
         _require(right, f"analysis.comparisons is {analysis.comparisons!r}; expected a list of pairs of arms")

@@ -139,7 +139,8 @@ def quantize_options() -> CommandParser:
     parser.add_argument(
         "--method",
         choices=get_args(Method),
-        help="rtn: round to nearest; gptq: second order (default: gptq with --calibration, else rtn)",
+        help="rtn: round to nearest; gptq: GPTQ, which minimises the error of each layer's outputs on calibration data "
+        "(default: gptq with --calibration, else rtn)",
     )
     parser.add_argument(
         "--ignore",
@@ -197,9 +198,10 @@ def study_options() -> CommandParser:
 def plan_options() -> CommandParser:
     parser = CommandParser(
         prog=called_as("plan"),
-        description="Predict the GPU memory of a run, part by part, before it is started. The settings are read as "
-        "by `fit`; of the base, config.json and the headers of its weight files are read. A folder with config.json "
-        "alone, or a model's name, is enough. Further arguments are those of `fit`, e.g. --model.lora.rank 64.",
+        description="Predict the GPU memory of a run by purpose (weights, KV cache, activations, ...), before it is "
+        "started. The settings are read as by `fit`; of the base, config.json and the headers of its weight files are "
+        "read. A folder with only config.json, or a model's name, is enough. Further arguments are those of `fit`, "
+        "e.g. --model.lora.rank 64.",
     )
     parser.add_argument("-c", "--config", action="append", required=True, type=Path, help="as for `fit`; repeatable")
     parser.add_argument(
@@ -265,7 +267,7 @@ def chat_options() -> CommandParser:
     parser = CommandParser(
         prog=called_as("chat"),
         description="Talk to the policy of a run and to its base model: both get the same questions. Answers are "
-        "sampled with transformers and printed token by token. Each line is a question of its own, as in training, "
+        "sampled with transformers and printed token by token. Each line is a separate question, as in training, "
         "unless --conversation is given. Ctrl-D ends the program.",
     )
     parser.add_argument("run", type=existing_run, help="run folder, with config.yaml and checkpoints/")

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if is_made(args.output, seed=args.seed):
         print(f"{args.output} already holds this policy (seed {args.seed}): nothing to do")
         return 0
-    print(f"warm start: {SFT_STEPS} steps of supervised training, two to three minutes on two cores", flush=True)
+    print(f"fine-tuning the policy: {SFT_STEPS} steps, two to three minutes on two cores", flush=True)
     record = make_tiny(args.output, seed=args.seed)
     print(
         f"{args.output}: greedy held-out accuracy {record['accuracy']:.3f}, skill {record['skill']:.3f}, "

@@ -27,7 +27,7 @@ def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, P
         return [], f"none of {sum(counts):,} completions are shown; `report --completions N` shows N"
     stride = -(-sum(counts) // limit)
     return every[::stride], (
-        f"{sum(counts[::stride]):,} of {sum(counts):,} completions are shown, those of one file in {stride}; "
+        f"{sum(counts[::stride]):,} of {sum(counts):,} completions are shown, those of one in {stride} files; "
         "`report --completions N` shows up to N"
     )
 

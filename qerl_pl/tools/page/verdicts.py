@@ -42,8 +42,8 @@ def _canary(curves: Mapping[str, Curve]) -> Verdict:
     gaps = curves.get("canary/score_gap")
     scores = f" Scores of its own text differed by at most {max(gaps.values):.2g} nats." if gaps else ""
     return True, (
-        f"After each of {len(checked)} rollouts {max(checked):.0f} tensors were read back from the engine and were the "
-        f"trainer's.{scores}"
+        f"After each of {len(checked)} rollouts {max(checked):.0f} tensors were read back from the engine and equalled "
+        f"the trainer's.{scores}"
     )
 
 
