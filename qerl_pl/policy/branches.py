@@ -1,4 +1,5 @@
-"""Sequential test of whether an engine selects completions by a number that each of them has, such as its length."""
+"""Sequential test of whether a rollout engine samples more completions than it returns, and selects them by a property
+that each of them has, such as its length."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from qerl_pl.policy.evidence import in_shares
 
 ODDS = (2.0, 8.0)
 CERTAIN = 0.99
-"""Limit on the total probability of the tokens with which earlier completions continued a prefix. Above it, the token
-that the next completion has there is almost no evidence, and is left out."""
+"""Largest total probability of the tokens with which earlier completions continued a prefix. If it is exceeded, the
+next completion is almost certain to continue with one of these tokens, which is almost no evidence, so the test leaves
+this token out."""
 
 
 class _Rest(NamedTuple):
-    """Remaining tokens of the only completion that has reached a branch so far. When a second completion reaches the
-    branch, the first of these tokens becomes a branch too."""
+    """Remaining tokens of a completion, from ``at`` on, that starts with a prefix which no other completion has so far.
+    When a second completion has this prefix, the first of these tokens becomes a node of the tree of prefixes
+    (``_Branch``)."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -29,12 +32,13 @@ class _Rest(NamedTuple):
 
 @dataclass(eq=False)
 class _Branch:
-    """A token that at least one completion of a group has after a certain prefix."""
+    """Node of the tree of prefixes of a group's completions: a token that at least one completion has after a certain
+    prefix."""
 
     probability: float
     rest: _Rest | None
     sums: list[float]
-    """Sum of each number over the completions that go on with this token."""
+    """Sum of each property's values over the completions that go on with this token."""
     count: int = 1
     following: dict[int, _Branch] = field(default_factory=dict)
     mass: float = 0.0
@@ -57,27 +61,29 @@ class _Branch:
 def branch_evidence(
     groups: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]], numbers: Sequence[Sequence[Sequence[float]]]
 ) -> Tensor:
-    """Compute the evidence that completions begin like earlier completions that have a low (or high) number, such as
-    their length, more often than the policy's probabilities say, as when an engine samples more completions than it
-    returns and keeps the shortest.
+    """Test whether completions begin like earlier completions that have a low (or high) value of a property, such as
+    their length, more often than the policy's probabilities say. This happens if an engine samples more completions
+    than it returns, and keeps, for example, the shortest.
 
-    The completions of a group are compared one after the other. At every prefix that a completion shares with earlier
-    completions, let E be a set of tokens with which the earlier ones continue it: token t is in E if the mean of the
-    number over the earlier completions that continue with t is at most (or at least) its mean over all earlier
-    completions of the group. M is the probability of E according to the log-probabilities that the engine reported. In
-    an engine that chooses, the odds of E are multiplied by o (``ODDS``): the likelihood ratio of such an engine to one
-    that does not choose is o / (1 + (o - 1) M) if the completion's next token is in E, else 1 / (1 + (o - 1) M). E
-    depends on earlier completions only, so if the engine does not choose, the product of these ratios is a martingale,
-    provided that the engine reports equal probabilities after equal prefixes; differences by rounding errors have
-    either sign and nearly cancel.
+    The completions of a group (of one prompt) are compared one after the other. For every prefix that a completion
+    shares with earlier completions, let E be a set of tokens with which the earlier ones continue it. Token t is in E
+    if the mean of the property over the earlier completions that continue with t is at most (or at least) its mean over
+    all earlier completions of the group. M is the probability of E according to the log-probabilities that the engine
+    reported.
+
+    An engine that selects completions is assumed to multiply the odds of E by o (``ODDS``). The likelihood ratio of
+    such an engine to one that does not select is o / (1 + (o - 1) M) if the completion's next token is in E, else 1 /
+    (1 + (o - 1) M). E depends on earlier completions only. So if the engine does not select, and reports equal
+    probabilities after equal prefixes, the product of these ratios is a martingale. Rounding errors make the reported
+    probabilities differ, but in both directions, so their effects nearly cancel.
 
     Args:
         groups: tokens and log-probabilities in nats of each completion of P groups.
-        numbers: F numbers of each completion of each group.
+        numbers: F properties of each completion of each group.
 
     Returns:
-        Log-likelihood ratio for each share of groups in which the engine chooses (``evidence.SHARES``), number,
-        direction (low or high) and o, [len(SHARES) * F * 2 * len(ODDS)] fp64 in nats.
+        Log-likelihood ratios, [len(SHARES) * F * 2 * len(ODDS)] fp64 in nats: one for each share of groups in which the
+        engine selects (``evidence.SHARES``), property, direction (low or high) and o.
     """
     num_numbers = len(numbers[0][0]) if numbers else 0
     evidence = torch.zeros(num_numbers * 2 * len(ODDS), len(groups), dtype=torch.float64)
@@ -108,8 +114,9 @@ def _of_group(
 
 
 def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator[float]:
-    """Yield the log-likelihood ratio of ``token`` after the prefix that ends in ``branch``, for each number, direction
-    and odds (see ``branch_evidence``); ``means`` are the means of the numbers in the group so far."""
+    """Yield the log-likelihood ratio in nats of ``token`` after the prefix that ends in ``branch``, for each property,
+    direction and odds (see ``branch_evidence``). ``means`` are the means of the properties over the group's earlier
+    completions."""
     taken = branch.following.get(token)
     for number, mean in enumerate(means):
         for sign in (1, -1):

@@ -1,11 +1,12 @@
-"""Gated delta nets (arXiv 2412.06464) on packed rows, such that the state of each row starts at zero.
+"""Gated delta nets (arXiv 2412.06464), layers with a recurrent state, on packed rows: sequences that are concatenated
+without padding. The state of each row starts at zero.
 
 transformers' implementation in torch ignores where packed rows end, so a row would continue from the state of the
-previous row. Here the rows are padded on the right for the convolution and the recurrence, and packed again afterwards.
-Both are causal, so padding does not change the results of the tokens before it. Rows of similar lengths are computed
-together, so that less than half of a group's chunks of 64 tokens are padding. Backward recomputes convolution and
-recurrence, one group at a time, so their intermediate results, 17 times as large as their inputs, are never in memory
-for all tokens.
+previous row. Here, rows are padded on the right for the convolution and the recurrence, and packed again afterwards.
+Both operations are causal, so padding does not change the results of the tokens before it. Rows of similar lengths are
+padded and computed together, as a group in which less than half of the chunks of 64 tokens are padding. Backward
+recomputes convolution and recurrence one group at a time. So their intermediate results, which are 17 times as large as
+their inputs, are never in memory for all tokens.
 """
 
 from __future__ import annotations
@@ -26,28 +27,31 @@ from qerl_pl.policy.kept import kept_whole
 from qerl_pl.policy.lora import apply_linears
 
 GROUP_TOKENS = 4096
-"""Limit on the tokens, padding included, of a group of rows that are computed together; a longer row is a group by
-itself."""
+"""Largest number of tokens, padding included, of a group of rows that are padded and computed together. A longer row is
+a group by itself."""
 CHUNK = 64
 """Number of tokens to a multiple of which transformers' code pads rows."""
 
 
 class Groups:
-    """Rows of one packed batch in groups of similar lengths. All layers share one such object, so the lengths are read
-    from the GPU only once per batch."""
+    """Division of the rows of one packed batch into groups of similar lengths, each of which is padded and computed
+    together. All layers share one such object, so the lengths are read from the GPU only once per batch."""
 
     def __init__(self) -> None:
         self._starts: Tensor | None = None
         self.indices: list[Tensor] = []
-        """Packed indices of the tokens of each group of rows, row after row: [tokens of the group] int64 per group."""
+        """Indices, in the packed batch, of the tokens of each group, one row after another: [tokens of the group] int64
+        per group."""
         self.inside: list[Tensor] = []
-        """Mask [B, S] bool of each group of B padded rows: True for tokens of the rows and False for padding."""
+        """Mask [B, S] bool for each group, whose B rows are padded to S tokens: True for tokens of the rows, False for
+        padding."""
         self.inverse = torch.empty(0)
         """[T] int64, index of each packed token among the tokens of all groups."""
 
     def of(self, starts: Tensor) -> Groups:
-        """Group the rows that begin at ``starts`` (see ``packing.Packed``). A further call with the same tensor object
-        returns the existing groups."""
+        """Divide packed rows into groups, and return this object. ``starts`` [B + 1] int32 has the index of each row's
+        first token, followed by the number of tokens. A further call with the identical tensor object keeps the
+        groups."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()
@@ -63,8 +67,9 @@ class Groups:
 
 
 def grouped(lengths: Sequence[int]) -> list[list[int]]:
-    """Divide rows that have tokens into groups, longest rows first, such that the shortest row of a group has more than
-    half as many chunks of 64 tokens as the group's longest row."""
+    """Divide rows of the given lengths, in tokens, into groups of similar lengths; returns the rows' indices, longest
+    rows first. The shortest row of a group has more than half as many chunks of 64 tokens as its longest row, and a
+    group of several rows has at most ``GROUP_TOKENS`` tokens, padding included. Rows of length 0 are left out."""
     groups: list[list[int]] = []
     chunks = [ceil(length / CHUNK) for length in lengths]
     for row in sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]):
@@ -78,7 +83,8 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def use_packed_delta_nets(model: PreTrainedModel) -> None:
-    """Make a model's gated delta nets accept packed rows, whose boundaries are the argument ``cu_seq_lens_q``."""
+    """Make the gated delta nets of a transformers model accept packed rows, whose boundaries, [B + 1] int32, are passed
+    as ``cu_seq_lens_q``. Calls without this argument compute what transformers computes."""
     groups = Groups()
     for module in model.modules():
         known: Any = module
@@ -118,12 +124,13 @@ def _scan_groups(module: Any, mixed: Tensor, b: Tensor, a: Tensor, groups: Group
 
 
 def _scan(module: Any, mixed: Tensor, b: Tensor, a: Tensor, *, inside: Tensor) -> Tensor:
-    """Compute convolution and recurrence of rows of similar lengths; returns [T, value heads, D], where T is the number
-    of tokens of all these rows.
+    """Compute the convolution and the recurrence of a gated delta net for B rows of similar lengths, padded to S
+    tokens. Returns [T, value heads, D], where T is the number of tokens of all these rows without padding, and D the
+    dimension of a value head.
 
     Args:
-        module: the layer.
-        mixed: [T, C], the projected queries, keys and values.
+        module: the gated delta net.
+        mixed: [T, C], the projected queries, keys and values, concatenated.
         b: [T, value heads]; its sigmoid is the step size of the recurrence.
         a: [T, value heads], from which the decay of the recurrent state is computed.
         inside: [B, S] bool, True for tokens and False for padding.

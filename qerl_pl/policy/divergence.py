@@ -1,15 +1,17 @@
 """Divergence of a student's next-token distribution from a teacher's, without holding the logits [T, V] of all tokens.
 
 Letters: T tokens, H and H' hidden sizes of student and teacher, V vocabulary, R rows of a chunk; p is the student's
-distribution, q the teacher's, m = beta q + (1 - beta) p. The generalised Jensen-Shannon divergence of GKD (arXiv
-2306.13649, equation 1) and its limits, with their derivatives with respect to the student's z = logits / temperature:
+distribution, q the teacher's, m = beta q + (1 - beta) p. The table has the generalised Jensen-Shannon divergence of GKD
+(arXiv 2306.13649, equation 1), with its limits at beta 0 and 1, and the derivatives with respect to the student's z =
+logits / temperature:
 
     beta = 0       KL(q || p), forward                             p - q
     0 < beta < 1   beta KL(q || m) + (1 - beta) KL(p || m)         (1 - beta) p (log(p / m) - KL(p || m))
     beta = 1       KL(p || q), reverse                             p (log(p / q) - KL(p || q))
 
-The derivative does not depend on the loss, so forward multiplies it by the head while the logits exist, and backward
-only scales the result, [T, H].
+These derivatives do not depend on how the loss uses the divergence. So the forward pass multiplies them by the output
+head while the logits exist, which gives the gradient with respect to the student's hidden states, [T, H], and backward
+only scales this gradient.
 """
 
 import math
@@ -32,12 +34,12 @@ from qerl_pl.policy.logprobs import (
 
 
 class Divergence(NamedTuple):
-    """Distance of the student from the teacher at each token."""
+    """Divergence of the student's distribution from the teacher's at each of T tokens."""
 
     value: Tensor
     """[T] fp32 nats (fp64 for fp64 inputs), differentiable with respect to the student's hidden states."""
     agrees: Tensor
-    """[T] bool: both have the same most likely token."""
+    """[T] bool, True where student and teacher have the same most likely token."""
 
 
 def divergence(
@@ -49,17 +51,18 @@ def divergence(
     beta: float,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Divergence:
-    """Compute the generalised Jensen-Shannon divergence of two models that share a tokenizer.
-
-    Vocabularies that were padded to different lengths are cut to the tokens that both have.
+    """Compute the generalised Jensen-Shannon divergence of the next-token distributions of a student and a teacher,
+    which share a tokenizer. Vocabularies that were padded to different lengths are cut to the tokens that both models
+    have.
 
     Args:
-        hidden: [T, H] of the student.
+        hidden: [T, H], the student's last hidden states of T tokens.
         head: output head of the student.
-        teacher_hidden: [T, H'] of the teacher at the same tokens.
+        teacher_hidden: [T, H'], the teacher's last hidden states of the same tokens.
         teacher_head: output head of the teacher.
-        beta: 0 is the forward KL, 1 the reverse KL.
-        chunk_bytes: bytes of one chunk's fp32 logits; about five times as many are needed.
+        beta: 0 is the forward KL, KL(teacher || student); 1 is the reverse KL.
+        chunk_bytes: bytes of the fp32 logits of the tokens that are computed at a time; about five times as much memory
+            is needed.
 
     Raises:
         ValueError: beta is not in [0, 1], or the numbers of tokens differ.
@@ -68,7 +71,7 @@ def divergence(
         raise ValueError(f"beta is {beta}; expected 0 (forward KL) to 1 (reverse KL)")
     if len(hidden) != len(teacher_hidden):
         raise ValueError(
-            f"the student has {len(hidden)} tokens and the teacher {len(teacher_hidden)}; expected as many"
+            f"the student has {len(hidden)} tokens and the teacher {len(teacher_hidden)}; expected equal numbers"
         )
     vocabulary = min(len(head.weight), len(teacher_head.weight))
     head = head._replace(weight=head.weight[:vocabulary])
@@ -106,7 +109,8 @@ class _Divergence(torch.autograd.Function):
 
 
 def _value_and_derivative(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Compute the divergence [R] and its derivative with respect to z [R, V] from log-probabilities [R, V]."""
+    """Compute the divergence of student and teacher, [R] in nats, and its derivative with respect to the student's
+    logits divided by the temperature, [R, V], from the log-probabilities of student and teacher, [R, V] each."""
     p = log_p.exp()
     if beta == 0:
         q = log_q.exp()

@@ -1,9 +1,10 @@
 """Norms, rotary embeddings and SwiGLU as one fused kernel each for forward and backward, from the library liger-kernel.
 
 transformers computes each of these operations as a chain of element-wise kernels, whose intermediate results autograd
-keeps. liger-kernel's kernels round at the same places, keep less for backward, and work in place where possible: rotary
-embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inputs with their gradients. Linears that
-read the same input become one node of the autograd graph (``apply_linears``).
+keeps. liger-kernel's kernels round after the same operations, keep less for backward, and work in place where possible:
+rotary embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inputs with their gradients. Linears
+that read the same input, such as q_proj, k_proj and v_proj, are computed by one node of the autograd graph
+(``apply_linears``).
 """
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class Elementwise(NamedTuple):
     """RMSNorm of x [..., H] with a weight [H] and an epsilon. The normalised x is rounded to x's dtype before it is
     multiplied by the weight; the result is [..., H] in x's dtype."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Rotary embedding of queries [1, heads, T, D] and keys [1, key heads, T, D] by cosines and sines [1, T, D]; may
-    overwrite queries and keys."""
+    """Rotary embedding of T tokens: queries [1, heads, T, D] and keys [1, key heads, T, D] are rotated by cosines and
+    sines [1, T, D]; may overwrite queries and keys."""
     swiglu: Callable[[Tensor, Tensor], Tensor]
     """SwiGLU: silu(gate) * up, each [..., I]; its backward may overwrite gate and up."""
 
@@ -49,8 +50,8 @@ def liger_elementwise() -> Elementwise:
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Return whether to use liger-kernel on a GPU; raise ValueError if the setting is true and liger-kernel is not
-    installed."""
+    """Return whether the setting ``model.fused_elementwise`` means that liger-kernel is used on a GPU. ValueError: the
+    setting is true and liger-kernel is not installed."""
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
         raise ValueError(f"model.fused_elementwise is true and {not_installed(PACKAGE)}, or say auto")
@@ -58,12 +59,12 @@ def fused_wanted(setting: FusedSetting) -> bool:
 
 
 def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
-    """Make the norms, MLPs and attention modules of a model use the given operations. The ``forward`` of each module is
-    replaced; classes stay as they are.
+    """Make the norms, MLPs and attention modules of a model use the given operations, by replacing the ``forward`` of
+    each module object; the classes of transformers stay as they are.
 
-    Some modules keep transformers' forward: those that compute another function in the model's family (not listed in
-    ``Family.elementwise``), MLPs with an activation other than SiLU, and attention while a KV cache is in use
-    (sampling).
+    Some modules keep transformers' forward: the kinds of module that ``Family.elementwise`` does not list, because they
+    compute another function in this model family; MLPs with an activation other than SiLU; and attention while a KV
+    cache is in use (sampling).
     """
     parts = FAMILIES[model.config.model_type].elementwise
     for module in model.modules():
@@ -94,8 +95,8 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute what the attention modules of Llama, Mistral, Granite, Qwen2 and Qwen3 in transformers compute, with a
-    fused rotary embedding; with a KV cache, call the module's original forward ``plain``."""
+    """Compute an attention module of Llama, Mistral, Granite, Qwen2 or Qwen3 as transformers does, but with a fused
+    rotary embedding. With a KV cache, call the module's original forward ``plain``."""
     if past_key_values is not None:
         return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)

@@ -1,10 +1,11 @@
 """Sequential tests of whether completions are independent draws from the distribution that the engine reports.
 
-All tests are likelihood-ratio tests. For a distribution p that the engine reports and any other distribution A, the
-ratio A(x) / p(x) has mean 1 over draws x from p. The product of such ratios over tokens is therefore a non-negative
-martingale of mean 1, and so is a mixture of such products. By Ville's inequality, the probability that this product
-ever exceeds 1 / a is at most a, without any assumption about p, about the length of completions, or about how far the
-trainer's distribution q is from p. The logarithm of the product, in nats, is called evidence here.
+All tests are likelihood-ratio tests. For a distribution p that the engine reports and any other distribution A, such as
+a modification of the trainer's distribution q, the ratio A(x) / p(x) has mean 1 over draws x from p. The product of
+such ratios over tokens is therefore a non-negative martingale of mean 1, and so is a mixture of such products. By
+Ville's inequality, the probability that this product ever exceeds 1 / a is at most a, without any assumption about p,
+about the length of completions, or about how far q is from p. The logarithm of the product, in nats, is called evidence
+here.
 """
 
 import math
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 POWERS = (0.5, 0.75, 7 / 8, 15 / 16, 31 / 32, 33 / 32, 17 / 16, 9 / 8, 1.25, 1.5, 2.0, 4.0)
-"""Exponents of q; those near 1 detect small changes of many tokens, as when the likelier of several completions are
-kept."""
+"""Exponents b of the alternatives q^b, where q is the trainer's distribution. Those near 1 detect small changes of many
+tokens, as when the engine keeps the likelier of several completions."""
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
 TOPS = (5, 20, 50)
 END_ODDS = (1 / 8, 1 / 2, 2.0, 8.0)
@@ -32,29 +33,35 @@ ALTERNATIVES = (
 )
 OUTSIDE = 0.05  # weight of q in an alternative with top_p or top_k, so that one token outside does not rule it out
 SHARES = (1.0, 1 / 4, 1 / 16)
-"""Shares of the rows, or groups of rows, that an alternative changes; the others are draws from p."""
+"""Shares of the completions, or of the groups of completions of one prompt, that an alternative hypothesis assumes to
+be sampled in another way. The other completions are draws from the distribution p that the engine reports."""
 COPY_RATES = (0.9, 0.5, 0.1, 0.01)
 REDRAW_RATES = (0.9, 0.5)
 LEAST_LEFT = 1e-3
-"""Lower bound for the probability of all completions that a group has not drawn yet."""
+"""Lower bound for the probability of all completions that a group has not drawn yet; smaller values are raised to
+it."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
 STEEPNESS = 4
-"""Number k of the alternatives for sorted groups: a rank is the largest, or smallest, of k uniform draws."""
+"""Parameter k of the alternative hypothesis that groups of completions are sorted: a completion's relative rank among
+those before it is then distributed as the largest, or smallest, of k uniform draws."""
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
 """Earlier completions of the same prompt of which an alternative makes copies."""
 
 
 def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tensor:
-    """Compute the log-probabilities of tokens under q = softmax(logits) and under K alternatives, ``ALTERNATIVES``.
+    """Compute the log-probabilities of tokens under the trainer's distribution q = softmax(logits) and under K
+    alternatives, which ``ALTERNATIVES`` lists:
 
-    These are, for each b of ``POWERS``, q^b normalised, that is, q at another temperature; for each m of ``NUCLEI`` and
-    k of ``TOPS``, q with top_p = m or top_k = k, mixed with a share ``OUTSIDE`` of q itself; for each o of
-    ``END_ODDS``, q with the odds of the end tokens multiplied by o, because an engine that ends completions too early
-    or too late, or chooses among completions by their length, samples end tokens more or less often than the policy;
-    and q mixed with a share ``RANDOM`` of uniform tokens.
+    - q^b normalised, that is, q at another temperature, for each b of ``POWERS``;
+    - q with top_p = m for each m of ``NUCLEI``, and with top_k = k for each k of ``TOPS``, each mixed with a share
+      ``OUTSIDE`` of q itself;
+    - q with the odds of the end tokens multiplied by o, for each o of ``END_ODDS``. An engine that ends completions too
+      early or too late, or selects completions by their length, samples end tokens more or less often than the policy
+      does;
+    - q mixed with a share ``RANDOM`` of the uniform distribution over all tokens.
 
     Args:
-        logits: [R, V] fp32 or fp64, already divided by the sampling temperature.
+        logits: [R, V] fp32 or fp64 for R tokens and a vocabulary of V, already divided by the sampling temperature.
         targets: [R] int64 in [0, V).
         ends: [E] int64, end tokens; may be empty.
 
@@ -96,20 +103,22 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
 
 
 def in_shares(evidence: Tensor) -> Tensor:
-    """Combine the evidence for K alternatives, [K, N] in nats, that N independent units (rows or groups) give, for the
-    case that the alternative produced each unit only with probability s, and the policy the rest. Returns [len(SHARES)
-    * K] in nats, the K values of each s of ``SHARES`` in order."""
+    """Combine the evidence for K alternatives, [K, N] log-likelihood ratios in nats, that N independent units
+    (completions or groups of completions) give, for the case that a unit was sampled from the alternative only with
+    probability s, and from the policy otherwise. Returns [len(SHARES) * K] in nats: for each s of ``SHARES`` in order,
+    the K values."""
     shares = torch.tensor(SHARES, dtype=evidence.dtype).reshape(-1, 1, 1)
     return torch.logaddexp((1 - shares).log(), shares.log() + evidence).sum(dim=2).flatten()
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
-    """Add a rollout's evidence [K], the log-likelihood ratios of K alternatives to the distribution p that the engine
-    reports, to the accumulated evidence that sampling changed from p to the alternative at this or an earlier rollout.
+    """Update the evidence that sampling changed, at this or an earlier rollout, from the distribution p that the engine
+    reports to an alternative. ``evidence`` [K] has this rollout's log-likelihood ratios of K alternatives to p, in
+    nats; ``before`` [K] is what this function returned for the previous rollout, -inf at first.
 
-    The result is the logarithm of the Shiryaev-Roberts sum over the rollouts at which the change may have begun, M_n =
-    (1 + M_{n-1}) exp(evidence_n) (an e-detector, arXiv 2203.03532); ``before`` is log M_{n-1}, -inf at first. M_n - n
-    is a martingale under draws from p, so the probability that M exceeds c within n rollouts is at most n / c.
+    The result is log M_n [K] of the Shiryaev-Roberts sum M_n = (1 + M_{n-1}) exp(evidence_n) over the rollouts at which
+    the change may have begun (an e-detector, arXiv 2203.03532). M_n - n is a martingale under draws from p, so the
+    probability that M exceeds c within n rollouts is at most n / c.
     """
     return torch.logaddexp(torch.zeros_like(before), before) + evidence
 
@@ -120,26 +129,26 @@ class Draw(NamedTuple):
     prompt: int
     """Number that identifies the prompt."""
     equal: tuple[float, ...]
-    """Share, for each entry of ``COPIED``, of the completions named by it that equal this completion; NaN if there are
-    none."""
+    """One number for each entry of ``COPIED``: the share of the earlier completions that the entry names which equal
+    this completion; NaN if there is no such earlier completion."""
     logprob: float
     """Log-probability of the completion in nats."""
     left: float
-    """Probability, in the policy, of all completions that the group has not drawn before this one."""
+    """Probability, under the policy, of all completions that the group has not drawn before this one."""
     is_new: bool
-    """True if the group has not drawn this one before."""
+    """True if no earlier completion of the group equals this one."""
 
 
 def copy_evidence(draws: Iterable[Draw]) -> Tensor:
-    """Compute the evidence that completions are copies of each other, or avoid each other, and are not independent
-    draws from the policy p.
+    """Test whether completions are copies of each other, or avoid each other, and are not independent draws from the
+    policy p.
 
-    In each alternative, for a share of the prompts (``SHARES``), a completion repeats an earlier completion of the same
-    prompt (one of those that ``COPIED`` lists) with probability r (``COPY_RATES``), and is a draw from p otherwise; or
-    it is, with probability r (``REDRAW_RATES``), drawn from the completions that its group does not have yet. For draws
-    from p, the mean of 1{x equals a given earlier completion} / p(x) is 1, and that of 1{x is new} / p(all that is new)
-    too, so the likelihood ratios are martingales as the others of this module are. Equal completions add almost no
-    evidence if p(x) is nearly 1, because then they are expected.
+    Each alternative hypothesis is about a share of the prompts (``SHARES``). Either a completion repeats an earlier
+    completion of its prompt (one that ``COPIED`` names) with probability r (``COPY_RATES``), and is a draw from p
+    otherwise. Or it is drawn with probability r (``REDRAW_RATES``) from the completions that its group does not have
+    yet, and from p otherwise. For draws x from p, the mean of 1{x equals a given earlier completion} / p(x) is 1, and
+    so is that of 1{x is new} / p(all that is new), so the likelihood ratios are martingales. Equal completions add
+    almost no evidence if p(x) is nearly 1, because then they are expected.
 
     Returns:
         Evidence for each share and alternative, [len(SHARES) * (len(COPY_RATES) * len(COPIED) + len(REDRAW_RATES))]
@@ -162,14 +171,14 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
 
 
 def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]) -> Iterator[Draw]:
-    """Yield, for each row of this rollout, what ``copy_evidence`` needs to judge whether completions are copies of
-    earlier ones: whether the completion equals completions of the same prompt, in earlier rollouts and at certain
-    places before it in its group, its log-probability, and the probability that is left for completions that its group
-    does not have yet.
+    """Yield a ``Draw`` for each completion of a rollout, the input of ``copy_evidence``: whether the completion equals
+    completions of the same prompt in earlier rollouts, and those of its group that ``COPIED`` lists; its
+    log-probability; and the probability of all completions that its group does not have yet.
 
     Args:
-        seen: digests of prompt and completion of each row of earlier rollouts.
-        rows: digest of prompt, digest of completion, and log-probability of the completion in nats, of each row.
+        seen: digest of the prompt and digest of the completion, for each completion of earlier rollouts.
+        rows: digest of the prompt, digest of the completion, and its log-probability in nats, for each completion of
+            this rollout, in the order in which the engine returned them.
     """
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
     sizes, groups = Counter(prompt for prompt, _, _ in rows), defaultdict(list)
@@ -187,21 +196,22 @@ def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, floa
 
 
 def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
-    """Compute the evidence that a number which each completion has, such as its length, depends on the completion's
-    place in its group.
+    """Test whether a property of completions, such as their length, depends on a completion's place in its group (the
+    completions of one prompt).
 
-    Independent draws may be in any order. The rank of each value among those before it in its group, divided by their
-    number with ties broken at random, is therefore uniform in [0, 1] and independent of the earlier ranks. The
-    alternatives are the densities 1 + c (2 u - 1) for c of ``SLOPES``: later values are larger, or smaller, as when the
-    later half has another adapter; and k u^(k - 1) and k (1 - u)^(k - 1) with k = ``STEEPNESS``, for groups that are
-    sorted, as when the shortest were chosen.
+    Independent draws are equally likely in any order. So the rank u of each value among itself and the values before it
+    in its group, divided by their number, with ties broken at random, is uniform in [0, 1] and independent of the
+    earlier ranks. The alternative hypotheses are other densities of u. Densities 1 + c (2 u - 1), for c of ``SLOPES``,
+    mean that later values are larger, or smaller, as when the later half was sampled with another adapter. Densities k
+    u^(k - 1) and k (1 - u)^(k - 1), with k = ``STEEPNESS``, mean that groups are sorted, as when the engine selected
+    the shortest completions.
 
     Args:
-        values: [F, P, G] F numbers of each of P * G completions.
-        uniforms: [F, P, G] independent uniform draws from [0, 1), which break ties.
+        values: [F, P, G], F properties of the G completions of each of P prompts.
+        uniforms: [F, P, G], independent uniform draws from [0, 1), which break ties.
 
     Returns:
-        Evidence for each share and alternative, [len(SHARES) * (len(SLOPES) + 2) * F] in nats.
+        Evidence for each share and alternative, [len(SHARES) * (len(SLOPES) + 2) * F] fp64 in nats.
     """
     slopes = torch.tensor(SLOPES, dtype=torch.float64).reshape(-1, 1, 1)
     evidence = values.new_zeros(len(SLOPES) + 2, *values.shape[:2], dtype=torch.float64)
@@ -216,7 +226,7 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def log_false_alarm(evidence: Tensor) -> float:
-    """Return the logarithm of an upper bound on the probability that independent draws reach this evidence [K], by
-    Ville's inequality for the mixture of the K alternatives with equal weights. For evidence that ``accumulated``
-    returned, multiply the bound by the number of rollouts."""
+    """Return the natural logarithm of an upper bound on the probability that independent draws reach this evidence, [K]
+    log-likelihood ratios of K alternatives in nats. The bound is Ville's inequality for the mixture of the alternatives
+    with equal weights. If ``accumulated`` returned the evidence, multiply the bound by the number of rollouts."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

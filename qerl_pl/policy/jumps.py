@@ -1,4 +1,5 @@
-"""Compare numbers of a rollout with those of earlier rollouts."""
+"""Compare statistics of a rollout with those of earlier rollouts, and the trainer's log-probabilities with the
+sampler's."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from torch import Tensor
 FAR = 8.0
 MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4
 LEAST_OTHERS = 0.01
-"""Lower bound for the total probability of all other tokens in ``logit_gap``; smaller values are raised to it."""
+"""Lower bound, in ``logit_gap``, for the total probability of all tokens other than the sampled one; smaller values are
+raised to it."""
 ROUNDING = 1e-6
 """Relative difference up to which means of fp32 numbers count as equal."""
 
@@ -22,14 +24,14 @@ class Jump(NamedTuple):
     ratio: float
     """Current value divided by the median of the earlier values; 1 if there are too few earlier values."""
     sigmas: float
-    """Difference of the current value's logarithm from the median of the earlier logarithms, in robust standard
-    deviations (from the median absolute deviation); 0 if there are too few earlier values."""
+    """Difference between the current value's logarithm and the median of the earlier values' logarithms, in robust
+    standard deviations (from the median absolute deviation); 0 if there are too few earlier values."""
 
 
 def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
     """Compare a positive value with the earlier values in ``history``, by the median and the median absolute deviation
-    of their logarithms. Values below ``floor`` count as ``floor``; with fewer than ``least`` earlier values, the result
-    says that there is no difference."""
+    of their logarithms. Values below ``floor`` are raised to ``floor``. With fewer than ``least`` earlier values, the
+    result is that of no difference: ratio 1 and 0 standard deviations."""
     if len(history) < least:
         return Jump(1.0, 0.0)
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
@@ -40,9 +42,9 @@ def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2
 
 
 def change(now: Sequence[float], before: Sequence[float]) -> float:
-    """Return the p-value of Welch's t test for two samples of group means. The mean of each sample is added to the
-    other sample as one more value, so that a sample of a few equal values, with variance 0, does not make a difference
-    certain."""
+    """Return the p-value of Welch's t test of whether two samples of group means have the same mean; 1 if all values
+    are equal up to fp32 rounding. The mean of each sample is added to the other sample as one more value. Without this,
+    samples of a few equal values, whose variance is 0, would make any difference certain."""
     first, second = (torch.tensor(values, dtype=torch.float64) for values in (now, before))
     first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
     values = torch.cat([first, second])
@@ -54,27 +56,32 @@ def change(now: Sequence[float], before: Sequence[float]) -> float:
 
 def far_share(log_ratio: Tensor) -> float:
     """Return the share of tokens whose probabilities in trainer and sampler differ by a factor of more than ``FAR``.
+    ``log_ratio`` [N] is the difference of the two log-probabilities of each token, in nats.
 
-    By Chebyshev's inequality at most E[r^2] / log(FAR)^2 of the tokens have such a log-ratio r: below 1e-4 for a
-    correct engine, whose r is 0.02 in root mean square. A token that was altered after sampling usually counts.
+    By Chebyshev's inequality, the share is at most E[r^2] / log(FAR)^2 for log-ratios r: below 1e-4 for a correct
+    engine, whose r is 0.02 in root mean square. If a token is altered after sampling, its probability in the trainer
+    usually differs by more than the factor ``FAR``.
     """
     return (log_ratio.abs() > math.log(FAR)).double().mean().item() if len(log_ratio) else 0.0
 
 
 def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
-    """Estimate, from two log-probabilities in nats of each of N tokens, the absolute difference of the logits that
-    causes their difference: [N], at most 1, so that no single token decides.
+    """Estimate, for each of N tokens, how much the logits of trainer and sampler differ, from their log-probabilities
+    of the token, [N] each in nats. Returns absolute differences [N], limited to 1, so that no single token decides a
+    mean.
 
     If the logits z_v of two implementations differ by e_v, then the log-probability of token y differs by about sum_v
-    p_v (e_y - e_v): 1 - p_y times a mean of differences of the errors. Divided by 1 - p_y, differences therefore have
-    the same size for all tokens, whatever the entropy is. Errors of the log-probabilities themselves, such as their
-    rounding, do not scale with 1 - p_y, so they show at tokens of which the policy is nearly certain.
+    p_v (e_y - e_v), which is 1 - p_y times a mean of differences of the errors. So the difference of log-probabilities
+    is divided by 1 - p_y, which makes it equally large for all tokens, whatever the entropy is. Errors of the
+    log-probabilities themselves, such as their rounding, do not scale with 1 - p_y. They are therefore visible at
+    tokens of which the policy is nearly certain.
     """
     others = torch.maximum(-trainer.expm1(), -sampler.expm1()).clamp(min=LEAST_OTHERS)
     return ((trainer - sampler).abs() / others).clamp(max=1.0)
 
 
 def high_gap(row_gaps: Tensor) -> float:
-    """Return the largest gap that at least 1/32 of the rows, and at least two rows, have or exceed, so that one bad row
-    does not decide. ``row_gaps`` are the rows' mean |log-ratio| in nats."""
+    """Return the largest value that the gaps of at least 1/32 of the rows, and of at least two rows, reach or exceed,
+    so that one bad row does not decide. ``row_gaps`` [B] has, for each row, the mean over tokens of the absolute
+    difference between the trainer's and the sampler's log-probability, in nats."""
     return row_gaps.sort(descending=True).values[min(max(2, -(-len(row_gaps) // 32)), len(row_gaps)) - 1].item()

@@ -2,11 +2,11 @@
 operations in backward.
 
 torch.utils.checkpoint runs a block in forward without keeping activations, and again in backward. With ``keeping`` as
-its ``context_fn``, matrix products and attention store their results in the first run and read them in the second; the
-element-wise operations between them run again. torch's own selective checkpointing selects operations by their
-dispatcher names, which does not work here: adapted linears write into memory that an autograd node allocated, and
-weights are dequantised by kernels that are not registered with the dispatcher. The code of adapted linears and of
-attention therefore calls the methods of ``Kept``.
+its ``context_fn``, matrix products and attention store their results in the first run and return the stored results in
+the second; the element-wise operations between them run again. torch's own selective checkpointing selects operations
+by their dispatcher names. It cannot be used here, because linears with LoRA write into memory that an autograd node
+allocated, and weights are dequantised by kernels that are not registered with the dispatcher. So the code of these
+linears and of attention calls the methods of ``Kept``.
 """
 
 import threading
@@ -33,8 +33,8 @@ class Kept:
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """Remove and return the next stored result, a leaf of the autograd graph; raises RuntimeError if none is left,
-        which means that backward runs a second time over the same graph."""
+        """Remove and return the next stored result, a leaf of the autograd graph. RuntimeError: none is left, because
+        backward runs a second time over the same graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"
@@ -42,8 +42,9 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a result in forward and store it, and let autograd keep all tensors that the backward of this
-        computation needs. When backward recomputes the block, return the stored result."""
+        """Call ``compute`` in the forward pass, store its result, and let autograd keep all tensors that the backward
+        of this computation needs. When torch.utils.checkpoint runs the block again in backward, return the stored
+        result without calling ``compute``."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):
@@ -52,8 +53,9 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Compute a value that is read only by functions passed to ``whole``, which do not run when backward recomputes
-        the block; in the recomputation, return ``instead``."""
+        """Call ``compute`` in the forward pass, and return ``instead`` when torch.utils.checkpoint runs the block again
+        in backward. The value may be read only by functions passed to ``whole``, which are not called in the second run
+        either."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
@@ -61,8 +63,8 @@ class Kept:
 
 
 def _same(tensor: Tensor) -> Tensor:
-    """Return a tensor that autograd saves unchanged. As a saved-tensor hook, this overrides the hook of
-    torch.utils.checkpoint, which would drop the tensor."""
+    """Return a tensor unchanged: a hook for tensors that autograd saves. It replaces the hook of
+    torch.utils.checkpoint, which would not keep the tensor."""
     return tensor
 
 
@@ -74,7 +76,7 @@ _ACTIVE = _Active()
 
 
 def active() -> Kept | None:
-    """Return the stored results of the block that this thread is running; None without selective checkpointing."""
+    """Return the stored results of the block that this thread runs; None without selective checkpointing."""
     return _ACTIVE.kept
 
 
@@ -84,15 +86,15 @@ def kept_whole(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return two context managers, for a block's run in forward and for its recomputation in backward, as
-    torch.utils.checkpoint wants them of its ``context_fn``."""
+    """Return two context managers, for a block's run in forward and for its second run in backward, as the argument
+    ``context_fn`` of torch.utils.checkpoint has to return them."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 
 
 class _Run:
     """Context in which a block runs in forward, or again in backward. It can be entered several times, because torch
-    enters the second context once per call of backward."""
+    enters the context of the second run once per call of backward."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

@@ -1,16 +1,16 @@
 """Compute log-probabilities and entropies of tokens from hidden states, without holding all logits [T, V].
 
-Tokens are processed in chunks with a limited number of bytes; only tensors of shape [T] and [T, H] are kept between
-chunks. Letters: T tokens, H hidden size, V vocabulary, R rows of a chunk. With z = logits / temperature and
-p = softmax(z):
+Tokens are processed in chunks whose logits take a limited number of bytes; only tensors of shape [T] and [T, H] are
+kept between chunks. Letters: T tokens, H hidden size, V vocabulary, R tokens of a chunk. With z = logits / temperature
+and p = softmax(z):
 
     d log p[target] / dz = onehot(target) - p
     d entropy       / dz = -p (log p + entropy)
 
-The derivative of log p[target] does not depend on the loss. On a GPU, forward therefore multiplies it by the head while
-the logits exist, and backward only scales the result, [T, H], by the loss's gradients. On other devices, backward
-recomputes the logits, which is a third matrix product with the head; on a GPU it does so only if the loss depends on
-the entropy.
+The derivative of log p[target] does not depend on the loss. So on a GPU, the forward pass multiplies it by the output
+head while the logits exist, and backward only scales the result, [T, H], by the loss's gradients; it computes the
+logits again only if the loss depends on the entropy. On other devices, backward always computes the logits again, by a
+third matrix product with the head.
 
 On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` compute everything on [R, V] between the matrix products;
 ``statistics_reference`` and ``logit_gradient_reference`` in this module define what they compute.
@@ -30,19 +30,19 @@ HEAD_ROWS = 4096  # rows of the head converted to fp32 at a time on devices with
 
 
 class Head(NamedTuple):
-    """The part of a model that turns hidden states into a distribution over tokens."""
+    """Output head: the part of a model that turns hidden states into a distribution over tokens."""
 
     weight: Tensor
     """[V, H], the output embedding, frozen."""
     temperature: float
-    """Divides the logits: the sampling temperature times the number by which the model divides its logits."""
+    """Divisor of the logits: the sampling temperature times the number by which the model itself divides its logits."""
     logit_cap: float | None = None
     """Soft cap of the model's logits; None: none."""
 
 
 def head_of(model: Any, family: Family, temperature: float) -> Head:
-    """Return a model's output head with the constants that turn its logits into the distribution sampled at a
-    temperature."""
+    """Return the output head of a transformers model, together with the constants that turn its logits into the
+    distribution from which tokens are sampled at the given temperature."""
     divisor = 1.0 if family.logit_divisor is None else getattr(model.config, family.logit_divisor)
     cap = None if family.logit_cap is None else getattr(model.config, family.logit_cap)
     embeddings = model.get_output_embeddings()
@@ -142,8 +142,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def statistics_reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities of targets, entropies and log-partition functions of softmax(logits / temperature), [R]
-    each in nats."""
+    """Compute log-probabilities of targets, entropies, and log-partition functions (logsumexp) of softmax(logits /
+    temperature), [R] each in nats, for logits [R, V]."""
     z = logits / temperature  # [R, V]
     log_partition = z.logsumexp(dim=1)
     log_p = z.sub_(log_partition.unsqueeze(1))
@@ -161,8 +161,9 @@ def logit_gradient_reference(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of the loss with respect to the logits, [R, V], from its gradients with respect to
-    log-probabilities and entropies, [R] each."""
+    """Compute the gradient of the loss with respect to the logits, [R, V] in ``dtype``, from its gradients with respect
+    to the targets' log-probabilities and to the entropies, [R] each. ``entropy`` and ``log_partition`` [R] are results
+    of ``statistics_reference``."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)
@@ -182,18 +183,20 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
 
 
 def uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
-    """Convert gradients with respect to soft-capped logits to gradients before the cap; overwrites both tensors."""
+    """Convert gradients with respect to soft-capped logits to gradients with respect to the logits before the cap, [R,
+    V] each; overwrites both arguments. Without a cap, the gradients are returned unchanged."""
     if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
         d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))
     return d_logits
 
 
 def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute logits [R, V] in fp32 (fp64 for fp64 inputs) from [R, H], [V, H] and [V] of one dtype, without autograd.
+    """Compute logits [R, V] in fp32 (fp64 for fp64 inputs) from R hidden states [R, H], the output head [V, H] and an
+    optional bias [V], all of one dtype; not differentiable.
 
-    Rounding logits to bf16 has a relative error of up to 2^-8, which would be a large part of the difference between
-    the trainer's and the engine's log-probabilities. CUDA multiplies bf16 matrices with an fp32 result; elsewhere,
-    ``HEAD_ROWS`` rows of the head at a time are converted to fp32.
+    Rounding logits to bf16 would have a relative error of up to 2^-8, which would be a large part of the difference
+    between the trainer's and the engine's log-probabilities. CUDA multiplies bf16 matrices with an fp32 result. On
+    other devices, ``HEAD_ROWS`` rows of the head at a time are converted to fp32.
     """
     accumulator = _accumulator(hidden)
     if hidden.is_cuda or hidden.dtype == accumulator:
@@ -210,7 +213,7 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def per_token(hidden: Tensor) -> Tensor:
-    """Make an empty tensor [T] in the dtype of the logits of hidden states [T, H]."""
+    """Make an uninitialised tensor [T] for T hidden states [T, H], in the dtype in which their logits are computed."""
     return hidden.new_empty(len(hidden), dtype=_accumulator(hidden))
 
 
@@ -226,8 +229,8 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def rows_of_chunk(hidden: Tensor, vocabulary: int, chunk_bytes: int) -> int:
-    """Return the number of tokens whose logits take at most ``chunk_bytes``; a multiple of the matrix product's tile
-    size, if several tiles fit."""
+    """Return the number of tokens whose logits over ``vocabulary`` tokens take at most ``chunk_bytes``, at least 1. If
+    it is more than 128, it is rounded down to a multiple of 128, the tile size of the matrix product."""
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * vocabulary))
     return rows - rows % 128 if rows > 128 else rows
 

@@ -27,19 +27,20 @@ class LoraSettings:
         rank: inner dimension of A and B; null: the rank of ``start``, or 32 without ``start``.
         alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``); null: the alpha of
             ``start``, or 32 without ``start``.
-        dropout: dropout on the adapter's input while training. If it is above 0, the trainer's log-probabilities
-            differ from those that the engine samples with, because it has no dropout, and training takes more memory.
-        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or the ones of
-            ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear, qkv_proj, which the three names
-            together mean; gate_proj and up_proj together mean gate_up_proj. In a mixture of experts, gate_proj, up_proj
-            and down_proj together mean all experts; MLPs of blocks without experts stay frozen there.
+        dropout: dropout on the adapter's input while training. Above 0, training takes more memory, and the trainer's
+            log-probabilities differ from those that the engine samples with, because the engine has no dropout.
+        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or those of
+            ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear, qkv_proj; naming all three means
+            qkv_proj, and naming gate_proj and up_proj means gate_up_proj. In a mixture of experts, gate_proj, up_proj
+            and down_proj together mean the linears of all experts; MLPs of blocks without experts stay frozen there.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
-        train_norms: also train both norms of every block in full (the reference release does; the paper does not).
+        train_norms: also train the weights of two norms of every block (as QeRL's published code does, unlike its
+            paper).
         expert_rank: rank of the adapters on the experts of a mixture. Their updates are scaled by the same factor as
             those of other linears. 0: experts get no adapters; null: that of ``start``, or without ``start`` rank / k,
             at least 1, where k experts compute each token.
-        start: folder of an adapter that PEFT wrote, with which the run starts (after supervised fine-tuning, say); it
-            is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
+        start: folder of an adapter that PEFT wrote, with which the run starts, for example after supervised
+            fine-tuning; it is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
 
     Raises:
         ValueError: a value is out of its range, ``start`` cannot be read, or a value contradicts it.
@@ -116,9 +117,9 @@ class LoraSettings:
 
 
 def open_settings() -> LoraSettings:
-    """Return settings that still have the fields' defaults, mostly None, because the constructor has not run, so that a
-    command line that sets only ``start`` takes the others from that adapter. ``dataclasses.replace`` then calls the
-    constructor, which fills in every None."""
+    """Create ``LoraSettings`` with the fields' default values, mostly None, without running its constructor, which
+    would replace None by fixed numbers. So a command line that sets only ``start`` takes all other settings from that
+    adapter: ``dataclasses.replace`` with this ``start`` runs the constructor, which fills in every None."""
     settings = object.__new__(LoraSettings)
     for field in fields(LoraSettings):
         object.__setattr__(settings, field.name, field.default)
@@ -130,11 +131,11 @@ def _sorted(value: Any) -> Any:
 
 
 class LoraLinear(nn.Module, LoraLayer):
-    """PEFT layer around a frozen linear, dense or quantised.
+    """PEFT layer that adds a LoRA adapter to a frozen linear, dense or quantised.
 
-    The adapter is never merged into the base, whose 4-bit weights could not represent the update. PEFT's own layer
-    casts the input to the adapter's dtype, so fp32 master weights would mean fp32 products. Here the master weights are
-    cast to the input's dtype, which is also the adapter's dtype in the rollout engine.
+    The adapter is never merged into the base, because 4-bit weights could not represent the update. PEFT's own layer
+    casts the input to the dtype of A and B, so fp32 master weights would mean matrix products in fp32. Here the fp32
+    master weights are cast to the input's dtype, in which the rollout engine also holds A and B.
     """
 
     def __init__(
@@ -158,8 +159,8 @@ class LoraLinear(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def adapted(self) -> Adapted | None:
-        """Return the layer's weight and adapter as an argument of ``lora_products``; None if the layer has no active
-        adapter or applies dropout, which ``lora_products`` does not support."""
+        """Return the layer's weight and adapter as an argument of ``lora_products``; None if the adapter is disabled,
+        or if it applies dropout, which ``lora_products`` does not support."""
         (name,) = self.active_adapters
         if self.disable_adapters or not isinstance(self.lora_dropout[name], nn.Identity):
             return None
@@ -186,17 +187,17 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Apply several linears to the same x [..., K], as one node of the autograd graph if all of them have adapters,
-    otherwise one after another."""
+    """Apply several linears with K inputs to the same x [..., K], and return one output for each. If all of them have
+    adapters, they are one node of the autograd graph; otherwise they are called one after another."""
     adapted = [linear.adapted() if isinstance(linear, LoraLinear) else None for linear in linears]
     whole = [linear_adapted for linear_adapted in adapted if linear_adapted is not None]
     return lora_products(x, whole) if len(whole) == len(linears) else tuple(linear(x) for linear in linears)
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
-    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as the LoRA layer; ``base`` is the base model's
-    name in the configuration, and ``norms`` are names of a block's norms, which are trained if ``train_norms`` is
-    set."""
+    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as its layer for linears. ``base`` is the name of
+    the base model that the configuration gets, and ``norms`` are the names of a block's norms that are trained if
+    ``train_norms`` is set."""
     rank, alpha, targets, rslora = settings.filled_in()
     experts = settings.expert_rank or 0
     config = LoraConfig(
@@ -215,8 +216,9 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) -> None:
-    """Raise ValueError if an adapter target matches no linear, or a linear that is not one of ``Family.projections`` of
-    a decoder block, whose adapter would never be trained; PEFT accepts both silently."""
+    """Raise ValueError if an adapter target matches no linear of the model, or is not one of the linears of a decoder
+    block that the model family lists (``Family.projections``). PEFT raises no error in either case; an adapter on
+    another linear, such as the output head, would never be trained."""
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]
     if unmatched:

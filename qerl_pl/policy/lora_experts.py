@@ -1,6 +1,8 @@
-"""LoRA adapters on the frozen experts of a mixture, with the names and shapes of PEFT's ``target_parameters``.
+"""LoRA adapters on the frozen experts of a mixture of experts, with the names and shapes of PEFT's
+``target_parameters``.
 
-Letters: E experts of a block, k experts per token, r rank, N outputs and K inputs of one part of an expert.
+Letters: E experts of a block, k experts per token, r rank, N outputs and K inputs of a linear of an expert (gate_proj,
+up_proj or down_proj).
 """
 
 from __future__ import annotations
@@ -20,38 +22,41 @@ from qerl_pl.quant.grouped import Factors, Routes
 PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Names, in transformers, of the stacked weights that an adapter on experts adapts."""
 MULTIPLE = 8
-"""Ranks are padded to a multiple of this, because grouped products on a GPU need rows of whole 16 bytes."""
+"""Number to a multiple of which ranks are padded with zeros, because grouped matrix products on a GPU need rows whose
+bytes are a multiple of 16."""
 
 
 def expert_rank(rank: int, setting: int | None, targets: Collection[str], chosen: int) -> int:
-    """Return the rank of the adapters on experts: 0 if the base has no experts (``chosen`` is 0) or LoRA's ``targets``
-    do not name the MLP, else the ``setting``; null means rank / k, at least 1, because k experts compute each token."""
+    """Return the rank of the adapters on experts: 0 if the base has no experts (``chosen``, the number of experts per
+    token, is 0) or LoRA's ``targets`` do not name all linears of the MLP, else the ``setting``. If the setting is None,
+    the rank is that of other adapters divided by ``chosen``, at least 1."""
     if not chosen or not set(MLP) <= set(targets):
         return 0
     return max(1, rank // chosen) if setting is None else setting
 
 
 def adapted(names: Iterable[str]) -> list[str]:
-    """List, sorted, the LoRA targets of an adapter whose tensors have these names; an adapter on experts counts as the
-    targets ``MLP`` (gate_proj, up_proj, down_proj)."""
+    """List, sorted, the names of the linears that an adapter adapts, from PEFT's names of its tensors. An adapter on
+    experts counts as one on gate_proj, up_proj and down_proj."""
     linears = {name.split(".")[-3] for name in names if name.endswith(".lora_A.weight")}
     return sorted(linears - {"experts", "base_layer"} | (set(MLP) if "experts" in linears else set()))
 
 
 def of_experts(name: str) -> bool:
-    """Return whether a tensor of an adapter, given by PEFT's name, belongs to experts."""
+    """Return whether an adapter's tensor belongs to experts of a mixture of experts, by the name that PEFT gives it."""
     return name.split(".")[-3] in ("experts", "base_layer")
 
 
 def stacked(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """View the matrices of an adapter on E experts in PEFT's form, A [E r, K] and B [N, r E], as A [E, r, K] and B [E,
-    N, r]. In A the rows of one expert are consecutive, in B the columns of one rank."""
+    """View the matrices of an adapter on ``number`` = E experts, in PEFT's form A [E r, K] and B [N, r E], as A [E, r,
+    K] and B [E, N, r]. In PEFT's A the rows of one expert are consecutive; in its B, the columns of one rank index."""
     return a.view(number, -1, a.shape[1]), b.view(len(b), -1, number).permute(2, 0, 1)
 
 
 def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number: int) -> Tensor | None:
-    """Compute B A of one part, such as up_proj, of all experts, [E, N, K]; ``experts`` is PEFT's name of the experts'
-    module. Returns None if the adapter has no tensors of this part."""
+    """Compute the update B A, without its scale, of one linear (``part``, such as up_proj) of all experts of a block:
+    [E, N, K]. ``adapter`` maps PEFT's names to tensors, ``experts`` is PEFT's name of the experts' module, and
+    ``number`` is E. Returns None if the adapter has no tensors of this linear."""
     name = f"{experts}.lora_" if part == "down_proj" else f"{experts}.base_layer.lora_"
     if f"{name}A.weight" not in adapter:
         return None
@@ -60,14 +65,15 @@ def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number
 
 
 class LoraExperts(nn.Module, LoraLayer):
-    """PEFT layer that holds the adapter of the down_proj of a block's frozen experts. Inside it is another such layer,
-    which holds the adapter of gate_proj and up_proj together, and inside that are the experts. PEFT's own layer is not
-    used, because it would build the sum of all experts' dense weights and updates."""
+    """PEFT layer that holds the adapter of the down_proj of all experts of a block. It wraps a second ``LoraExperts``,
+    which holds the adapter of gate_proj and up_proj together and wraps the frozen experts. PEFT's own layer is not
+    used, because it would build a dense sum of weight and update for all experts."""
 
     def __init__(
         self, base_layer: nn.Module, config: LoraConfig, adapter: str, *, sizes: tuple[int, int, int, int], scale: float
     ) -> None:
-        """Add an adapter of ``sizes`` E, r, N and K, whose update is multiplied by ``scale``."""
+        """Add an adapter to a linear of all experts of a block. ``sizes`` are the numbers of experts, ranks, outputs
+        and inputs; the adapter's update is multiplied by ``scale``."""
         super().__init__()
         LoraLayer.__init__(self, base_layer)
         self.number, rank, self.out_features, self.in_features = sizes
@@ -78,8 +84,8 @@ class LoraExperts(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [E, R, K] and scaled B [E, N, R] in fp32, differentiable. R is the rank padded with zeros to a
-        multiple of ``MULTIPLE``, as the grouped products need."""
+        """Return A [E, R, K] and B [E, N, R] times the scale, in fp32 and differentiable. R is the rank, padded with
+        zeros to a multiple of ``MULTIPLE``, as the grouped products need."""
         (name,) = self.active_adapters
         a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
         a, b = stacked(a, self.scaling[name] * b, self.number)
@@ -97,8 +103,8 @@ class LoraExperts(nn.Module, LoraLayer):
 
 
 def with_experts(config: LoraConfig, rank: int, scaling: float) -> LoraConfig:
-    """Add adapters on experts, of the given rank (0: none), to PEFT's configuration. Their updates B A are multiplied
-    by ``scaling``, as those of other linears are."""
+    """Add adapters on experts, of the given rank (0: none), to PEFT's configuration, which is changed and returned.
+    Their updates B A are multiplied by ``scaling``, as those of other linears are."""
     if rank:
         alpha: Any = scaling * (rank**0.5 if config.use_rslora else rank)
         config.target_parameters = list(PARAMETERS)

@@ -3,12 +3,14 @@
     y = x W^T + bias + (x A^T) (s B)^T
 
 Linears with the same input x, such as q_proj, k_proj and v_proj, may share one node. Letters: T tokens, K inputs, N
-outputs, r rank, s the scale alpha / r. The product s B is computed in fp32 and then rounded to the compute dtype
-(``scaled``), as in the rollout engines: rounding B first would give other values, unless s is a power of two. The
-adapter's part is computed first, and the matrix product of the base's part adds to it in place (beta = 1), so no [T, N]
-or [T, K] tensor is read or written only for an addition. Gradients of the fp32 master weights are never rounded to the
-compute dtype. Autograd keeps x, x A^T, A and s B in the compute dtype; W is dequantised again in backward. With few
-tokens, the CPU's launch overhead bounds the time, so there is one autograd node and as few operations as possible.
+outputs, r rank, s the scale alpha / r.
+
+The product s B is computed in fp32 and then rounded to the compute dtype (``scaled``), as in the rollout engines:
+rounding B before the multiplication would give other values, unless s is a power of two. The adapter's term is computed
+first, and the matrix product with W adds to it in place (beta = 1), so no [T, N] or [T, K] tensor is read or written
+only for an addition. Gradients of the fp32 master weights are never rounded to the compute dtype. Autograd keeps x, x
+A^T, A and s B in the compute dtype; W is dequantised again in backward. With few tokens, the time is that of launching
+kernels from the CPU, so there is one autograd node with as few operations as possible.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +26,13 @@ Dense = Callable[[torch.dtype], Tensor]
 
 
 def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Return s B of the fp32 master weights B, rounded once to ``dtype``, as trainer and engines use it."""
+    """Return s B, the scaled fp32 master weights B of LoRA, rounded once to ``dtype``, as trainer and engines use
+    it."""
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 
 class Adapted(NamedTuple):
-    """A frozen weight and its LoRA adapter: the arguments of ``lora_products`` for one linear."""
+    """Frozen weight of one linear and its LoRA adapter, an argument of ``lora_products``."""
 
     dense: Dense
     """Function that returns W [N, K] in a given dtype, always with the same values. It is called for each matrix
@@ -43,22 +46,24 @@ class Adapted(NamedTuple):
     scaling: float
     """s."""
     kept: Kept | None = None
-    """Stored results of selective gradient checkpointing, to which y is added in forward and from which it is taken
-    when backward recomputes the block; None if y is not stored."""
+    """Stored results of selective gradient checkpointing: y is added to them in forward, and taken from them when
+    backward recomputes the block. None if y is not stored."""
 
 
 def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
-    """Compute y = x W^T + bias + (x A^T) (s B)^T, [..., N] in the dtype of x [..., K], in which the products are
-    computed; differentiable with respect to x, A and B."""
+    """Compute y = x W^T + bias + (x A^T) (s B)^T for a frozen linear W with K inputs and N outputs and its LoRA
+    adapter: [..., N] in the dtype of x [..., K], in which the products are computed. Differentiable with respect to x,
+    A and B."""
     (y,) = lora_products(x, [adapted])
     return y
 
 
 def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """Compute ``lora_product`` of one input x with several adapted linears as one node of the autograd graph.
+    """Compute y = x W^T + bias + (x A^T) (s B)^T for several linears with the same input x [..., K], as one node of the
+    autograd graph; returns [..., N] for each linear.
 
-    The matrices A are concatenated, so x is read once for all of them, in forward and for their gradients. The matrix
-    products that compute the linears' parts of the gradient of x also add them up.
+    The matrices A are concatenated, so x is read once for all of them, in forward and for their gradients. The gradient
+    of x is the sum over the linears; each linear's matrix product adds to it in place.
     """
     known = tuple(
         linear.kept.take().detach() if linear.kept and linear.kept.recomputing else None for linear in linears
@@ -89,8 +94,8 @@ def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
 
 
 class _Adapted(torch.autograd.Function):
-    """Autograd node that computes x A^T and s B, saves what backward needs and allocates y, whose values
-    ``lora_products`` writes afterwards."""
+    """Autograd node that computes x A^T and s B, and saves what backward needs. It allocates y without computing it:
+    ``lora_products`` writes the values of y afterwards."""
 
     @staticmethod
     def forward(

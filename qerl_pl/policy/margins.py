@@ -3,11 +3,11 @@
 vLLM's sampler on a GPU (its model runner V2) samples by the Gumbel-max trick: it takes the token with the largest sum
 of logit and noise, and the noise is a hash of the request's seed, the position and the token. So the trainer can
 compute from its own logits which token the sampler must have taken, up to the difference between the trainer's and the
-sampler's logits (Token-DiFR, arXiv 2511.20621, which audits providers of models in this way).
+sampler's logits (Token-DiFR, arXiv 2511.20621, which audits inference providers in this way).
 
-Request seeds follow from the run's seed, the prompt's tokens and the number of the completion. A completion of another
-prompt, a completion that was chosen among several, and a token that was changed after sampling have tokens that this
-noise would not have given, even if their log-probabilities are right.
+The seed of a request is computed from the run's seed, the prompt's tokens and the number of the completion. So three
+faults give tokens that this noise would not have selected, even if their log-probabilities are right: a completion that
+belongs to another prompt, one that was selected among several, and a token that was changed after sampling.
 """
 
 import math
@@ -21,7 +21,8 @@ WORD = 0xFFFFFFFF  # arithmetic is modulo 2^32, in int64
 
 
 def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
-    """Compute how far each target is from being the token that must have been sampled: max(z + g) - (z + g)[target].
+    """Compute the margin of each target token, which says how far it is from the token that must have been sampled:
+    max(z + g) - (z + g)[target], for logits z and noise g.
 
     A margin is at least 0. If the sampler took the token with the largest sum of its own logits and the noise, the
     margin is at most the largest difference between two tokens' logit errors (sampler minus trainer). A token that was
@@ -40,36 +41,37 @@ def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
 
 
 def chance_of_far(logprobs: Tensor) -> Tensor:
-    """Compute the probability that the margin of each token exceeds log ``FAR`` if noise was used that is independent
-    of ``keyed_noise``.
+    """Compute the probability that the margin of a token exceeds log ``FAR`` if the token was sampled with other noise,
+    independent of the noise from which the margin (``margins``) is computed.
 
-    The largest sum of the other tokens minus the target's sum has a logistic distribution around log((1 - p) / p), so
-    the probability is (1 - p) / (1 - p + ``FAR`` p). ``logprobs`` are log p in nats, of any shape.
+    The largest sum of logit and noise of all other tokens, minus that of the token itself, has a logistic distribution
+    around log((1 - p) / p). So the probability is (1 - p) / (1 - p + ``FAR`` p). ``logprobs`` are log p in nats, of any
+    shape.
     """
     others = -logprobs.expm1()
     return others / (others + FAR * logprobs.exp())
 
 
 def is_audited(logprobs: Tensor) -> Tensor:
-    """Return for which tokens ``draw_evidence`` needs a margin: those of a probability of at most about 0.97. Likelier
-    tokens would be sampled with almost any noise."""
+    """Return whether each token has a probability of at most about 0.97, bool of the shape of ``logprobs`` (in nats).
+    Only these tokens count in ``draw_evidence``, since likelier ones would be sampled with almost any noise."""
     return chance_of_far(logprobs) > MAX_FAR_SHARE
 
 
 def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
-    """Compute the evidence that each token was sampled with noise that is independent of ``keyed_noise``: a log
-    likelihood ratio in nats, of whether the margin exceeds log ``FAR``.
+    """Compute the evidence that each token was sampled with noise that is independent of ``keyed_noise``: the
+    log-likelihood ratio of this hypothesis to correct sampling, given whether the token's margin exceeds log ``FAR``.
 
-    For a correct engine this probability is assumed to be at most ``MAX_FAR_SHARE`` at every token, given the tokens
-    before it. The likelihood ratio then has a mean of at most 1, so that its products are evidence in the sense of
-    ``policy.evidence``.
+    For a correct engine, the probability of such a margin is assumed to be at most ``MAX_FAR_SHARE`` at every token,
+    given the tokens before it. The likelihood ratio then has a mean of at most 1, so products of these ratios are
+    evidence in the sense of ``policy.evidence``.
 
     Args:
-        margins: [N], in nats; those of tokens that are not ``is_audited`` do not count.
+        margins: [N] in nats; not read for tokens that ``is_audited`` excludes.
         logprobs: [N], the trainer's log-probabilities of the tokens in nats.
 
     Returns:
-        [N] in nats, 0 for tokens that are not audited.
+        [N] in nats, 0 for tokens that ``is_audited`` excludes.
     """
     chance = chance_of_far(logprobs)
     ratio = torch.where(margins > math.log(FAR), chance / MAX_FAR_SHARE, (1 - chance) / (1 - MAX_FAR_SHARE))
@@ -79,8 +81,8 @@ def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
 def keyed_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """Compute the Gumbel noise that vLLM 0.32 adds to R rows of logits: [R, V] fp32.
 
-    It is -log(-log(1 - u)) for u = (h + 1/2) / 2^32, where h is murmur3's 32-bit hash of four words: the halves of the
-    seed, the position and the token.
+    The noise is -log(-log(1 - u)) for u = (h + 1/2) / 2^32, where h is murmur3's 32-bit hash of four 32-bit words: the
+    two halves of the seed, the position and the token.
 
     Args:
         seeds: [R] int64, the seed of each row's request.

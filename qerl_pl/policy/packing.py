@@ -1,10 +1,12 @@
-"""Pack rows without padding into one sequence, and compute hidden states of the packed tokens.
+"""Pack rows, each a prompt and its completion, without padding into one sequence, and compute hidden states of the
+packed tokens.
 
-The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention (``policy.attention``) has to
-know where rows end. A prompt that several rows of a pass share occurs, and is computed, only once if this saves enough
-tokens: a group of G completions of C tokens to a prompt of P tokens then takes P + G C tokens instead of G (P + C). The
-packed sequence holds all prompts, then all completions, those of the same prompt together. The tokens of a completion
-attend to its prompt and to the completion's earlier tokens.
+The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention (``policy.attention``) and
+recurrent layers (``policy.delta_net``) have to know where rows end. If several rows of a pass have the same prompt, the
+packed sequence has it, and the model computes it, only once, provided that this saves enough tokens. G completions of C
+tokens to a prompt of P tokens then take P + G C tokens instead of G (P + C). The packed sequence holds all prompts,
+then all completions, those of the same prompt together. The tokens of a completion attend to its prompt and to the
+completion's earlier tokens.
 
 Letters: B rows, S columns, T packed tokens.
 """
@@ -23,7 +25,8 @@ from qerl_pl.model.layers import attention_windows
 from qerl_pl.quant.experts import UNSEEN, Replay
 
 WORTH = 1 / 16
-"""Smallest share of a pass's tokens for which sharing prompts pays for the second attention call."""
+"""Smallest fraction of the tokens of a forward pass that sharing prompts must save. If it saves fewer, the second
+attention call that shared prompts need takes more time than is saved."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class SharedPrompts:
     keys: Tensor
     """[G + 1] int32, boundaries of the G prompts that have completions; these are the first prompts of the sequence."""
     queries: Tensor
-    """[G + 1] int32, boundaries between the completions of one prompt and those of the next, as indices of completion
-    tokens (0 is the token after all prompts)."""
+    """[G + 1] int32, boundaries between the completions of one prompt and those of the next. They count completion
+    tokens only: 0 is the first token after all prompts."""
     num_keys: int
     """Tokens of the G prompts."""
     longest_key: int
@@ -54,14 +57,14 @@ class Packed:
     positions: Tensor
     """[T] int64, position of each token in its row."""
     rows: Tensor
-    """[T] int64, row of each token; for tokens of a shared prompt, the first row that has this prompt."""
+    """[T] int64, row of each token; a token of a shared prompt has the first row with this prompt."""
     starts: Tensor
     """[B + 1] int32, index of each row's first token, followed by T."""
     longest: int
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
-    """Boundaries of prompts that several rows share. If given, ``starts`` and ``longest`` are about prompts and
-    completions (those that have tokens) instead of rows. None: no token attends to a shared prompt."""
+    """Boundaries of prompts that several rows share. If given, ``starts`` and ``longest`` describe prompts and
+    completions, without empty ones, instead of rows. None: no token attends to a shared prompt."""
 
 
 class Layout(NamedTuple):
@@ -75,20 +78,20 @@ class Layout(NamedTuple):
 
 
 def attends_to_everything(config: PretrainedConfig) -> bool:
-    """Return whether every layer attends to all earlier tokens (no sliding window or recurrent state), as the packing
-    of shared prompts needs."""
+    """Return whether every layer of a model attends to all earlier tokens, without sliding window or recurrent state.
+    Only then can rows share one copy of a prompt."""
     return all(window is None for window in attention_windows(config))
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Return whether rows with equal prompts may be packed with one copy of the prompt: on a GPU in 16 bits, if all
-    layers attend to all earlier tokens."""
+    """Return whether rows with equal prompts may be packed with one copy of the prompt: the model is on a GPU in 16
+    bits, and all its layers attend to all earlier tokens."""
     return model.device.type == "cuda" and model.dtype != torch.float32 and attends_to_everything(model.config)
 
 
 def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
-    """Return, for each row of [B, S] int64, the index of the first row with the same prompt: [B] int64; ``prompts`` [B]
-    are the lengths of the rows' prompts."""
+    """Return, for each of B rows, the index of the first row with an equal prompt: [B] int64. ``tokens`` is [B, S]
+    int64; ``prompts`` [B] int64 are the lengths of the rows' prompts."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = column < prompts.unsqueeze(1)  # [B, S]
     mixed = (column + 1) * 0x5851F42D4C957F2D  # int64 products wrap around
@@ -103,21 +106,21 @@ def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
 def micro_batches_of_groups(
     lengths: Tensor, prompts: Tensor, group: Tensor, max_tokens: int, *, least_saved: float = WORTH
 ) -> list[Tensor]:
-    """Divide rows into micro-batches in which the rows of a group share one copy of their prompt.
+    """Divide rows, each a prompt and its completion, into micro-batches in which the rows of a group, which have the
+    same prompt, share one copy of it. Result and errors are those of ``micro_batches``: row indices per micro-batch,
+    the one with the most tokens first.
 
-    Each group is split into units of as many of its rows as fit into one micro-batch. ``micro_batches`` then divides
-    the units, as if each were a row. The policy shares prompts in a micro-batch only if this saves enough tokens
-    (``least_saved``). Where it does not, a micro-batch that fits only with shared prompts is dissolved, and its rows
-    are divided without sharing.
+    Each group is split into units of as many of its rows as fit into one micro-batch, and ``micro_batches`` divides the
+    units as if each were a row. The policy shares prompts in a micro-batch only if this saves a fraction
+    ``least_saved`` of its tokens. If it would save less in a micro-batch that fits only with shared prompts, the rows
+    of this micro-batch are divided again, without sharing.
 
     Args:
         lengths: [B] int64, tokens of each row, the prompt included.
-        prompts: [B] int64, tokens of each row's prompt, the same for all rows of a group.
+        prompts: [B] int64, tokens of each row's prompt, equal for all rows of a group.
         group: [B] int64, index of each row's group.
         max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
-        least_saved: smallest share of a micro-batch's tokens that sharing must save to be done.
-
-    The result and the errors are those of ``micro_batches``.
+        least_saved: smallest fraction of a micro-batch's tokens that sharing must save to be done.
     """
     lengths = lengths.cpu()
     units: dict[tuple[int, int], list[int]] = {}
@@ -150,7 +153,8 @@ def micro_batches_of_groups(
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
-    """Pack the first ``lengths[b]`` tokens of each row b of [B, S] int64; rows of length 0 are left out."""
+    """Pack rows of [B, S] int64 tokens without padding: the first ``lengths[b]`` tokens of each row b. Rows of length 0
+    are left out."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     inside = columns < lengths.unsqueeze(1)  # [B, S]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -163,12 +167,13 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
     Args:
         tokens: [B, S] int64.
-        mask: [B, S] bool, True for tokens to predict, never in column 0. A row's prompt is its tokens before these.
+        mask: [B, S] bool, True for tokens to predict, never in column 0. The tokens before a row's first masked token
+            are its prompt.
         share: whether equal prompts may be packed once for several rows.
 
     Returns:
-        The packed rows, and for each masked token, in the order of ``mask.nonzero()``, the packed index of the token
-        before it: [N].
+        The packed rows, and [N] int64: for each masked token, in the order of ``mask.nonzero()``, the packed index of
+        the token before it, whose hidden state predicts it.
     """
     column = torch.arange(tokens.shape[1], device=tokens.device)
     lengths = (mask * column).amax(dim=1).clamp(min=1)  # a row's last masked token need not be processed
@@ -184,8 +189,8 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
-    """Pack rows such that equal prompts occur only once; return None if that would save less than a share ``WORTH`` of
-    the tokens. Micro-batches are planned by the same rule (``micro_batches_of_groups``).
+    """Pack rows such that equal prompts occur only once, or return None if that would save less than a fraction
+    ``WORTH`` of the tokens. ``micro_batches_of_groups`` plans micro-batches by the same rule.
 
     Args:
         tokens: [B, S] int64.
@@ -232,11 +237,13 @@ def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | 
 def predicting(
     model: PreTrainedModel, tokens: Tensor, mask: Tensor, routes: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
-    """Run a model over the rows that are needed to predict the N masked tokens [B, S].
+    """Run a model over the tokens that are needed to predict N masked tokens. ``tokens`` is [B, S] int64, and ``mask``
+    [B, S] bool is True for the tokens to predict.
 
-    Returns the indices of the masked tokens, and the hidden states [N, H] from which they are predicted. With routes
-    [B, S, L, k], the experts to use, it also returns for each token how many of them the routers would not have chosen,
-    [B, S, L] uint8; ``UNSEEN`` for tokens that were not computed.
+    Returns the indices of the masked tokens, the hidden states [N, H] from which they are predicted, and None. If
+    ``routes`` [B, S, L, k] names the k experts to use in each of the model's L mixtures, the third result counts, for
+    each token and mixture, how many of them the router would not have chosen: [B, S, L] uint8, ``UNSEEN`` for tokens
+    that were not computed.
     """
     packed, before = pack_for(tokens, mask, share=shares_prompts(model))
     if routes is None:
@@ -251,8 +258,9 @@ def predicting(
 
 
 def packed_hidden_states(model: Callable[..., Any], packed: Packed, replay: Replay | None = None) -> Tensor:
-    """Compute the last hidden states, [T, H], with a decoder that ``use_packed_attention`` has prepared. ``replay`` has
-    experts [T, L, k] for the L mixtures of a model that ``quant.experts.use_replay`` has prepared."""
+    """Compute the last hidden states of packed tokens, [T, H], with a decoder that ``use_packed_attention`` has
+    prepared. ``replay`` names the experts to use, [T, L, k], for the L mixtures of a model that
+    ``quant.experts.use_replay`` has prepared; None: the routers choose."""
     starts, longest = packed.starts, packed.longest
     output = model(
         input_ids=packed.tokens.unsqueeze(0),

@@ -37,33 +37,35 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TokenStats(NamedTuple):
-    """Log-probabilities and entropies of tokens under the policy; 0 for tokens that were not asked for."""
+    """Log-probabilities and entropies of tokens under the policy, for B rows of S tokens; 0 for tokens that were not
+    asked for."""
 
     logprobs: Tensor
     """[B, S] fp32 in nats, log-probability of each token given the previous tokens."""
     entropy: Tensor
     """[B, S] fp32 in nats, entropy of the distribution of the token given the previous tokens."""
     others: Tensor | None = None
-    """[B, S, L] uint8, number of the given experts that the routers would not have chosen; ``UNSEEN`` for tokens that
-    were not computed; None: no experts were given."""
+    """[B, S, L] uint8, number of experts that were given for the token and its router would not have chosen, in each of
+    L mixtures; ``UNSEEN`` for tokens that were not computed. None: no experts were given."""
     divergence: Tensor | None = None
     """[B, S] fp32 in nats, divergence from the teacher's distribution; None: no teacher was given."""
     agrees: Tensor | None = None
-    """[B, S] bool: the teacher's most likely token is the policy's too."""
+    """[B, S] bool, True where teacher and policy have the same most likely token; None: no teacher was given."""
 
 
 class TeacherStates(NamedTuple):
     """Results of a teacher model at N tokens, from which the divergence of the policy from the teacher is computed."""
 
     hidden: Tensor
-    """[N, H'], in row-major order of the masked tokens."""
+    """[N, H'], last hidden states from which the tokens are predicted, in row-major order of the masked tokens."""
     head: Head
     beta: float
-    """Share of the teacher in the mixture of the divergence, see ``policy.divergence``."""
+    """Weight of the teacher in the mixture of the two distributions with which the divergence compares them, see
+    ``policy.divergence``: 0 is the forward KL, 1 the reverse KL."""
 
 
 class Policy(nn.Module):
-    """Frozen base with a trained adapter. Build it with ``load_policy``."""
+    """Policy that is trained: a frozen base with an adapter. ``load_policy`` builds it."""
 
     def __init__(self, model: PeftModel, *, base: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -76,7 +78,8 @@ class Policy(nn.Module):
         self.start: dict[str, Tensor] | None = None
         """Tensors of the adapter with which the run started, fp32 on the CPU; None if it started at the base."""
         self.replays_routes = False
-        """Whether rollout engines must return the experts that they chose, for training to use the same."""
+        """Whether rollout engines must return the experts that their routers chose, because training uses the same
+        experts."""
         use_packed_attention(self.causal_lm)
         use_replay(self.causal_lm)
         use_packed_delta_nets(self.causal_lm)
@@ -125,9 +128,9 @@ class Policy(nn.Module):
         apply_recompute(self.causal_lm, how)
 
     def recompute_more(self) -> Setting | None:
-        """Switch to the next level of gradient checkpointing, which needs less memory; returns the new value of
-        ``model.gradient_checkpointing``, or None, without any change, if there is no further level or the user's
-        settings fix the level."""
+        """Switch to the next level of gradient checkpointing, which needs less memory, and return the value of
+        ``model.gradient_checkpointing`` that means this level. If there is no further level, or the user's settings fix
+        the level, change nothing and return None."""
         less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
         if less is None or not self.recompute_is_open:
             return None
@@ -135,7 +138,7 @@ class Policy(nn.Module):
         return less.setting(self.num_layers)
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """Return the trained tensors by PEFT's names: in fp32, detached, and sharing memory with the parameters."""
+        """Return the trained tensors by PEFT's names: fp32, detached, and sharing memory with the parameters."""
         return {name: module.get_parameter(leaf).detach() for name, (module, leaf) in self._trained.items()}
 
     @cached_property
@@ -148,7 +151,7 @@ class Policy(nn.Module):
         return {name: places[id(parameter)] for name, parameter in state.items()}
 
     def load_adapter_state(self, adapter: Mapping[str, Tensor]) -> None:
-        """Copy the values of an adapter into this policy's; raises ValueError if names or shapes of the two differ."""
+        """Copy the values of an adapter into the policy's adapter. ValueError: names or shapes of the two differ."""
         live = self.adapter_state()
         check_same_tensors(adapter, live)
         for name, tensor in adapter.items():
@@ -156,8 +159,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Make the model compute, inside the context, what the policy computed when the run began: with the adapter
-        ``start`` if the run began with one, else with the base alone."""
+        """Make the model compute, inside the context, what it computed when the run began: with the adapter from which
+        the run started (``start``), or else with the base alone."""
         if self.start is None:
             with self.model.disable_adapter():
                 yield
@@ -167,8 +170,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def with_adapter(self, adapter: Mapping[str, Tensor]) -> Iterator[None]:
-        """Make the model compute, inside the context, with the values of another adapter; the names and shapes are
-        those of ``adapter_state``."""
+        """Make the model compute, inside the context, with the values of another adapter, whose names and shapes must
+        be those of ``adapter_state``."""
         parameters = {name: module.get_parameter(leaf) for name, (module, leaf) in self._trained.items()}
         current = {name: parameter.data for name, parameter in parameters.items()}
         try:
@@ -191,8 +194,8 @@ class Policy(nn.Module):
                 module.training = training
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Return by name the norms to whose weights AQN adds noise (``Family.noise_norms``); for norms that are
-        trained, PEFT's trainable copies."""
+        """Return by name the norms of all blocks to whose weights AQN, noise on norm weights during rollouts, is added
+        (``Family.noise_norms``). If these norms are trained, they are PEFT's trainable copies."""
         modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -203,19 +206,20 @@ class Policy(nn.Module):
         return modules
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """Return the weights [H] of ``norm_modules`` without noise, e.g. ``model.layers.0.input_layernorm.weight``."""
+        """Return the weights of ``norm_modules`` without noise, [H] each for hidden size H, by names such as
+        ``model.layers.0.input_layernorm.weight``."""
         return {
             f"{name}.weight": module.get_parameter("weight").detach() for name, module in self.norm_modules().items()
         }
 
     def embedding_weights(self) -> dict[str, Tensor]:
-        """Return the input embedding [V, H] and, unless it is tied to the embedding, the head; both share the model's
-        memory."""
+        """Return by name the input embedding [V, H] and, unless it is the same tensor, the output head [V, H]; both
+        share the model's memory."""
         names = "model.embed_tokens.weight", "lm_head.weight"
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
     def router_weights(self) -> dict[str, Tensor]:
-        """Return the parameters of all routers by name; empty without mixtures of experts."""
+        """Return the parameters of all routers of mixtures of experts by name; empty for a dense model."""
         modules = self.causal_lm.named_modules()
         routers = {f"{name}.gate": module.gate for name, module in modules if isinstance(module, Mixture)}
         return {f"{name}.{leaf}": tensor for name, gate in routers.items() for leaf, tensor in gate.named_parameters()}
@@ -228,8 +232,8 @@ class Policy(nn.Module):
         return Routing(len(found), *found[0].sizes[:2]) if found else None
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
-        """Return the linears with 4-bit weights, also of experts, by their names in the base's checkpoint; empty if the
-        base is dense."""
+        """Return the linears with 4-bit weights, those of experts included, by their names in the base's checkpoint;
+        empty if the base is dense."""
         modules = self.causal_lm.named_modules()
         linears = {
             name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
@@ -253,18 +257,18 @@ class Policy(nn.Module):
     ) -> TokenStats:
         """Compute log-probabilities and entropies of masked tokens, differentiable with respect to the adapter.
 
-        Rows are packed, so padding and tokens after a row's last masked token are not processed, and the head is
+        Rows are packed, so padding and tokens after a row's last masked token are not processed, and the output head is
         applied only to hidden states from which a masked token is predicted.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
             mask: [B, S] bool, True for tokens to compute. Column 0 must be False: no token precedes it.
             temperature: sampling temperature, by which logits are divided.
-            targets: [N] int64, tokens whose log-probabilities are computed instead of those of the masked tokens, which
-                remain the model's input; None: the masked tokens.
-            teacher: the teacher's hidden states at the masked tokens, to compute the divergence from it.
-            routes: [B, S, L, k], experts to use in the model's L mixtures, also by recomputation in backward; None: the
-                routers choose.
+            targets: [N] int64, one for each of the N masked tokens: compute the log-probability of this token at the
+                masked token's place instead. The model's input does not change. None: the masked tokens themselves.
+            teacher: results of a teacher at the masked tokens, to compute the divergence from it; None: no divergence.
+            routes: [B, S, L, k] integers, the k experts to use in each of the model's L mixtures, also when backward
+                recomputes a block; None: the routers choose.
         """
         wanted, hidden, others = self._predicting(tokens, mask, routes)
         targets = tokens[wanted] if targets is None else targets
@@ -292,13 +296,15 @@ class Policy(nn.Module):
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute of the N masked tokens, in row-major order, what tells in which way they were sampled.
-
-        ``seeds`` [B] int64 are those of rows that vLLM sampled with ``margins.keyed_noise``, None for other engines.
+        """Compute numbers that show in which way each of the N masked tokens, in row-major order, was sampled.
+        ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``; ``end_tokens`` are the tokens
+        that end a completion. ``seeds`` [B] int64 are the seeds of rows that vLLM sampled with ``margins.keyed_noise``;
+        None for other engines.
 
         Returns:
-            ``evidence.alternative_logprobs``, [N, 1 + K] in nats, and ``margins.margins``, [N] fp32 in nats; 0 for
-            tokens that are not audited, and without seeds.
+            ``evidence.alternative_logprobs``, [N, 1 + K] in nats, log-probabilities under the policy and under K
+            alternatives; and ``margins.margins``, [N] fp32 in nats, 0 without seeds and for tokens that ``is_audited``
+            excludes.
         """
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         row, column = mask.nonzero(as_tuple=True)
@@ -317,7 +323,7 @@ class Policy(nn.Module):
         self, tokens: Tensor, mask: Tensor, temperature: float, routes: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for n masked tokens at a time in row-major order, the fp32 logits divided by the temperature, [n, V],
-        from which each token was sampled, and the tokens, [n]."""
+        from which each token was sampled, and the tokens, [n] int64."""
         wanted, hidden, _ = self._predicting(tokens, mask, routes)
         head = self.head(temperature)
         rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
@@ -326,13 +332,12 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a forward pass computes a prompt only once for all rows that have it, see
-        ``packing.shares_prompts``."""
+        """Whether a forward pass computes a prompt only once for all rows that have it (``packing.shares_prompts``)."""
         return shares_prompts(self.causal_lm)
 
     def head(self, temperature: float) -> Head:
-        """Return the output head with the constants that turn its logits into the distribution sampled at a
-        temperature."""
+        """Return the output head with the constants that turn its logits into the distribution from which tokens are
+        sampled at the given temperature."""
         return head_of(self.causal_lm, self.family, temperature)
 
     def _predicting(
@@ -343,8 +348,8 @@ class Policy(nn.Module):
 
 
 def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if an adapter lacks a tensor of ``expected``, or has one that is unknown, of another shape or
-    not floating."""
+    """Raise ValueError if an adapter lacks a tensor of ``expected``, has a tensor that is not in ``expected``, or has
+    one of another shape or not of floating-point numbers."""
     missing, unknown = sorted(expected.keys() - adapter.keys()), sorted(adapter.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
@@ -360,10 +365,11 @@ def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def load_policy(base: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", **settings: Any) -> Policy:
-    """Load a base, dense or in the format that its config.json names, on a device, and add a fresh adapter.
+    """Load a base model on a device, and add a fresh LoRA adapter. ``base`` is the checkpoint folder; its weights are
+    dense or in the 4-bit format that its config.json names.
 
-    The arguments are those of ``make_policy``. Raises ValueError as ``make_policy`` does, and if the folder holds no
-    supported model.
+    The other arguments are those of ``make_policy``. Raises ValueError as ``make_policy`` does, and if the folder holds
+    no supported model.
     """
     return make_policy(load_base(base, dtype=dtype, device=device), base=base, dtype=dtype, **settings)
 
@@ -379,15 +385,15 @@ def make_policy(
     offload_checkpoints: bool = False,
     fused_elementwise: FusedSetting = False,
 ) -> Policy:
-    """Add a fresh adapter to a loaded base.
+    """Build a policy by adding a fresh LoRA adapter to a loaded base model.
 
     Args:
         model: the base.
         base: its checkpoint folder.
         dtype: compute dtype; the adapter's master weights are always fp32.
-        lora: settings of the adapter. B starts at 0, so a fresh policy equals the base, unless ``start`` is set.
+        lora: settings of the adapter. LoRA's B starts at 0, so a fresh policy equals the base, unless ``start`` is set.
         seed: seed of the adapter's initial values; torch's global random state is not changed.
-        gradient_checkpointing: what backward recomputes, see ``recompute``; "auto" begins without recomputation.
+        gradient_checkpointing: what backward recomputes, see ``policy.recompute``; "auto" begins without recomputation.
         offload_checkpoints: keep the inputs of recomputed blocks in host memory.
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
 

@@ -1,4 +1,5 @@
-"""Levels of gradient checkpointing: what backward recomputes, from the fastest level to the one with least memory.
+"""Levels of gradient checkpointing: what backward recomputes, from the fastest level to the one that needs least
+memory.
 
     none        nothing: all that autograd saves is kept
     selective   the element-wise operations (norms, rotary embeddings, activations); the results of matrix products and
@@ -7,8 +8,8 @@
     blocks      every block from its input
     offload     every block from its input, which is kept in host memory
 
-With "n blocks" the first blocks are recomputed and not the last ones: by the time backward recomputes them, it has
-freed the activations of the later blocks.
+With "n blocks", the first blocks are recomputed and not the last ones, because backward reaches them last and has freed
+the activations of the later blocks by then.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,16 @@ from qerl_pl.policy.lora import LoraLinear
 from qerl_pl.quant.experts import FrozenExperts
 
 Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
-"""Values of ``model.gradient_checkpointing``; True means "blocks", False "none", and a number n "n blocks"."""
+"""Values of the setting ``model.gradient_checkpointing``: True means the level "blocks", False "none", and a number n
+"n blocks"."""
 SHARES = 8
-"""Number of values of n, equally spaced, for which the level "n blocks" is considered."""
+"""Number of equally spaced values of n for which the memory plan considers the level "n blocks"."""
 
 
 @dataclass(frozen=True, order=True)
 class Recompute:
-    """Level of gradient checkpointing; the default is "none". A level that needs less memory compares as greater."""
+    """Level of gradient checkpointing, that is, what backward recomputes; the default is to recompute nothing. A level
+    that needs less memory compares as greater."""
 
     selective: bool = False
     """Whether element-wise operations are recomputed in blocks that are not recomputed completely."""
@@ -51,17 +54,18 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """List the levels of gradient checkpointing from which the memory plan chooses, each with less memory than the
-    previous one."""
+    """List the levels of gradient checkpointing from which the memory plan chooses, each of which needs less memory
+    than the previous one."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
 def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
-    """Return the level that ``model.gradient_checkpointing`` and ``model.offload_checkpoints`` mean for a model of
-    ``num_layers`` blocks; None for "auto", with which the memory plan chooses it. ValueError: the setting is unknown,
-    names more blocks than the model has, or contradicts offload_checkpoints."""
+    """Return the level of gradient checkpointing that the settings ``model.gradient_checkpointing`` and
+    ``model.offload_checkpoints`` mean for a model of ``num_layers`` blocks; None for "auto", with which the memory plan
+    chooses the level. ValueError: the setting is unknown, names more blocks than the model has, or contradicts
+    offload_checkpoints."""
     wanted = {True: "blocks", False: "none"}.get(setting, setting) if isinstance(setting, bool) else setting
     if offload_checkpoints:
         if wanted not in ("auto", "blocks", "offload"):
@@ -90,8 +94,8 @@ def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = 
 
 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Set what a model's blocks recompute, from the next forward pass on. Moving the blocks' inputs to host memory
-    (level "offload") is left to callers."""
+    """Set what the blocks of a model recompute in backward, from the next forward pass on. The level "offload" here
+    only recomputes all blocks; the caller has to move the blocks' inputs to host memory."""
     decoder: Any = model.model
     last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):

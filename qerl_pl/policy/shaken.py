@@ -1,8 +1,9 @@
-"""Compute a model with added rounding errors, to estimate how much another correct implementation of it would differ.
+"""Run a model with added rounding errors, to estimate how much the results of another correct implementation would
+differ.
 
 Two implementations of one model add and round in different orders, so their results differ. How much depends on the
-model: one with a few huge activations magnifies rounding errors, which average out in a model with random weights. The
-difference can be measured with one implementation, by adding random relative errors of the size of a rounding error to
+model: a few huge activations magnify rounding errors, which average out in a model with random weights. The difference
+can be estimated with one implementation, by adding random relative errors of the size of a rounding error to
 intermediate results (Monte Carlo arithmetic, Parker 1997).
 """
 
@@ -14,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 SHAKES = 8
-"""Number of computations with other rounding errors, from which the size of the differences is estimated."""
+"""Number of passes, each with other random rounding errors, from which the size of the differences is estimated."""
 
 
 @contextmanager
 def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]:
-    """Add rounding errors to what the parts of each decoder block (norms, attention, MLP) return, inside the context.
+    """Add random rounding errors, inside the context, to the outputs of the modules of each decoder block (norms,
+    attention, MLP) of a Hugging Face causal language model.
 
-    Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e about the root mean square of ``dtype``'s
-    relative rounding errors (2^-9 in bfloat16). Each row of a batch gets different errors. ``model`` is a Hugging Face
-    causal language model.
+    Each element x becomes x (1 + e n), with n drawn from N(0, 1) and e about the root mean square of the relative
+    rounding errors of ``dtype`` (2^-9 in bfloat16). Each row of a batch gets different errors.
     """
     error = torch.finfo(dtype).eps / 4
     generators: dict[torch.device, torch.Generator] = {}
@@ -52,7 +53,8 @@ def with_rounding(
     """Compute N log-probabilities and, for each, the root mean square of its changes in ``SHAKES`` passes with random
     rounding errors of ``dtype``; [N] each, in nats.
 
-    ``score(copies)`` computes the log-probabilities with ``model`` in a batch of ``copies`` equal rows: [copies, N].
+    ``score(copies)`` has to compute the log-probabilities with ``model`` in a batch of ``copies`` equal rows: [copies,
+    N].
     """
     [plain] = score(1)
     return plain, rounding_of(plain, score, model, dtype, seed=seed)
@@ -61,8 +63,9 @@ def with_rounding(
 def rounding_of(
     plain: Tensor, score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> Tensor:
-    """Compute only the changes by rounding errors that ``with_rounding`` returns second, [N] in nats, if its first
-    result, ``plain``, is known."""
+    """Compute, for each of N log-probabilities ``plain`` [N], the root mean square of its changes in ``SHAKES`` passes
+    with random rounding errors of ``dtype``: [N] in nats. ``score(copies)`` has to compute the log-probabilities with
+    ``model`` in a batch of ``copies`` equal rows: [copies, N]."""
     with shaken(model, dtype, seed=seed):
         errors = score(SHAKES) - plain
     return errors.square().mean(dim=0).sqrt()

@@ -1,5 +1,5 @@
-"""Read an adapter that PEFT wrote, with which a run starts: its settings and its tensors, and a digest of the tensors,
-which shows whether a resumed run has the same adapter."""
+"""Read an adapter that PEFT wrote and with which a run starts: its settings, its tensors, and a digest of the tensors,
+by which a resumed run checks that it has the same adapter."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "eva_config", "loftq_config", "corda_config"),
     *("megatron_config", "megatron_core", "ensure_weight_tying", "lora_ga_config"),
 )
-"""Fields of adapter_config.json that do not change what a trained adapter computes. The names of its tensors, and not
-these fields, say which linears it adapts."""
+"""Fields of adapter_config.json that do not change what a trained adapter computes. Which linears it adapts is known
+from the names of its tensors."""
 OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
-"""Initialisations for which PEFT changes the base's weights, so the adapter belongs to the changed base."""
+"""Initialisations of LoRA for which PEFT changes the base's weights, so the adapter belongs to the changed base."""
 
 
 class StartAdapter(NamedTuple):
@@ -94,7 +94,8 @@ def read_start(folder: str | Path) -> StartAdapter:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of fp32 tensors and their names, whatever file they were read from."""
+    """Return the SHA-256 digest of fp32 tensors and their names, which does not depend on the file that they were read
+    from."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         sha.update(f"{name}{list(tensors[name].shape)}".encode())
@@ -103,11 +104,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_of_other_base(start: StartAdapter, *names: str) -> bool:
-    """Return whether an adapter was trained for another base than a run's, which may have several names; False if the
-    adapter names no base.
+    """Return whether an adapter was trained for another base than a run's, which may have several ``names``; False if
+    the adapter names no base.
 
-    Only the last parts of folders and hub names are compared. One of two names for the same base may begin with the
-    other, as the name of a 4-bit copy begins with the name of the model.
+    Only the last components of folders and hub names are compared. Two names also count as the same base if one begins
+    with the other, because the name of a 4-bit copy begins with the name of its model.
     """
     trained_for = Path(start.base).name.lower()
     others = [Path(name).name.lower() for name in names]
@@ -134,8 +135,9 @@ def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
 
 
 def _expert_rank(config: Mapping[str, Any], where: str) -> int:
-    """Return the rank of the adapters on experts, 0 without any. ValueError: gate_up_proj and down_proj of all experts
-    are not both adapted, their ranks differ, or their scale is not that of the adapters on other linears."""
+    """Return the rank of the adapters on experts that PEFT's configuration describes, 0 if it describes none.
+    ValueError: gate_up_proj and down_proj of all experts are not both adapted, their ranks or alphas differ, or their
+    scale is not that of the adapters on other linears."""
     parameters, ranks, alphas = (config.get(name) or {} for name in EXPERTS)
     if not (parameters or ranks or alphas):
         return 0

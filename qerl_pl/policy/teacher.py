@@ -18,10 +18,10 @@ Place = Literal["gpu", "host"]
 
 
 class Teacher:
-    """A frozen causal language model that scores tokens in packed forward passes, as a policy does.
+    """Frozen causal language model that scores tokens in packed forward passes (several sequences without padding).
 
     Args:
-        folder: checkpoint folder, dense or packed.
+        folder: checkpoint folder, with dense or 4-bit weights.
         dtype: compute dtype.
         device: device of the passes.
         keep: "gpu": the weights stay on the device; "host": they are on the device only inside the context ``ready``,
@@ -40,7 +40,7 @@ class Teacher:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Have the weights on the device inside the context."""
+        """Move the weights to the device inside the context, if they are kept in host memory."""
         if self.keep == "gpu":
             yield
             return
@@ -51,16 +51,15 @@ class Teacher:
             self.model.to(device=torch.device("cpu"))
 
     def head(self, temperature: float) -> Head:
-        """Return the output head, on the device, with the constants that turn its logits into the distribution at a
-        temperature."""
+        """Return the output head, on the device, with the constants that turn its logits into the next-token
+        distribution at the given temperature."""
         head = head_of(self.model, self.family, temperature)
         return head._replace(weight=head.weight.to(self.device))
 
     @torch.no_grad()
     def score(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities of the masked tokens, and the hidden states from which they are predicted.
-
-        Call it inside of the context ``ready``, in which the weights are on the device.
+        """Compute log-probabilities of the masked tokens, and the hidden states from which they are predicted. The
+        weights must be on the device: call it inside of the context ``ready``.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
@@ -68,7 +67,8 @@ class Teacher:
             temperature: sampling temperature, by which logits are divided.
 
         Returns:
-            [B, S] fp32 nats, 0 where the mask is False, and [N, H] in row-major order of the N masked tokens.
+            Log-probabilities, [B, S] fp32 in nats, 0 where the mask is False; and hidden states, [N, H] in row-major
+            order of the N masked tokens.
 
         Raises:
             ValueError: a token has no embedding in this model.
