@@ -1,5 +1,5 @@
-"""Protocol of rollout engines, sampling settings, and checks of the completions that an engine returns and the weights
-that it holds."""
+"""Protocol of rollout engines, sampling settings, and checks of the completions that an engine returns and of the
+weights that it holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECTIONS = "model.sampling or model.val_sampling"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling.
+    """Settings by which a rollout engine samples completions.
 
     Args:
         num_completions: completions per prompt (GRPO's G).
@@ -85,8 +85,8 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Raise CheckFailed if the result of ``RolloutEngine.generate`` has wrong numbers of groups, completions, tokens or
-    log-probabilities, or a log-probability that is not finite."""
+    """Check the completions that ``RolloutEngine.generate`` returned, grouped by prompt. CheckFailed: the number of
+    groups, of completions per group, of tokens or of log-probabilities is wrong, or a log-probability is not finite."""
     if len(groups) != len(prompts):
         raise CheckFailed(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
     for index, group in enumerate(groups):
@@ -112,9 +112,10 @@ def check_groups(
 def checked_routes(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], routing: Routing, *, engine: str
 ) -> list[list[Completion]]:
-    """Return the result of ``RolloutEngine.generate`` with the routes, the numbers of the experts that computed each
-    token, in the smallest dtype that holds them. Raise CheckFailed if a completion has no routes, routes of too many or
-    too few tokens, or a number that no expert has."""
+    """Check and convert the routes (``Completion.routes``) of completions of a mixture-of-experts model: the numbers of
+    the experts that computed each token of prompt and completion except the last. Returns the completions with routes
+    in the smallest dtype that holds the numbers. CheckFailed: a completion has no routes, routes of too many or too few
+    tokens, or a number that no expert has."""
     checked = []
     for index, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
         checked.append([])
@@ -144,25 +145,27 @@ class RolloutEngine(Protocol):
     and loads the model only in ``start``.
 
     An adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
-    trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. Noise is always added to the
-    norm weights without noise (the base's, or the adapter's if norms are trained), so it never accumulates.
+    trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. The noise of AQN is always
+    added to the original norm weights (the base's, or the adapter's if norms are trained) and never to noisy ones, so
+    it does not accumulate.
     """
 
     @property
     def memory(self) -> EngineMemory | None:
-        """Settings that decide how much GPU memory the engine takes; None if it samples with the trainer's model, and
-        so has no weights to plan for."""
+        """Settings that decide how much GPU memory the engine takes; None if it samples with the trainer's model, so
+        that the memory plan need not count weights of the engine."""
         ...
 
     @property
     def returns_routes(self) -> bool:
-        """Whether ``generate`` can return the experts that computed the tokens (``Completion.routes``). ``generate``
-        must return them if ``Policy.replays_routes`` is set when the engine starts."""
+        """Whether ``generate`` can return, with each completion of a mixture-of-experts model, the experts that
+        computed its tokens (``Completion.routes``). It must return them if ``Policy.replays_routes`` is set when the
+        engine starts."""
         ...
 
     @property
     def batch_tokens(self) -> int:
-        """Largest number of tokens in the KV cache of one batch of sequences. The memory plan uses this number if
+        """Largest number of tokens in the KV cache of one batch of sequences; the memory plan reads it only if
         ``memory`` is None."""
         ...
 
@@ -172,24 +175,25 @@ class RolloutEngine(Protocol):
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
         """Load the policy's base and prepare to sample sequences of at most ``max_model_len`` tokens, prompt and
-        completion together. If the engine is started already, this does nothing."""
+        completion together. If the engine has been started already, do nothing."""
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """Sample ``sampling.num_completions`` completions per prompt. Calls with equal arguments return equal tokens.
+        """Sample ``sampling.num_completions`` completions per prompt, and return them grouped by prompt. Calls with
+        equal arguments return equal tokens.
 
         Args:
-            prompts: token ids.
-            sampling: settings of sampling.
+            prompts: token ids of each prompt.
+            sampling: settings such as the temperature.
             seed: one seed for the whole call, or one per prompt. With one per prompt, prompts with equal tokens and
                 equal seeds get equal completions.
             adapter: False samples from the base without the adapter.
 
         Raises:
             ValueError: a prompt is empty, holds an unknown token, or leaves no room for a completion. The engine can
-                still be used.
+                still be used afterwards.
         """
         ...
 
@@ -199,20 +203,20 @@ class RolloutEngine(Protocol):
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter with which completions are sampled; raises ValueError if a name or shape differs from that of
-        the policy's adapter. The norms keep their noise, and prefixes that were cached under the old adapter are no
-        longer used."""
+        """Set the adapter with which completions are sampled. The norms keep their noise, and prefixes that were cached
+        under the old adapter are no longer used. ValueError: a tensor's name or shape differs from that of the policy's
+        adapter."""
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Replace the noise of AQN on the weights of two norms per block (``Family.noise_norms``) by ``noise``; sigma 0
-        restores the weights without noise bit for bit. Returns the number of norms that have noise according to the
-        weights read back from the engine: twice the number of blocks, or 0 if sigma is 0."""
+        """Replace the noise on the weights of two norms per block (AQN; ``Family.noise_norms`` names the norms). The
+        noise is added to the weights without noise, and sigma 0 restores these bit for bit. Returns how many norms have
+        noise, according to the weights read back from the engine: twice the number of blocks, or 0 if sigma is 0."""
         ...
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the adapter and norm weights that the engine holds, for comparison with
-        ``expected_fingerprint``; CheckFailed: the engine's copy of the base's weights differs from the policy's."""
+        """Compute checksums of the adapter and norm weights that the engine holds, by tensor name, for comparison with
+        ``expected_fingerprint``. CheckFailed: the engine's copy of the base's weights differs from the policy's."""
         ...
 
     def sleep(self) -> None:
@@ -220,7 +224,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Allocate again the memory that ``sleep`` freed. If the engine is awake, this does nothing."""
+        """Allocate again the memory that ``sleep`` freed. If the engine is awake, do nothing."""
         ...
 
     def close(self) -> None:
@@ -231,12 +235,12 @@ class RolloutEngine(Protocol):
 def expected_fingerprint(
     adapter: Mapping[str, Tensor], norms: Mapping[str, Tensor], *, scaling: float, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Compute the checksums that ``RolloutEngine.fingerprint`` must return.
+    """Compute the checksums that ``RolloutEngine.fingerprint`` must return, from the trainer's tensors.
 
-    ``adapter`` has fp32 master weights by PEFT's names; trained norms in it are ignored, because ``norms`` has the
-    weights of all norms that get noise, with the noise, by the model's names. The checksums are of norm weights in
-    fp32, and of A and ``scaling`` B rounded to ``dtype``, because engines hold these; ``scaling`` is LoRA's alpha / r
-    (or alpha / sqrt r).
+    ``adapter`` has the fp32 master weights by PEFT's names. ``norms`` has, by the model's names, the weights with noise
+    of all norms that get noise; trained norms in ``adapter`` are therefore ignored. Engines hold A and ``scaling`` B
+    rounded to ``dtype``, and norm weights in fp32, so the checksums are of these; ``scaling`` is LoRA's alpha / r (or
+    alpha / sqrt r).
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():

@@ -1,5 +1,5 @@
-"""Checksums of tensors, computed on the tensors' device: for an adapter of 80 million values this takes milliseconds on
-a GPU."""
+"""Checksums of tensors, computed on the tensors' device. On a GPU, this takes milliseconds for an adapter of 80 million
+values."""
 
 from collections.abc import Mapping
 
@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Maps an element size in bytes to the integer dtype as which the bits of an element are read."""
+"""Integer dtype as which the bits of an element are read, by the element's size in bytes."""
 AT_ONCE = 2**20
-"""Most elements of equally shaped tensors that are stacked and added up in one call. A larger limit means fewer kernel
-launches and more memory, about 24 bytes per element."""
+"""Largest number of elements of equally shaped tensors that are stacked and added up in one call. A larger limit means
+fewer kernel launches and more memory, about 24 bytes per element."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Compute a 64-bit checksum per tensor, of at most 4 bytes per element, from the bits of its elements in row-major
-    order.
+    """Compute a 64-bit checksum of each tensor, by name, from the bits of its elements in row-major order. Elements may
+    have at most 4 bytes.
 
-    It is sum_i (b_i + 1) m_i modulo 2^64, where b_i are the bits of element i as a signed integer and m_i is a
-    pseudo-random odd number that depends only on i. A single changed element always changes the sum; several changed
+    The checksum is sum_i (b_i + 1) m_i modulo 2^64, where b_i are the bits of element i as a signed integer and m_i is
+    a pseudo-random odd number that depends only on i. A single changed element always changes the sum; several changed
     elements change it unless their changes cancel; appended zeros change it too. The arithmetic is exact, so the sum
     does not depend on device or strides.
     """
@@ -46,7 +46,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _factors(length: int, device: torch.device) -> Tensor:
-    """Compute the factors m_i, all odd, by one round of SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
+    """Compute the factors of a checksum, [length] int64: pseudo-random odd numbers that depend only on their index, by
+    one round of SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
     mixed = torch.arange(length, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     return (mixed ^ (mixed >> 27)) | 1

@@ -21,7 +21,7 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts of a call before sampling starts: ValueError names the first prompt that is empty, holds an
+    """Check all prompts of a call before sampling starts. The ValueError names the first prompt that is empty, holds an
     unknown token, or leaves fewer than ``max_tokens`` tokens for the completion (0 if sequences are only scored)."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -37,13 +37,12 @@ def check_prompts(
 
 
 def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: int | Sequence[int]) -> list[int]:
-    """Derive a seed for each completion, prompt by prompt, from the tokens of its prompt and not from the prompt's
-    index.
+    """Derive a seed for each completion of each prompt, in order, from the tokens of its prompt and not from the
+    prompt's index, so the completions of a batch are the same however its prompts are divided among ranks.
 
-    The completions of a batch are therefore the same however its prompts are divided among ranks. Prompts with equal
-    tokens need different seeds, or their completions would be equal. If ``seed`` is a single seed, a prompt's seeds
-    also depend on the number of equal prompts before it in this call; if ``seed`` has one seed per prompt, the caller
-    has to make those of equal prompts differ.
+    Prompts with equal tokens need different seeds, or their completions would be equal. If ``seed`` is a single seed, a
+    prompt's seeds also depend on the number of equal prompts before it in this call. If ``seed`` has one seed per
+    prompt, the caller has to give equal prompts different seeds.
     """
     if not isinstance(seed, int):
         return [
@@ -64,10 +63,11 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 def with_due_seeds(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], seed: int | Sequence[int]
 ) -> list[list[Completion]]:
-    """Replace the seeds of the completions of each prompt by those that ``request_seeds`` gives.
+    """Replace the seeds that an engine reports with its completions by those that the completions should have been
+    sampled with (``request_seeds``). If no completion has a seed, all are returned as they are.
 
-    An engine that answers other requests than it is asked to, or chooses among completions, reports other seeds, by
-    which the check of the tokens would not notice it. If no completion has a seed, all are returned as they are.
+    From these seeds, the trainer later computes which tokens the engine must have sampled. With the reported seeds, it
+    would not notice an engine that answers other requests than it is asked to, or that selects among completions.
     """
     rows = [row for group in groups for row in group]
     if all(row.seed is None for row in rows):
@@ -81,8 +81,8 @@ def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     model config and the tokenizer of a checkpoint folder. Missing files are skipped.
 
     Chat models often have different tokens in these three places, and each of them is meant to end the assistant's
-    turn. Other settings of the generation config, such as a temperature or a repetition penalty, are not used. Tokens
-    that were added to the tokenizer alone are left out: the model has no logit for them.
+    turn. Tokens that were added to the tokenizer alone are left out, because the model has no logit for them. Other
+    settings of the generation config, such as a temperature or a repetition penalty, are not used.
     """
     places = [config.eos_token_id]
     if (Path(base) / "generation_config.json").is_file():
@@ -105,8 +105,8 @@ def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors in ``wanted`` that differ from the tensors of the same names in ``live``; waits
-    for the device only once, for all tensors together."""
+    """Return the names of the tensors in ``wanted`` that differ from the tensors of the same names in ``live``. All
+    comparisons together wait for the device only once."""
     if not wanted:
         return []
     differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
@@ -114,13 +114,15 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 def padded_routes(routes: Sequence[Tensor]) -> Tensor | None:
-    """Pad the routes of B rows, the experts that computed their tokens, [tokens - 1, L, k] each
-    (``Completion.routes``), with 0 to [B, S, L, k]; None if ``routes`` is empty."""
+    """Pad the routes of B rows with 0 to [B, S, L, k], where S is the largest number of tokens of a row; None if
+    ``routes`` is empty. Each row's routes (``Completion.routes``), [tokens - 1, L, k], are the k experts that computed
+    each token, except the last, in each of L mixtures of experts."""
     return F.pad(pad_sequence([*routes], batch_first=True), (0, 0, 0, 0, 0, 1)) if routes else None
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows with token 0; returns tokens [B, S] int64 and a mask [B, S] bool, True for tokens of the rows."""
+    """Pad B rows of tokens with token 0 to the longest, S tokens, on the left or right; returns tokens [B, S] int64 and
+    a mask [B, S] bool, True for tokens of the rows, both on ``device``."""
     side = "left" if left else "right"
     tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side=side)
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]

@@ -1,9 +1,9 @@
-"""Compare log-probabilities that a rollout engine reports with those that the trainer computes: of a given text, and of
-tokens that the engine samples with a random adapter (probe adapter).
+"""Compare log-probabilities that a rollout engine reports with those that the trainer computes, for a given text and
+for tokens that the engine samples with a random adapter (probe adapter).
 
 Two correct implementations of a model differ by rounding errors, which depend on the model, its dtype and the tokens.
-The trainer therefore measures, on the same tokens and with its own model alone, how much log-probabilities change if
-rounding errors are drawn anew (``policy.shaken``).
+The trainer therefore estimates the size of these errors on the same tokens, with its own model alone: it computes
+log-probabilities again with random rounding errors added (``policy.shaken``).
 """
 
 import math
@@ -34,43 +34,45 @@ PROBE = "samples after another adapter was loaded (it is not used, or cached pre
 
 
 MARGIN = 4.0
-"""Multiple of the trainer's rounding errors above which an engine counts as wrong; correct ones differ by about 1."""
+"""Difference between engine and trainer, as a multiple of the trainer's rounding errors, above which an engine counts
+as wrong, if the difference also exceeds a tolerance in nats. Correct engines differ by about 1."""
 MOST = 4 * MARGIN
-"""Larger multiples of the rounding errors at a token are lowered to this, so that no single token decides the mean."""
+"""Upper limit of the difference at one token, as a multiple of the rounding errors there; larger ones are lowered to
+it, so that no single token decides the mean."""
 
 
 class Gap(NamedTuple):
-    """Difference of the log-probabilities of engine and trainer, means over tokens."""
+    """Difference between the log-probabilities of engine and trainer; all values are means over tokens."""
 
     nats: float
-    """|engine - trainer|."""
+    """Absolute difference |engine - trainer| in nats."""
     rounding: float
-    """Root mean square change of the trainer's value if its rounding errors are drawn anew, in nats."""
+    """Root mean square change of the trainer's log-probability by random rounding errors, in nats."""
     excess: float
-    """|engine - trainer| as a multiple of the rounding errors at the same token, at most ``MOST``."""
+    """Absolute difference |engine - trainer| as a multiple of the rounding errors at the token, at most ``MOST``."""
     change: float = math.nan
-    """Absolute change of the trainer's value by the probe adapter, in nats; nan without a probe adapter."""
+    """Absolute change of the trainer's log-probability by the probe adapter, in nats; nan without a probe adapter."""
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Return whether the difference is a fault: more than ``tolerance`` nats and more than ``MARGIN`` times the
-        rounding errors, or NaN."""
+        """Return whether the difference is a fault of the engine: it is NaN, or more than ``tolerance`` nats and also
+        more than ``MARGIN`` times the rounding errors."""
         return not (self.nats <= tolerance or self.excess <= MARGIN)
 
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
-    """Compare N log-probabilities of an engine with the trainer's, [N] nats each. ``rounding`` [N] is, for each token,
-    the root mean square change of the trainer's log-probability if its rounding errors are drawn anew; ``change`` is
-    the mean absolute change of the trainer's log-probabilities by the probe adapter."""
+    """Compare N log-probabilities of an engine with the trainer's, [N] each in nats. ``rounding`` [N] is, for each
+    token, the root mean square change of the trainer's log-probability by random rounding errors, in nats. ``change``
+    is the mean absolute change of the trainer's log-probabilities by the probe adapter."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
     # At some tokens the trainer's rounding error is tiny, by chance or because the token is nearly certain, but the
-    # engine's is not. Adding 0.1 ``usual`` keeps the multiples of such tokens from being large.
+    # engine's error is not. A tenth of the mean rounding error is added, so that the ratio stays small there.
     multiples = difference / (rounding + 0.1 * usual).clamp(min=1e-12)
     return Gap(difference.mean().item(), usual.item(), multiples.clamp(max=MOST).mean().item(), change)
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Return the last ``num_tokens`` tokens of the concatenation of all rows in reverse order, so that the text ends
-    with the first row. If all rows together are shorter, the text repeats them."""
+    """Return the last ``num_tokens`` tokens of a text that consists of all rows in reverse order, so that it ends with
+    the first row. If all rows together are shorter, the text repeats them."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 
@@ -82,8 +84,8 @@ def wrong_ones(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
 
 @contextmanager
 def trainers_engine(policy: Policy, noise: NormNoise, *, max_model_len: int) -> Iterator[TransformersEngine]:
-    """Yield an engine that samples and scores with the trainer's model and the given noise, as the reference to compare
-    a rollout engine with."""
+    """Yield a rollout engine that samples and scores with the trainer's own model and the given noise on norm weights;
+    other engines are compared with it."""
     oracle = TransformersEngine()
     oracle.start(policy, max_model_len=max_model_len)
     try:
@@ -104,15 +106,15 @@ def score_gaps(
     strength: float | None,
     scores: bool,
 ) -> dict[str, Gap]:
-    """Compare log-probabilities of the loop's engine with the trainer's; returns the difference for each comparison, by
-    its name.
+    """Compare log-probabilities of the loop's engine with those of ``oracle``, an engine with the trainer's model and
+    the same noise. Returns the differences by the names of the comparisons.
 
-    ``oracle`` is an engine with the trainer's model and the same noise, ``dtype`` the less precise of the two engines'
-    dtypes. With ``scores``, the log-probabilities of the text ``tokens`` are compared, with and without the adapter.
-    Unless ``strength`` is 0 or None, a random probe adapter of this strength is loaded, and the log-probabilities of
-    tokens sampled after prefixes of the text are compared too; both engines then still have the probe adapter. ``seed``
-    draws the probe adapter and the rounding errors. It must differ from the seed of the previous check, whose prefixes
-    may still be cached.
+    With ``scores``, the log-probabilities of the text ``tokens`` are compared, with and without the adapter. Unless
+    ``strength`` is 0 or None, both engines then get a random probe adapter of this strength, which they still have
+    afterwards, and the log-probabilities of tokens sampled after prefixes of the text are compared, too. Rounding
+    errors are those of ``dtype``, the less precise of the two engines' dtypes. ``seed`` determines the probe adapter
+    and the random rounding errors. It must differ from the seed of the previous check, whose prefixes may still be
+    cached.
     """
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())
@@ -140,12 +142,12 @@ def probe_gap(
     seed: int,
     strength: float,
 ) -> Gap:
-    """Load a probe adapter, sample one token after each of several prefixes of ``tokens``, and compare the
-    log-probabilities of these tokens by ``engine`` and by ``oracle``, an engine with the trainer's model. Both must
-    have the policy's adapter before the call, and have the probe adapter after it.
+    """Load a probe adapter into ``engine``, sample one token after each of several prefixes of ``tokens``, and compare
+    the log-probabilities of these tokens by ``engine`` and by ``oracle``, an engine with the trainer's model. Both
+    engines must have the policy's adapter before the call, and have the probe adapter after it.
 
-    The lengths of the prefixes differ by two tokens, so that some end soon after a cached block (of 16 tokens or more),
-    where a stale prefix cache changes log-probabilities most.
+    The lengths of the prefixes differ by two tokens. So some prefixes end soon after a block of the prefix cache (of 16
+    tokens or more), where a cache that still holds keys and values of an older adapter changes log-probabilities most.
     """
     prompts = [tokens[:-shorter] for shorter in range(1, min(LAST + 1, len(tokens)), 2)]
     adapter = probe_adapter(policy, strength=strength, seed=seed)

@@ -14,10 +14,11 @@ from qerl_pl.rollout.base import Sampling
 def completion_texts(
     tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion], *, stop: Sequence[str] = ()
 ) -> list[str]:
-    """Decode completions to text that includes special tokens, since these may mark thoughts (``[THINK]``) or answers.
+    """Decode completions to text for rewards. The text includes special tokens, since these may mark thoughts
+    (``[THINK]``) or answers.
 
-    Only the tokenizer's end and padding tokens, and a special token that ended the completion, are left out; strings of
-    ``stop`` stay in the text, also where they are special tokens.
+    Only the tokenizer's end and padding tokens, and a special token that ended the completion, are left out. Stop
+    strings (``stop``) stay in the text, even if they are special tokens.
     """
     special = special_tokens(tokenizer)
     silent = [tokenizer.eos_token_id, tokenizer.pad_token_id]
@@ -31,15 +32,15 @@ def completion_texts(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids of all special tokens of a tokenizer: those with a role, such as end or padding, and all
-    others."""
+    """Return the ids of all special tokens of a tokenizer: those with a role, such as end or padding, and added tokens
+    that are marked as special."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token for token, text in added if text.special)}
 
 
 def as_sampled(tokenizer: PreTrainedTokenizerBase, text: str, *, stop: Sequence[str] = ()) -> str:
-    """Return what rewards would get if the policy had sampled ``text``: the text up to and including the first stop
-    string, tokenised and decoded."""
+    """Return the text that rewards would get if the policy had sampled ``text``: the text up to and including the first
+    stop string, tokenised and decoded."""
     ends = [text.index(string) + len(string) for string in stop if string in text]
     tokens = tokenizer(text[: min(ends, default=len(text))], add_special_tokens=False).input_ids
     return completion_texts(tokenizer, [Completion(tuple(tokens), (), bool(ends))], stop=stop)[0]
@@ -54,7 +55,8 @@ def check_ends(
     tokenizer: PreTrainedTokenizerBase,
     engine: str,
 ) -> None:
-    """Raise CheckFailed if a completion's ``finished`` contradicts its tokens.
+    """Raise CheckFailed if an engine's statement that a completion is finished (``Completion.finished``), or is not,
+    contradicts the completion's tokens.
 
     A finished completion ends with an end token or with the token that completes a stop string, and has no end token or
     stop string before. An unfinished completion has ``max_tokens`` tokens, without any end token or stop string.
@@ -91,8 +93,8 @@ def check_ends(
 def _stop_lengths(
     prompt: Prompt, group: Sequence[Completion], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[int | None]:
-    """Return for each completion the number of its tokens up to the end of the first stop string, or None if it has no
-    stop string."""
+    """Return, for each completion of one prompt, the number of its tokens up to the end of the first stop string; None
+    if it has no stop string."""
     if not stop:
         return [None] * len(group)
     longest = max(len(completion.tokens) for completion in group)

@@ -1,5 +1,5 @@
-"""Dynamic sampling (DAPO): groups of completions whose advantages are all 0 teach nothing, so they are replaced by
-groups of further prompts."""
+"""Dynamic sampling (DAPO): replace groups of completions of one prompt whose advantages are all 0, from which the
+policy learns nothing, by groups of further prompts."""
 
 import math
 from collections import Counter
@@ -20,7 +20,8 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Sample further prompts until the batch is full of groups with a signal (arXiv 2503.14476, section 3.2).
+    """Dynamic sampling: completions of further prompts are sampled until the batch is full of groups from which the
+    policy can learn (arXiv 2503.14476, section 3.2).
 
     A group (the completions of one prompt) has a signal if one of its rows that counts in the loss has an advantage
     other than 0. The prompts of a rollout form one sequence that depends only on the run's seed and the rollout index:
@@ -63,9 +64,10 @@ class DynamicSampling:
         sample: Callable[[Sequence[Prompt]], ScoredBatch],
         watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
-        """Sample completions of ``prompts`` and then of ``more_prompts`` until the groups that have advantages other
-        than 0 (see the class) fill the batch, further prompts have been sampled ``max_refills`` times, or no prompts
-        are left. Every rank must call this method, with equally many ``prompts`` and the same ``more_prompts``.
+        """Sample completions of ``prompts``, and then of ``more_prompts``, until enough groups to fill the batch have a
+        signal (an advantage other than 0 in a row that counts in the loss). Stop earlier if further prompts have been
+        sampled ``max_refills`` times or no prompts are left. Every rank must call this method, with equally many
+        ``prompts`` and the same ``more_prompts``.
 
         Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
         of W, group j belongs to prompt r + j * W of the rollout's sequence of prompts.
@@ -98,8 +100,8 @@ class DynamicSampling:
         return sampled, self.max_refills
 
     def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
-        """Choose the first ``batch_size`` groups that have a signal (advantages other than 0, see the class) among the
-        groups of all ranks; every rank must call this.
+        """Choose the groups of completions to train on: among the groups of all ranks, the first ``batch_size`` that
+        have a signal (an advantage other than 0 in a row that counts in the loss). Every rank must call this method.
 
         Returns the groups that this rank trains on; None if there are none. If ``may_move`` is False, each rank trains
         only on groups that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have a signal and
@@ -135,8 +137,8 @@ class DynamicSampling:
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:
-    """Return a new rank for each group, given the rank that has it now (``owners``), such that the numbers of groups of
-    any two ranks differ by at most one, and as few groups as possible change their rank."""
+    """Assign each group of completions to a rank, given the rank that has it now (``owners``). The numbers of groups of
+    any two ranks then differ by at most one, and as few groups as possible change their rank."""
     counts = Counter(owners)
     base, extra = divmod(len(owners), num_ranks)
     by_count = sorted(range(num_ranks), key=lambda rank: -counts[rank])

@@ -1,5 +1,5 @@
-"""Rollout engine that calls transformers' ``generate`` on the trained policy; checks of the vLLM engine use it as
-reference."""
+"""Rollout engine that calls transformers' ``generate`` on the trained policy; also the reference with which the vLLM
+engine is compared."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class TransformersEngine:
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
     Args:
-        batch_tokens: most tokens, including padding, in the KV cache of one batch of sequences. A sequence that is
-            longer gets a batch of its own.
+        batch_tokens: largest number of tokens, padding included, in the KV cache of one batch of sequences. A sequence
+            that is longer gets a batch of its own.
 
     Raises:
         ValueError: a value is out of its range.
@@ -112,16 +112,19 @@ class TransformersEngine:
     def score_next(
         self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int], *, copies: int = 1
     ) -> Tensor:
-        """Compute, for N prefixes of a sequence, the log-probability in nats of the token ``following[i]`` after the
-        first ``lengths[i]`` tokens: [copies, N] fp32 on the CPU. The lengths must be distinct and less than the
-        sequence's; ``following`` need not be the sequence's own tokens. One pass computes all ``copies`` of the
-        sequence, which differ only by errors that hooks add (``policy.shaken``)."""
+        """Compute the log-probability in nats of one token after each of N prefixes of a sequence: of ``following[i]``
+        after the first ``lengths[i]`` tokens. Returns [copies, N] fp32 on the CPU.
+
+        The lengths must be distinct and less than the sequence's. The tokens ``following`` need not be the sequence's
+        own. One pass computes ``copies`` copies of the sequence, whose results differ only by the errors that hooks may
+        add to activations (``policy.shaken``).
+        """
         policy = self._check([tokens], max_tokens=0)
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=device)
-        # The policy may compute tokens before the first masked one only once for equal rows, but each copy needs errors
-        # of its own. With several copies, all tokens but the first are therefore masked.
+        # Tokens before a row's first masked token are its prompt, which the policy may compute once for equal rows.
+        # Each copy needs other random errors, so with several copies all tokens but the first are masked.
         mask[:, at if copies == 1 else slice(1, None)] = True
         targets = rows.clone()
         targets[:, at] = torch.tensor(following, device=device)
@@ -145,7 +148,8 @@ class TransformersEngine:
             return policy.sampled_as(tokens, sampled, end_tokens=self._end_tokens, **how)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Copy the adapter, so that later updates of the trainer do not change what the engine samples from."""
+        """Set the adapter with which completions are sampled. It is copied, so that later updates of the trainer do not
+        change it."""
         check_same_tensors(adapter, self._running().adapter_state())
         self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
 
@@ -156,7 +160,7 @@ class TransformersEngine:
         return len(self._clean_norms(adapter=True)) if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the adapter and norms that the trainer's model has while this engine samples."""
+        """Compute checksums of the adapter and norm weights that the trainer's model has while this engine samples."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return expected_fingerprint(
@@ -193,8 +197,8 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows, longest first, into batches of at most ``batch_tokens`` tokens, padding included; a longer row
-        gets a batch of its own."""
+        """Divide rows of the given lengths in tokens, longest first, into batches of at most ``batch_tokens`` tokens,
+        padding included; a longer row gets a batch of its own. Returns the rows' indices."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -241,8 +245,8 @@ class TransformersEngine:
 
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
-        """Write this engine's adapter and noise into the trained policy and set evaluation mode within the context; the
-        policy's state is restored afterwards."""
+        """Write this engine's adapter (or none, if ``adapter`` is False) and noise into the trained policy and set
+        evaluation mode within the context; the policy's state is restored afterwards."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
@@ -268,9 +272,11 @@ class TransformersEngine:
 
 
 class SampledLogprobs(LogitsProcessor):
-    """Logits processor for temperature, top_k and top_p that records the log-probability of each sampled token.
+    """Logits processor of transformers that applies temperature, top_k and top_p, and records the log-probability of
+    each sampled token.
 
-    ``generate`` can only return the scores of the whole vocabulary for all steps, which would take much memory.
+    transformers' ``generate`` itself can only return the scores of the whole vocabulary for all steps, which would take
+    much memory.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -285,8 +291,8 @@ class SampledLogprobs(LogitsProcessor):
         self._columns: list[Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Process logits [B, V] fp32, which follow the tokens [B, S] int64; returns the logits [B, V] from which the
-        next tokens are sampled."""
+        """Apply temperature, top_k and top_p to logits [B, V] fp32, which follow the tokens [B, S] int64; returns the
+        logits [B, V] from which the next tokens are sampled."""
         self._note(input_ids)
         for cut in self._cuts:
             scores = cut(input_ids, scores)
@@ -305,7 +311,8 @@ class SampledLogprobs(LogitsProcessor):
 
 @contextmanager
 def _fp32_head(policy: Policy) -> Iterator[None]:
-    """Make the model compute logits in fp32 within this context, as in training, also in a 16-bit compute dtype."""
+    """Make the policy's model compute logits in fp32 within this context, also if its compute dtype has 16 bits, as it
+    does in training."""
     if policy.dtype.itemsize >= torch.float32.itemsize:
         yield
         return
@@ -323,8 +330,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the modules of the norms that get noise, by the name of their weight. If norms are trained, these are
-    PEFT's trained copies with ``adapter``, and the base's modules without."""
+    """Return the norms that get noise, by the names of their weights. If norms are trained, these are PEFT's trained
+    copies if ``adapter`` is True, and the base's modules otherwise."""
     modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
     if not adapter:
         for name in modules:

@@ -47,8 +47,8 @@ class RolloutLoop:
     """Loop that samples completions of prompts, scores them by reward functions and turns them into training data.
 
     Before each rollout, ``sync`` sets the engine's adapter and noise. The engine has no other state that affects
-    sampling, so a resumed run does not have to restore any; for speculative decoding, ``callbacks/draft_guard.py``
-    restores the counts that decide how many tokens are drafted.
+    sampling, so a resumed run does not have to restore any. Speculative decoding is an exception:
+    ``callbacks/draft_guard.py`` restores the counts that decide how many tokens are drafted.
 
     Args:
         engine: rollout engine.
@@ -57,7 +57,8 @@ class RolloutLoop:
         baseline: rule by which advantages are computed from the rewards of a group.
         filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
         dynamic_sampling: settings by which groups whose advantages are all 0 are replaced; None keeps such groups.
-        max_unscored_share: stop the run if a larger share of rows could not be scored by any reward.
+        max_unscored_share: stop the run if a larger share of completions has no score, because a reward with a weight
+            other than 0 could not score them.
     """
 
     engine: RolloutEngine
@@ -69,19 +70,20 @@ class RolloutLoop:
     dynamic_sampling: DynamicSampling | None = None
     max_unscored_share: float = 0.05
     progress: Progress = field(default=Progress(), init=False)
-    """Progress of the run, which rewards may read; the module sets it before each rollout."""
+    """Progress of the run, such as the number of steps, which reward functions may read; the module sets it before each
+    rollout."""
     end_tokens: Sequence[int] = field(default=(), init=False)
     """Tokens that end a completion; the module sets them when the engine starts."""
     routing: Routing | None = field(default=None, init=False)
-    """Sizes of the mixtures of experts, if completions must come with the experts that computed their tokens because
-    training uses the same; the module sets them when the engine starts."""
+    """Sizes of the model's mixtures of experts, if completions must come with the experts that computed their tokens,
+    because training uses the same experts; else None. The module sets it when the engine starts."""
     observers: list[Callable[[Rollout], None]] = field(default_factory=list, init=False)
     """Functions that are called with each training rollout before the update, while the engine is awake and holds the
     adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise unchanged."""
 
     def sync(self, adapter: Mapping[str, Tensor], noise: NormNoise) -> int:
-        """Wake the engine and set its adapter and its norm noise; returns the number of norms that have noise, as read
-        back from the engine."""
+        """Wake the engine, and set its adapter and the noise on its norm weights; returns the number of norms that have
+        noise, as read back from the engine."""
         self.engine.wake()
         self.engine.load_adapter(adapter)
         return self.engine.set_norm_noise(noise)
@@ -97,12 +99,12 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """Sample and score one rollout of training data. Every rank must call this, with P prompts of its own, and with
-        the same seed and the same further prompts (for dynamic sampling). ``watch`` adds up the seconds of "sync",
-        "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
+        """Sample and score one rollout of training data. Every rank must call this method, each with P different
+        prompts but all with the same seed and the same further prompts (for dynamic sampling). ``watch`` adds up the
+        seconds of "sync", "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
 
-        Raises CheckFailed if too many rows could not be scored, if dynamic sampling did not fill the batch, or if
-        completions do not end as the engine reports.
+        Raises CheckFailed if too many completions could not be scored, if dynamic sampling did not fill the batch and
+        its setting ``when_short`` is "error", or if completions do not end as the engine reports.
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
@@ -119,7 +121,7 @@ class RolloutLoop:
                 same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
                 batch_size = len(prompts) * ranks.num_ranks()
                 with_signal = self.dynamic_sampling.choose(sampled, batch_size=batch_size, may_move=same_noise)
-            # A batch must not be empty: a rank without groups to train on passes one on, and leaves it out of the loss.
+            # A batch must not be empty: a rank without groups to train on keeps one, and leaves it out of the loss.
             in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
         with watch.phase("wait"):
             unscored = 1 - ranks.gather(sampled.table.scored.float()).mean().item()
@@ -147,9 +149,9 @@ class RolloutLoop:
         watch: Stopwatch,
         baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
-        """Sample completions of prompts with the engine's current adapter and noise, and score them. ``baseline`` is
-        the rule for the advantages that decide which groups have a signal (``ScoredBatch.of``); the default also
-        supports groups of one completion."""
+        """Sample completions of prompts with the engine's current adapter and noise, and score them. The rule
+        ``baseline`` computes the advantages that decide which groups have a signal, that is, can change the policy
+        (``ScoredBatch.of``); the default also supports groups of one completion."""
         seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         seeds = seeds if any(prompt.copy for prompt in prompts) else seed
         with watch.phase("rollout"):

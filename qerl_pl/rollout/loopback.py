@@ -6,7 +6,7 @@ WAIT = 5.0  # seconds until the check fails; a working loopback interface answer
 
 
 def check_loopback() -> None:
-    """Raise OSError if this machine cannot connect to itself at 127.0.0.1; without this check, torch's process groups
+    """Raise OSError if this machine cannot connect to itself at 127.0.0.1. Without this check, torch's process groups
     would hang for minutes before they fail."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:

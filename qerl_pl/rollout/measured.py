@@ -1,4 +1,5 @@
-"""Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the engine."""
+"""Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the rollout
+engine."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -23,23 +24,25 @@ class Measured(NamedTuple):
     from the distribution that it reports."""
 
     trainer: Tensor
-    """[N] fp64, by the trainer."""
+    """[N] fp64 in nats, log-probabilities that the trainer computed."""
     sampler: Tensor
-    """[N] fp64, reported by the engine."""
+    """[N] fp64 in nats, log-probabilities that the engine reported."""
     shaken: Tensor
-    """[N] fp64, by the trainer with rounding errors drawn anew; empty without ``other_rounding``."""
+    """[N] fp64 in nats, log-probabilities that the trainer computed with random rounding errors; empty if they were not
+    asked for."""
     rows: Tensor
-    """[N] int64, for each token the index of its completion among the chosen ones."""
+    """[N] int64, for each token the position of its completion in ``chosen``."""
     evidence: Tensor
-    """[len(SHARES) * K] fp64 in nats, evidence from all ranks for K other ways of sampling (``policy.evidence``)."""
+    """[len(SHARES) * K] fp64 in nats, evidence from the completions of all ranks for K other ways of sampling
+    (``policy.evidence``)."""
     chosen: list[int]
     """Indices of the chosen completions in this rank's batch."""
     margins: Tensor
-    """[M] fp32 in nats, margins of the audited tokens of the distinct ones of these completions (``policy.margins``);
-    empty if the engine does not sample with noise that the trainer can compute."""
+    """[M] fp32 in nats, margins (``policy.margins``) of those tokens that ``is_audited`` selects, in the chosen
+    completions, equal ones once; empty if the engine does not sample with noise that the trainer can compute."""
     draws: Tensor
-    """[len(SHARES)] fp64 in nats, evidence from all ranks that completions were sampled with other noise
-    (``policy.margins.draw_evidence``); 0 without margins."""
+    """[len(SHARES)] fp64 in nats, evidence from all ranks that completions were sampled with other noise than their
+    seeds give (``policy.margins.draw_evidence``); 0 if there are no margins."""
 
 
 def measure_some(
@@ -54,13 +57,13 @@ def measure_some(
     seed: int,
     other_rounding: bool = False,
 ) -> Measured:
-    """Choose some completions of this rank, and compute their log-probabilities under the policy with the rollout's
-    noise and under ``evidence.ALTERNATIVES``, and their margins if the completions have seeds. Every rank must call
-    this.
+    """Choose some of this rank's completions at random, and compute with the trainer's model their log-probabilities
+    under the policy with the rollout's noise and under the alternatives ``evidence.ALTERNATIVES``; also the margins of
+    their tokens (``policy.margins``), if the completions have seeds. Every rank must call this function.
 
     ``max_tokens`` limits the number of tokens in the chosen prompts and completions of all ranks together, where equal
     rows of a rank count once. Each rank may exceed its equal share of the limit by at most one row. With
-    ``other_rounding``, log-probabilities are computed a second time, with rounding errors drawn anew
+    ``other_rounding``, log-probabilities are computed a second time, with random rounding errors added
     (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)

@@ -1,5 +1,5 @@
-"""Compute how much policies that a faulty engine might use change the log-probabilities of sampled completions, and the
-evidence that the engine used one of them for a part of the completions."""
+"""Compute how much policies that a faulty engine might use would change the log-probabilities of sampled completions,
+and the evidence that the engine sampled some of the completions with one of them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,15 +39,17 @@ OTHER_POLICIES = (WITHOUT_ADAPTER, OF_BEFORE, WITHOUT_NOISE)
 
 
 class Others(NamedTuple):
-    """Evidence that the engine used another policy."""
+    """Evidence that the engine sampled completions with another policy than the current one."""
 
     evidence: Tensor
-    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, from all ranks (``policy.evidence``); 0 for policies that do
-    not differ from the current one."""
+    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, evidence from the completions of all ranks
+    (``policy.evidence``); 0 for policies that do not differ from the current one."""
     strengths: dict[str, float]
-    """Multiple by which to move the policy towards each other policy the next time (``other_policy.next_strength``)."""
+    """Strength for the next test of each other policy: the multiple of its distance by which to move the current policy
+    (``other_policy.next_strength``)."""
     parts: dict[str, float]
-    """Part of each other policy's effect that the engine's errors contain (``other_policy.part``), mean over ranks."""
+    """Fraction of each other policy's effect that the engine's errors contain, mean over ranks (``other_policy.part``):
+    about 0 for a correct engine, 1 if all tokens were sampled with the other policy."""
 
 
 def measure_others(
@@ -62,23 +64,23 @@ def measure_others(
     micro_batch_tokens: int,
     max_tokens: int,
 ) -> Others:
-    """Compute the evidence that a part of the completions was sampled with one of ``OTHER_POLICIES``. Every rank must
-    call this.
+    """Compute the evidence that the engine sampled some of the completions with one of ``OTHER_POLICIES`` instead of
+    the current policy. Every rank must call this function.
 
-    Two forward passes are made for each policy that differs from the current one, with the first of the rows of
-    ``measured``, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal rows count once,
-    and so do tokens after the same tokens.
+    Two forward passes are made for each policy that differs from the current one, on completions that ``measured`` has:
+    the first ones, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal completions of a
+    prompt count once, and so does a token that several completions have after the same preceding tokens.
 
     Args:
         policy: the current policy.
         batch: this rank's rollout.
         measured: what ``measure_some`` measured of this rollout.
-        noise: the rollout's noise.
-        before: the adapter of the rollout before; None if it is not known.
-        strengths: those of the previous call's result; ``STRONGEST`` for policies without one.
+        noise: the rollout's noise on norm weights.
+        before: the adapter of the previous rollout; None if it is not known.
+        strengths: those that the previous call returned; ``STRONGEST`` is used for policies without one.
         temperature: the sampling temperature.
-        micro_batch_tokens: tokens in one forward pass.
-        max_tokens: limit on tokens per pass of all ranks.
+        micro_batch_tokens: largest number of tokens in one forward pass.
+        max_tokens: limit on the tokens of all ranks together.
     """
     places = _distinct(batch, measured, max_tokens / ranks.num_ranks())
     chosen = [measured.chosen[place] for place in places]
@@ -114,7 +116,8 @@ def measure_others(
 
 
 def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]:
-    """Return the places in ``measured.chosen`` of the first rows, equal ones once, up to a number of tokens."""
+    """Return the positions in ``measured.chosen`` of the first rows, equal ones only once, until they have ``limit``
+    tokens of prompts and completions or no rows are left."""
     seen, places, total = set[tuple[tuple[int, ...], tuple[int, ...]]](), [], 0
     for place, row in enumerate(measured.chosen):
         both = (batch.prompts[row].tokens, batch.completions[row].tokens)
@@ -131,8 +134,8 @@ def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]
 def _others(
     policy: Policy, noise: NormNoise, before: Mapping[str, Tensor] | None
 ) -> dict[str, Mapping[str, Tensor] | None]:
-    """Return the adapters of those of ``OTHER_POLICIES`` that differ from the current policy; None: the current adapter
-    without noise."""
+    """Return, by name, the adapters of those of ``OTHER_POLICIES`` that differ from the current policy; None stands for
+    the current adapter without noise."""
     current = policy.adapter_state()
     base = {name: _base_value(policy, name, tensor) for name, tensor in current.items()}
     found: dict[str, Mapping[str, Tensor] | None] = {}
@@ -143,7 +146,8 @@ def _others(
 
 
 def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
-    """Return the value of a trained tensor with which the model computes what the base does."""
+    """Return the value of a trained tensor with which the model computes what the base without adapter computes: 0 for
+    LoRA's B, the base's weight for a trained norm, and the given value for LoRA's A."""
     if ".lora_" in name:
         return torch.zeros_like(tensor) if ".lora_B" in name else tensor
     norm: Any = policy.causal_lm.get_submodule(name.removeprefix(PEFT_PREFIX).removesuffix(".weight"))
@@ -153,8 +157,8 @@ def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
 @contextmanager
 def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise, *, by: float) -> Iterator[None]:
     """Make the model compute, inside the context and in evaluation mode, with weights that are moved by ``by`` times
-    the distance to those of another policy: one with the adapter ``other`` and the same noise or, if ``other`` is None,
-    one without noise."""
+    the distance to another policy. This is the policy with the adapter ``other`` and the same noise or, if ``other`` is
+    None, the current policy without noise."""
     current = policy.adapter_state()
     adapter = current if other is None else moved(current, other, by=by)
     norms: dict[str, Tensor] = {}
@@ -169,8 +173,8 @@ def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise,
 
 @torch.no_grad()
 def _logprobs(policy: Policy, batch: ScoredBatch, chosen: Sequence[int], temperature: float, limit: int) -> Tensor:
-    """Compute the log-probabilities of the tokens of the chosen completions, [N] fp64 in nats, in micro-batches of up
-    to ``limit`` tokens."""
+    """Compute the log-probabilities of the N tokens of the completions with the indices ``chosen``, [N] fp64 in nats,
+    in micro-batches of up to ``limit`` tokens."""
     prompts, completions = ([rows[row] for row in chosen] for rows in (batch.prompts, batch.completions))
     starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
     texts = [prompt.tokens + row.tokens for prompt, row in zip(prompts, completions, strict=True)]

@@ -1,9 +1,9 @@
-"""Random probe adapters, and the strength at which they best reveal a wrong engine.
+"""Random probe adapters, and the search for the strength at which they best reveal a faulty engine.
 
-A probe adapter is loaded into an engine to check it: the adapter changes log-probabilities, so an engine that does not
-use it is noticed. If it is too weak, the change drowns in rounding errors; if it is too strong, the model becomes
-chaotic, and rounding errors grow as large as the change. The strengths in between depend on the model, and the trainer
-finds them with its own model alone.
+A probe adapter is loaded into a rollout engine to check it: it changes log-probabilities, so an engine that does not
+use it is noticed. If it is too weak, the change is no larger than rounding errors. If it is too strong, the model
+becomes chaotic, and rounding errors grow as large as the change. Which strengths lie between depends on the model; the
+trainer finds them with its own model alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,28 +17,30 @@ from qerl_pl.policy.shaken import rounding_of
 from qerl_pl.rollout.hf import TransformersEngine
 
 STRENGTHS = tuple(2.0**-step for step in range(-2, 7))
-"""Strengths that are tried, 4 to 1/64. With strength 1, the probe adapter's output has about 0.6 of the rms of the
-linear's input."""
+"""Strengths of probe adapters that are tried, 4 to 1/64. With strength 1, the adapter's output has about 0.6 of the
+root mean square of the linear's input."""
 TOKENS = 64
 """Number of tokens of text on which each strength is tried."""
 SEEDS = 2
 """Number of probe adapters that are tried with each strength."""
 MOST_CHANGE = 3.0
-"""Largest mean change of log-probabilities by a usable probe adapter, in nats. Beyond it the text is nearly impossible
-under the probe adapter, and the rounding errors of such log-probabilities have heavy tails: with a change of 20 nats, a
-correct engine of a pretrained model of 1.5B parameters differed by 0.5 nats in most checks and by 3.2 in one."""
+"""Largest mean change of log-probabilities by a usable probe adapter, in nats. With a larger change, the text is nearly
+impossible under the probe adapter, and the rounding errors of its log-probabilities have heavy tails: with a change of
+20 nats, a correct engine of a pretrained model of 1.5B parameters differed from the trainer by 0.5 nats in most checks
+and by 3.2 in one."""
 GOOD = 1 / 16
-"""Ratio of rounding errors to the change of log-probabilities by a probe adapter up to which a weaker adapter is
-preferred."""
+"""Limit on the ratio of rounding errors to the change of log-probabilities by a probe adapter. Of the strengths with a
+ratio up to this limit, a weaker one is preferred."""
 USABLE = 1 / 10
-"""Largest such ratio of a usable probe adapter. The change is then at least 10 times the rounding errors, and correct
-engines may differ by ``comparison.MARGIN`` times. With Qwen2.5-Coder 0.5B in NVFP4 the smallest ratio of any strength
-depends on the text and is sometimes above ``GOOD``."""
+"""Largest ratio of rounding errors to the change of log-probabilities by a usable probe adapter. The change is then at
+least 10 times the rounding errors, while correct engines may differ by ``comparison.MARGIN`` times. The limit is above
+``GOOD`` because the smallest ratio of any strength depends on the text: with Qwen2.5-Coder 0.5B in NVFP4 it sometimes
+exceeds ``GOOD``."""
 
 
 def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Tensor]:
-    """Draw a random LoRA adapter: A as at the start of training, from U(-K^-1/2, K^-1/2) for K inputs, and B from N(0,
-    s^2), where s is in proportion to ``strength``. Trained norms are the policy's."""
+    """Draw a random LoRA adapter. A is drawn as at the start of training, from U(-K^-1/2, K^-1/2) for K inputs, and B
+    from N(0, s^2), where s is proportional to ``strength``. Trained norms keep the policy's weights."""
     adapter = policy.adapter_state()
     device = next(iter(adapter.values())).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -57,14 +59,14 @@ def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Te
 def find_strength(
     oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
 ) -> float | None:
-    """Find a strength at which probe adapters change log-probabilities far more than rounding errors of ``dtype`` do.
-    The last ``TOKENS`` of ``tokens``, which should be text like that of the run, are scored by ``oracle``, an engine
-    with the trainer's model, which still has a probe adapter afterwards.
+    """Find a strength at which probe adapters change log-probabilities far more than rounding errors of ``dtype`` do;
+    None if there is none.
 
-    Strengths are tried from the strongest on, each with ``SEEDS`` adapters. For each adapter, the ratio of rounding
-    errors to the change of log-probabilities that it causes is measured; the share of a strength is the largest ratio
-    of its adapters. Strengths with a change above ``MOST_CHANGE`` nats are left out. Returns ``best_strength`` of the
-    shares.
+    Log-probabilities are those of the last ``TOKENS`` of ``tokens``, which should be text like that of the run. They
+    are computed by ``oracle``, an engine with the trainer's model, which still has a probe adapter afterwards.
+    Strengths are tried from the strongest on, each with ``SEEDS`` adapters, and those with a change above
+    ``MOST_CHANGE`` nats are left out. The share of a strength is the largest ratio, among its adapters, of rounding
+    errors to the change that the adapter causes. ``best_strength`` then chooses a strength by these shares.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
@@ -95,10 +97,10 @@ def find_strength(
 
 
 def best_strength(shares: Mapping[float, float]) -> float | None:
-    """Choose one of the strengths of probe adapters, each given with its share: rounding errors as a multiple of the
-    change of log-probabilities. Among the strengths whose share is at most ``GOOD`` and at most twice the smallest
-    share, this is the weakest, because the model is least chaotic with it. If no share is at most ``GOOD``, it is the
-    strength with the smallest share; None if that is above ``USABLE``."""
+    """Choose a strength of probe adapters. ``shares`` has, for each strength, the ratio of rounding errors to the
+    change of log-probabilities by the adapter. The result is the weakest strength whose share is at most ``GOOD`` and
+    at most twice the smallest share, because it makes the model least chaotic. If no share is at most ``GOOD``, it is
+    the strength with the smallest share; None if this share is above ``USABLE``."""
     best = min(shares.values(), default=1.0)
     limit = max(best, min(2 * best, GOOD))
     return min(strength for strength, share in shares.items() if share <= limit) if best <= USABLE else None

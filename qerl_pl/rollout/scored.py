@@ -19,10 +19,10 @@ from qerl_pl.rollout.common import padded_routes
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """P prompts with G completions each: B = P * G rows, ordered by prompt."""
+    """Scored completions of P prompts, G for each prompt: B = P * G rows, ordered by prompt."""
 
     prompts: tuple[Prompt, ...]
-    """[B] the prompt of each row."""
+    """[B] prompts, one for each row."""
     prompt_texts: tuple[str, ...]
     """[B] the prompts decoded, special tokens included."""
     completions: tuple[Completion, ...]
@@ -34,7 +34,8 @@ class ScoredBatch:
     in_loss: Tensor
     """[B] bool, True for rows that count in the loss: they have a score and were not filtered out."""
     has_signal: Tensor
-    """[P] bool, True for groups with a signal: a row that counts in the loss has an advantage other than 0."""
+    """[P] bool, True for groups (the rows of one prompt) from which the policy can learn: a row that counts in the loss
+    has an advantage other than 0."""
 
     @classmethod
     def of(
@@ -49,9 +50,9 @@ class ScoredBatch:
         baseline: Baseline | AdvantageFunction = "centered",
         metric: str | None = None,
     ) -> ScoredBatch:
-        """Build a batch. A row counts in the loss if it has a score and, with ``filter_truncated``, was not cut off at
-        max_tokens. A group has a signal if a row that counts has an advantage other than 0 and, given ``metric``, its
-        scores of that reward differ."""
+        """Build a batch from B rows. A row counts in the loss if it has a score and, with ``filter_truncated``, was not
+        cut off at max_tokens. A group has a signal if a row that counts has an advantage other than 0 and, given
+        ``metric``, the group's scores of the reward of this name differ."""
         finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
         in_loss = table.scored & (finished | (not filter_truncated))
         grouped = (values.view(-1, group_size) for values in (table.total, table.scored, in_loss))
@@ -80,8 +81,8 @@ class ScoredBatch:
         return self.table.scored.view(-1, self.group_size)
 
     def group_numbers(self) -> dict[str, list[float]]:
-        """Return statistics by name, each with one value per group; "mean reward" has no value for groups in which no
-        completion was scored."""
+        """Return statistics by name, each with one value per group (the completions of a prompt); "mean reward" has no
+        value for groups in which no completion was scored."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)
@@ -167,10 +168,10 @@ def _log_spread(values: Sequence[int]) -> float:
 def collate(
     prompts: Sequence[Prompt], completions: Sequence[Completion], *, scored: Tensor, advantages: Tensor, in_loss: Tensor
 ) -> Experience:
-    """Build the right-padded tensors of B rows, each a prompt followed by a completion. ``scored`` [B] bool: whether a
-    reward scored the row; ``advantages`` [B] fp32; ``in_loss`` [B] bool: whether the row counts in the loss.
-    ValueError: the arguments have different numbers of rows, or a completion has more or fewer tokens than
-    log-probabilities."""
+    """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. ``scored`` [B]
+    bool says whether the row has a score, ``advantages`` is [B] fp32, and ``in_loss`` [B] bool says whether the row
+    counts in the loss. ValueError: the arguments have different numbers of rows, or a completion has more or fewer
+    tokens than log-probabilities."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

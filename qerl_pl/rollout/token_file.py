@@ -1,4 +1,5 @@
-"""Read and write per-token values of sampled completions: one safetensors file next to each file of completions."""
+"""Read and write values of each token of sampled completions, such as log-probabilities: one safetensors file next to
+each file of completions."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from qerl_pl.common.files import allow_reading, replacing
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Values of the N sampled tokens of one completion; ``FileTokens`` has those of all completions."""
+    """Values of the N sampled tokens of one completion, such as their log-probabilities. ``FileTokens`` has those of
+    all completions of a file."""
 
     ids: Tensor
     """[N] int64, token ids."""
@@ -32,7 +34,8 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """Per-token values (see ``RowTokens``) of B completions with N sampled tokens in all, one after another."""
+    """Values of each token (those of ``RowTokens``) of B completions with N sampled tokens in all, one completion after
+    another."""
 
     ids: Tensor
     """[N] int32."""
@@ -53,8 +56,8 @@ class FileTokens:
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write the per-token values of completions to a .safetensors file, atomically. The file takes ten bytes per token,
-    and two more with a teacher. ``pieces`` has the text of each token that occurs, by token id."""
+    """Write the values of each token of completions to a .safetensors file, atomically. The file takes ten bytes per
+    token, and two more with a teacher. ``pieces`` has the text of each token that occurs, by token id."""
     bounds = [0]
     for row in rows:
         bounds.append(bounds[-1] + len(row.ids))
