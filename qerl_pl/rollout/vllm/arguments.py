@@ -1,4 +1,4 @@
-"""Arguments of ``vllm.LLM`` for a policy on this machine."""
+"""Arguments of ``vllm.LLM`` that follow from the policy, its base model and this machine."""
 
 from typing import Any, Literal, get_args
 
@@ -29,12 +29,12 @@ def llm_arguments(
     recorder: Any,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine; ``memory`` may hold the size of
-    the KV cache that the memory plan has chosen, and ``hooks`` and ``recorder`` are those of
+    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. ``memory`` may hold the size of
+    the KV cache that the memory plan has chosen. ``hooks`` and ``recorder`` are passed on to
     ``loader.register_loader``.
 
-    Weights of norms that get noise are kept in fp32, so that noise smaller than the spacing of 16-bit numbers is not
-    rounded away, and logits are computed in fp32 as the trainer does.
+    Norms whose weights get noise keep them in fp32, because 16-bit weights would round away noise that is smaller than
+    their spacing. Logits are computed in fp32, as in the trainer.
     """
     from qerl_pl.rollout.vllm.loader import register_loader
 
@@ -63,8 +63,9 @@ def llm_arguments(
 
 
 def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings of Ministral 3's position-dependent scaling of queries, which vLLM 0.32 reads only from
-    checkpoints in Mistral's own format and would omit otherwise; empty for other models."""
+    """Return the settings of Ministral 3's position-dependent scaling of queries as overrides of the model's config;
+    empty for other models. vLLM 0.32 reads these settings only from checkpoints in Mistral's own format, and would omit
+    the scaling otherwise."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" not in rope:
         return {}
@@ -73,11 +74,12 @@ def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for models with recurrent layers; they override the user's settings.
+    """Build the arguments of ``vllm.LLM`` for models with recurrent layers, which override the user's settings; empty
+    for other models.
 
     The prefix cache is off, because vLLM 0.32 stores recurrent states in it only at the ends of blocks of hundreds of
-    tokens, and only if prompts are split into chunks. Triton kernels compute recurrent layers for prompts, because
-    FlashInfer's, which vLLM would use on Hopper, are compiled during the first rollout.
+    tokens, and only if prompts are split into chunks. Prompts are computed by Triton kernels, because FlashInfer's
+    kernels, which vLLM would use on Hopper, are compiled during the first rollout.
     """
     if not num_recurrent_layers(config):
         return {}
@@ -87,7 +89,8 @@ def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
 def policy_arguments(
     policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy; ValueError: vLLM supports no adapter so large."""
+    """Build the arguments of ``vllm.LLM`` that depend on the policy. ValueError: the adapter's rank is larger than vLLM
+    supports."""
     from vllm.platforms import current_platform
 
     from qerl_pl.rollout.vllm.expert_slots import RANK
@@ -118,8 +121,8 @@ def policy_arguments(
 
 
 def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) -> dict[str, bool]:
-    """Choose the settings of Inductor, torch's compiler, which compiles all operations of vLLM's model between linears
-    and attention on a GPU. ``recurrent``: some layers keep a recurrent state instead of keys and values."""
+    """Choose the settings of Inductor, torch's compiler, which on a GPU compiles all operations of vLLM's model between
+    linears and attention. ``recurrent`` says whether some layers have a recurrent state instead of keys and values."""
     # Choose the tile sizes of reductions by a fixed rule, which costs no measurable time. Inductor otherwise takes the
     # tile sizes that are fastest when a process first runs them, so the last bits of sums would differ between
     # processes.
@@ -148,8 +151,9 @@ def accepted_rank(rank: int) -> int:
 def platform_arguments(
     config: PretrainedConfig, engine: EngineMemory, *, dtype: torch.dtype, max_model_len: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for this platform. The KV cache holds ``max_num_seqs`` sequences of the
-    longest length, but takes at most half of the GPU's free memory, or 4 GiB on a CPU."""
+    """Build the arguments of ``vllm.LLM`` for this platform, such as the size of the KV cache. The cache holds
+    ``max_num_seqs`` sequences of the longest length, but takes at most half of the GPU's free memory, or 4 GiB on a
+    CPU."""
     wanted = kv_cache(
         config_shape(config, None, dtype),
         dtype.itemsize,

@@ -21,14 +21,16 @@ from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 EXPERT_PARTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
-"""Trainer's linears of an expert, by the prefix of the vLLM parameters that hold their weights."""
+"""Linears of an expert in the trainer's model, by the prefix of the names of the vLLM parameters that hold their
+weights."""
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 
 class Fused(NamedTuple):
-    """Linear of vLLM's model, with the trainer's linears that it fuses, e.g. q_proj, k_proj and v_proj."""
+    """Linear of vLLM's model, with the linears of the trainer's model that it fuses, such as q_proj, k_proj and
+    v_proj."""
 
     name: str
     layer: Any
@@ -37,8 +39,9 @@ class Fused(NamedTuple):
 
 
 def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the linears of vLLM's model that are, or fuse, linears with packed 4-bit weights of the trainer's model,
-    which ``linears`` has by name (``model.layers.0.mlp.up_proj``)."""
+    """Find the linears of vLLM's model that hold packed 4-bit weights of the trainer's model, each for one or, fused,
+    for several of the trainer's linears. ``linears`` has the trainer's linears by name
+    (``model.layers.0.mlp.up_proj``)."""
     members = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
@@ -50,9 +53,9 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 
 
 def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the experts of vLLM's model whose weights are packed linears of the trainer's. ``Fused.layer`` is an object
-    with views of one expert's current weights in vLLM, as attributes with the names that a linear's parameters have.
-    Experts whose weights vLLM has rearranged are left out."""
+    """Find the experts of vLLM's model that hold packed 4-bit weights of the trainer's model; ``linears`` has the
+    trainer's linears by name. ``Fused.layer`` is an object with the parameter names of a linear as attributes, which
+    are views of one expert's current weights in vLLM. Experts whose weights vLLM has rearranged are left out."""
     for name, layer in model.named_modules():
         if not isinstance(layer, RoutedExperts) or hasattr(layer, "loaded_sums"):
             continue
@@ -74,9 +77,9 @@ def check_same_base(
     model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
 ) -> int:
     """Compare the NVFP4 weights that vLLM has read from the folder ``base`` with the trainer's, before vLLM converts
-    them; of linears that are named in ``unread``, vLLM has read only the tensor scales, and only the scales are
-    compared. Returns how many of the trainer's linears were compared; ValueError if a weight differs, because the
-    folder has then changed since the trainer read it."""
+    them, and return how many of the trainer's linears were compared. Of linears that ``unread`` names, vLLM has read
+    only the tensor scales, so only these are compared. ValueError: a weight differs, which means that the folder has
+    changed since the trainer read it."""
     compared = 0
     for name, layer, _, parts in chain(fused_linears(model, linears), fused_experts(model, linears)):
         codes = packed_codes(layer)
@@ -103,8 +106,8 @@ def check_same_base(
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of packed base weights are in memory only once, for trainer and vLLM; log nothing for a dense
-    base."""
+    """Log how many bytes of packed base weights trainer and vLLM share, that is, have in memory only once. A dense base
+    is not logged."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
@@ -121,16 +124,18 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
 def check_rows(
     worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
 ) -> int:
-    """Check that vLLM still holds the trainer's base, and return the number of weights compared.
+    """Check that vLLM still holds the base weights of the trainer (``linears`` and ``routers``, by name), and return
+    the number of weights compared:
 
     - Linears that vLLM holds dense: the first row of each of the trainer's linears is compared.
     - Linears of which trainer and vLLM share one copy (attribute ``adopted``): a digest of the whole weight.
-    - Dense experts, and ``routers`` (router weights by name): all rows.
-    - Experts whose packed weights vLLM has rearranged while loading: ``expert_sums`` of all experts of a block, with
-      those that ``note_experts`` stored when loading ended.
+    - Dense experts, and the weights of routers: all rows.
+    - Experts whose packed weights vLLM has rearranged while loading: checksums of all experts of a block
+      (``expert_sums``) with those that ``note_experts`` stored when loading ended.
 
-    Other rearranged linears are left out. CheckFailed if a weight differs from the trainer's, or has changed since it
-    was loaded."""
+    Other rearranged linears are left out. CheckFailed: a weight differs from the trainer's, or has changed since it was
+    loaded.
+    """
     model, same = worker.get_model(), {}
     for name, layer, _, parts in fused_linears(model, linears):
         weight = getattr(layer, "weight", None)
@@ -162,8 +167,8 @@ def check_rows(
 
 
 def note_experts(model: nn.Module) -> None:
-    """Store the checksums ``expert_sums`` of experts whose packed weights vLLM has rearranged, as the attribute
-    ``loaded_sums`` of their layers, for later comparison."""
+    """Store checksums of those experts of vLLM's model whose packed weights vLLM has rearranged, for later comparison:
+    the result of ``expert_sums`` becomes the attribute ``loaded_sums`` of their layers."""
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
             weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
@@ -172,9 +177,9 @@ def note_experts(model: nn.Module) -> None:
 
 
 def expert_sums(layer: nn.Module) -> Tensor:
-    """Return, for each parameter of a layer and each expert, the sum of the parameter's bits read as integer words,
-    [parameters * E] int64. A single changed word changes a sum, and so do weights exchanged between two experts whose
-    sums differ; words exchanged within one expert change none."""
+    """Return a checksum for each parameter of a layer and each of its E experts, [parameters * E] int64: the sum of the
+    parameter's bits, read as integer words. A single changed word changes a sum, and so do weights exchanged between
+    two experts whose sums differ; words exchanged within one expert change none."""
     bits = (parameter.detach().flatten(1) for parameter in layer.parameters(recurse=False) if parameter.ndim > 1)
     factors = (parameter.detach().unsqueeze(1) for parameter in layer.parameters(recurse=False) if parameter.ndim == 1)
     words = [part.view(torch.int32 if part.element_size() == 4 else torch.uint8) for part in (*bits, *factors)]
@@ -182,7 +187,8 @@ def expert_sums(layer: nn.Module) -> Tensor:
 
 
 def packed_codes(layer: Any) -> Any:
-    """Return the parameter with a linear's codes in row order, by its name in the checkpoint's format, or None."""
+    """Return the parameter of vLLM's ``layer`` that holds 4-bit codes (uint8) in row order, under its name in the
+    checkpoint's format; None if there is none."""
     codes = getattr(layer, "weight_packed", getattr(layer, "weight", None))
     return codes if codes is not None and codes.dtype == torch.uint8 else None
 
@@ -200,9 +206,9 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return, for each of the ``count`` linears of the trainer that vLLM's ``layer`` fuses, the tensor scale that vLLM
-    holds, as a divisor [n] fp32, or None if vLLM holds no tensor scales. n is 1, except for the first linear of a delta
-    net: it computes queries, keys and values, for which vLLM holds three divisors that should be equal."""
+    """Return the tensor scales that vLLM holds for a layer that fuses ``count`` linears of the trainer: for each linear
+    a divisor [n] fp32, or None if vLLM holds no tensor scales. n is 1, except for the first linear of a delta net: it
+    computes queries, keys and values, for which vLLM holds three divisors that should be equal."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

@@ -1,4 +1,4 @@
-"""Additions to vLLM's CPU platform: NVFP4 weights with 16-bit activations, and adapters."""
+"""Additions to vLLM's CPU platform: NVFP4 weights with 16-bit activations, and LoRA adapters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,8 +22,8 @@ class NVFP4Config(CompressedTensorsConfig):
     """Configuration class of compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit activations."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return the object by which vLLM stores and computes a layer: ``NVFP4Experts`` for experts in NVFP4, else
-        vLLM's own."""
+        """Return the object by which vLLM stores and computes a layer: ``NVFP4Experts`` for experts in NVFP4, and for
+        all other layers what vLLM's class returns."""
         if isinstance(layer, RoutedExperts):
             self._add_fused_moe_to_target_scheme_map()
             if _is_w4a16(self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")):
@@ -31,7 +31,8 @@ class NVFP4Config(CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix)
 
     def get_scheme(self, layer: nn.Module, layer_name: str | None = None) -> CompressedTensorsScheme | None:
-        """Return the object that stores and computes a linear (vLLM's scheme); None if the linear is not quantised."""
+        """Return the object by which vLLM stores and computes a linear (its scheme); None if the linear is not
+        quantised."""
         if _is_w4a16(self.get_scheme_dict(layer, layer_name)):
             return NVFP4Scheme()
         return super().get_scheme(layer, layer_name)
@@ -42,9 +43,9 @@ def _is_w4a16(scheme: Mapping | None) -> bool:
 
 
 class NVFP4Scheme(CompressedTensorsScheme):
-    """Scheme, in vLLM's sense, that dequantises an NVFP4 linear, or several linears that are fused along N (q/k/v,
-    gate/up), once they are loaded. Dequantising in every call would take less memory and was measured to be 2 (many
-    tokens) to 8 times (few tokens) slower."""
+    """Scheme, in vLLM's sense, for linears in NVFP4, also for several that are fused along the outputs (q/k/v,
+    gate/up): it dequantises their weights once they are loaded. Dequantising in every call would take less memory and
+    was measured to be 2 (many tokens) to 8 times (few tokens) slower."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -60,7 +61,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         weight_loader: Callable[..., None],
         **_: object,
     ) -> None:
-        """Create a packed linear's parameters under their names in the checkpoint, for vLLM's loader."""
+        """Create the parameters of a linear with 4-bit weights under their names in the checkpoint, for vLLM's
+        loader."""
         self.part_rows, self.dtype = output_partition_sizes, params_dtype
         num_rows, num_columns = sum(output_partition_sizes), input_size_per_partition
         codes = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
@@ -74,8 +76,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Dequantise each part of a fused linear by the part's own tensor scale, where vLLM's GPU kernels would use the
-        largest of the scales for all parts."""
+        """Replace the packed weight of a linear by a dense one. If several linears are fused, each is dequantised by
+        its own tensor scale; vLLM's GPU kernels would use the largest of the scales for all."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
@@ -85,14 +87,14 @@ class NVFP4Scheme(CompressedTensorsScheme):
         layer.weight = nn.Parameter(dense, requires_grad=False)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the linear for T tokens, [T, K] -> [T, N]."""
+        """Compute the linear for T tokens, x [T, K], with K inputs and N outputs; returns [T, N]."""
         return F.linear(x, layer.get_parameter("weight"), bias)
 
 
 class OneAdapterKernels(PunicaWrapperCPU):
-    """Adapter kernels for one adapter slot: two matrix products compute x A^T B^T for all tokens, and it is added to y
-    for those that have the adapter. vLLM 0.32's own kernels gather a copy of A and B per token, which is slower, and
-    add the adapter also to tokens that have none, which is wrong."""
+    """LoRA kernels for vLLM on a CPU with one adapter slot. Two matrix products compute x A^T B^T for all tokens, and
+    it is added to y for those that have the adapter. vLLM 0.32's own kernels gather a copy of A and B per token, which
+    is slower, and add the adapter also to tokens that have none, which is wrong."""
 
     def add_lora_linear(
         self,
@@ -104,8 +106,9 @@ class OneAdapterKernels(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the adapter to y [T, N] in place, for x [T, K] and one A [1, 1, R, K] and B [1, 1, n, R] for each of the
-        slices of N, whose sizes n are ``output_slices``; ``scale`` is a factor of the update."""
+        """Add the adapter's output to y [T, N] in place, for T tokens x [T, K] and rank R. The N outputs are divided
+        into slices of the sizes n in ``output_slices``, each with one A [1, 1, R, K] and one B [1, 1, n, R]; ``scale``
+        is a factor of the update."""
         with_adapter = self.token_lora_indices >= 0  # [T]
         if not with_adapter.any():
             return

@@ -1,4 +1,5 @@
-"""Gated delta nets of vLLM on a CPU in fp32, by transformers' functions; vLLM's CPU kernels have bf16 only."""
+"""Gated delta nets (layers with a recurrent state) of vLLM on a CPU in fp32, computed by functions of transformers,
+because vLLM's CPU kernels for these layers support bf16 only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ Operator = Callable[[Tensor, Tensor, Tensor, Tensor, LayerNameType], None]
 
 
 def with_fp32(bf16: Operator) -> Operator:
-    """Make an operator that calls vLLM's operator ``bf16`` for bf16 inputs, and computes inputs of other dtypes by
-    functions of transformers."""
+    """Make a replacement of vLLM's operator for gated delta nets: it calls vLLM's operator ``bf16`` for bf16 inputs,
+    and computes inputs of other dtypes by functions of transformers."""
 
     def cpu_gdn_attention_core(
         mixed_qkv: torch.Tensor,
@@ -38,7 +39,8 @@ def with_fp32(bf16: Operator) -> Operator:
 
 
 def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, outputs: Tensor) -> None:
-    """Compute convolution and recurrence of a delta net for each request's new tokens, and update the request's states.
+    """Compute the convolution and the recurrence of a gated delta net for the new tokens of each request, and update
+    the requests' states.
 
     Args:
         layer: vLLM's layer, whose ``kv_cache`` holds the last inputs of the convolution, and recurrent states in memory
@@ -76,8 +78,9 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
 def _rows(
     layer: Any, mixed: Tensor, b: Tensor, a: Tensor, conv: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute B rows of S tokens each, continuing from the given states of convolution and recurrence; returns outputs
-    [B, S, value heads, value width], and both states after the rows."""
+    """Compute the convolution and the recurrence of a gated delta net for B rows of S tokens each, which continue from
+    the given states. Returns outputs [B, S, value heads, value width], and the states of convolution and recurrence
+    after the rows."""
     weight = layer.conv1d.weight
     # the convolution's inputs, [B, channels, width of the convolution - 1 + S]
     inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)

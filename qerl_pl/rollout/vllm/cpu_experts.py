@@ -1,5 +1,5 @@
-"""Mixtures of experts on vLLM's CPU platform, computed by the functions that the trainer uses; weights are bf16, fp32
-or dequantised NVFP4."""
+"""Mixtures of experts on vLLM's CPU platform, computed by the functions that the trainer uses, with weights in bf16, in
+fp32 or dequantised from NVFP4."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Kernel class for experts, in vLLM's sense, that leaves weights in the order of the checkpoint, so that they can
-    be compared with the trainer's. Of adapters, it computes the one in the first slot."""
+    """Kernel class for experts, in vLLM's sense, that computes them by torch. It leaves weights in the order of the
+    checkpoint, so that they can be compared with the trainer's, and supports one adapter, that of the first slot."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Leave the weights as they are."""
@@ -41,8 +41,9 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         *_: object,
         **_more: object,
     ) -> None:
-        """Compute T tokens [T, H] by the experts chosen for each, ``topk_ids`` [T, k]; ``w1`` has gate and up [E, 2I,
-        H], ``w2`` has down [E, H, I]."""
+        """Compute T tokens, ``hidden_states`` [T, H], by the k of E experts that were chosen for each, ``topk_ids`` [T,
+        k], and write their sum weighted by ``topk_weights`` [T, k] to ``output`` [T, H]. ``w1`` [E, 2I, H] has the
+        weights of gate and up, and ``w2`` [E, H, I] those of down."""
         routes = sort_rows(topk_ids.long(), len(w1))
         tokens = routes.order // topk_ids.shape[1]
         rows = hidden_states[tokens]
@@ -65,8 +66,8 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 class NVFP4Experts(UnquantizedFusedMoEMethod):
-    """Quantisation method, in vLLM's sense, that reads experts in NVFP4 and dequantises each expert's weights with
-    their own tensor scales."""
+    """Quantisation method, in vLLM's sense, for experts in NVFP4: it dequantises the weights after loading, those of
+    each expert by their own tensor scales."""
 
     group_size = 16
 
@@ -91,8 +92,8 @@ class NVFP4Experts(UnquantizedFusedMoEMethod):
 
 
 def in_torch(select: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], tuple[Any, Any]]:
-    """Replace the function by which vLLM chooses the kernel class of unquantised experts by one that always chooses
-    ``TorchExperts``."""
+    """Make a replacement of the function by which vLLM chooses the kernel class of unquantised experts; it always
+    chooses ``TorchExperts``."""
 
     def select_in_torch(moe_config: Any) -> tuple[Any, Any]:
         return UnquantizedMoeBackend.CPU, TorchExperts

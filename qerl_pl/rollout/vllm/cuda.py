@@ -22,23 +22,24 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's opera
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """Adapter kernels for one adapter slot: y += x A^T B^T is computed by ``qerl_pl.kernels.lora`` for linears and, in
-    passes of few tokens, by ``qerl_pl.kernels.lora_experts`` for experts; with more tokens vLLM's kernels compute it.
+    """LoRA kernels for vLLM on CUDA with one adapter slot: y += x A^T B^T. For linears, it is computed by
+    ``qerl_pl.kernels.lora``. For experts, it is computed by ``qerl_pl.kernels.lora_experts`` in passes of few tokens,
+    and by vLLM's kernels in passes of more.
 
     An index per token tells the kernels which tokens have the adapter, so one CUDA graph serves requests with and
-    without the adapter. In a pass without any adapter the flag ``no_lora`` is True and no LoRA kernel is launched for
-    linears.
+    without the adapter. In a pass in which no token has it, the flag ``no_lora`` is True and no LoRA kernel is launched
+    for linears.
     """
 
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
     ) -> None:
-        """Write the adapter index of each token of the next batches, from adapter ids per token (0 or less for none)
-        and the adapter id in each slot.
+        """Write the adapter index of each token of the next batches, from the adapter ids of the tokens (0 or less for
+        none) and the adapter id in each slot.
 
-        vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results: whenever a
-        sequence ends, the host would wait until the GPU has finished a step, and afterwards the GPU would wait for the
-        host.
+        vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results. Whenever a
+        sequence ends, the host would then wait until the GPU has finished a step, and afterwards the GPU would wait for
+        the host.
         """
         ids = np.asarray(mapping.index_mapping, dtype=np.int64)
         indices = np.full(len(ids), -1)
@@ -50,19 +51,19 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
             self.token_mapping_meta.token_lora_mapping[: len(ids)].copy_(self._token_lora_indices[: len(ids)])
 
     with_experts = False
-    """Whether there are adapters on experts. For many rows, vLLM's own kernels compute them, which read the adapter
-    index of each token in int32."""
+    """Whether there are adapters on experts. In passes of many tokens, vLLM's own kernels compute them, and read the
+    adapter index of each token in int32."""
 
     def prepare_for_experts(self) -> None:
-        """Set once the metadata that vLLM's LoRA kernels for experts read. Later forward passes change only the adapter
-        index of each token."""
+        """Set the metadata that vLLM's LoRA kernels for experts read, once. Later forward passes change only the
+        adapter index of each token."""
         self.with_experts, meta = True, self.token_mapping_meta
         meta.token_lora_mapping.fill_(-1)
         meta.active_lora_ids.copy_(torch.tensor([0, -1]))
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
-        """Refuse (NotImplementedError) adapters of layers other than linears and experts, which need vLLM's own
-        metadata."""
+        """Raise NotImplementedError for adapters of layers other than linears and experts, because they need metadata
+        that only vLLM's own class writes."""
         raise NotImplementedError(
             "these adapter kernels are for linears and experts; vLLM's are used if max_loras is above 1"
         )
@@ -79,8 +80,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the adapter to y [T, N] in place, for x [T, K] and one A [1, 1, R, K] and B [1, 1, n, R] for each slice
-        of N; B includes LoRA's scaling, so ``scale`` must be 1."""
+        """Add the adapter's output to y [T, N] in place, for T tokens x [T, K] and rank R. The N outputs are divided
+        into slices of n, each with one A [1, 1, R, K] and one B [1, 1, n, R]. B includes LoRA's scaling, so ``scale``
+        must be 1."""
         assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, slots(lora_a_stacked), slots(lora_b_stacked), *self.tokens)
 
@@ -97,12 +99,13 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         add_inputs: bool = True,
         token_lora_mapping: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Add the adapters of gate and up to y [T, k, N] or [T k, N] in place, for x [T, K], one A [1, E, R, K] and B
-        [1, E, n, R] for each, and the experts ``topk_ids`` [T, k] of each token.
+        """Add the output of the adapters of gate and up to y [T, k, N] or [T k, N] in place, for T tokens x [T, K] and
+        the k experts of each, ``topk_ids`` [T, k]. Gate and up have one A [1, E, R, K] and one B [1, E, n, R] each, for
+        E experts and rank R.
 
-        Returns the first of the arguments ``rest`` of ``add_lora_w2``. vLLM's method, which is called for many rows and
-        in cases that ``lora_experts`` does not support, returns sorted rows there; without sorting, the first value is
-        None and the second has the ids [T k].
+        Returns the first four of the arguments ``rest`` of ``add_lora_w2``. vLLM's method, which is called for many
+        tokens and in cases that ``lora_experts`` does not support, returns rows sorted by expert there. Without
+        sorting, the first value is None and the second has the experts' ids [T k].
         """
         sorts = expert_map is not None or self.lora_config.fully_sharded_loras or not add_inputs
         if sorts or not lora_experts.is_faster(topk_ids, lora_a_stacked[0][0]):
@@ -122,8 +125,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         *rest: Any,
         add_inputs: bool = True,
     ) -> None:
-        """Add the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for x [T k, K] and one A
-        [1, E, R, K] and B [1, E, N, R]; ``rest`` begins with the values that ``add_lora_w13`` has returned."""
+        """Add the output of the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for rows x [T
+        k, K] of T tokens and k experts each. A is [1, E, R, K] and B [1, E, N, R], for E experts and rank R; ``rest``
+        begins with the values that ``add_lora_w13`` has returned."""
         sorted_rows, ids, _, _, _num_tokens, _w1, _w2, _k, _max_loras, enabled, *_ = rest
         if sorted_rows is not None or not add_inputs or not lora_experts.is_faster(ids, lora_a_stacked[0][0]):
             super().add_lora_w2(y, x, lora_a_stacked, lora_b_stacked, topk_weights, *rest, add_inputs=add_inputs)
@@ -139,15 +143,16 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Adapter index of each token, [max T] int64, -1 without the adapter; and a flag, [1] bool on the host: True if
-        no token has it."""
+        """Adapter index of each token, int64, -1 without the adapter, for the largest possible number of tokens; and a
+        flag, [1] bool on the host, True if no token has the adapter."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
-    """Call ``kernels.lora.add_lora``; an operator that is opaque to torch.compile. ``a`` and ``b`` are views of the
-    adapter's slot; they are made outside of this operator, in compiled code, because that is faster. ``no_lora`` is a
-    tensor, because a bool would become a constant of the compiled graph."""
+    """Add the output of a linear's LoRA adapter to y in place, by ``kernels.lora.add_lora``; registered as an operator,
+    into which torch.compile does not look. ``a`` and ``b`` are views of the adapter's slot; they are made outside of
+    this operator, in compiled code, because that is faster. ``no_lora`` is a tensor, because a bool would become a
+    constant of the compiled graph."""
     if not no_lora.item():
         lora.add_lora(y, x, a, b, indices)
 
@@ -156,8 +161,8 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
-    """Compile the Triton kernels that a linear's LoRA adapter may need for ``fewest`` tokens or more, before rollouts,
-    as this takes seconds. Threads may do it for several linears at once."""
+    """Compile the Triton kernels that a linear's LoRA adapter may need for ``fewest`` tokens or more. Call it before
+    rollouts, as it takes seconds; threads may do so for several linears at once."""
     if len(a) > lora.MOST_SLICES:  # ``lora.add_lora`` splits more slices than MOST_SLICES in the same way
         compile_kernels(a[: lora.MOST_SLICES], b[: lora.MOST_SLICES], fewest)
         compile_kernels(a[lora.MOST_SLICES :], b[lora.MOST_SLICES :], fewest)
@@ -187,5 +192,5 @@ def adapter_kernels(
 
 
 def slots(stacked: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each slice of a linear's N outputs, the LoRA matrix in the only adapter slot."""
+    """Return the LoRA matrices of a linear's only adapter slot, one for each slice of its outputs."""
     return [matrix.view(matrix.shape[2:]) for matrix in stacked]

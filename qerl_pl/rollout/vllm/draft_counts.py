@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DraftCounts:
-    """Counts of drafts, and of tokens gained by them, in speculative decoding. The keys are the numbers of sequences in
-    the decoding steps."""
+    """Counts of drafted tokens, and of the tokens that their verification gave, in speculative decoding. The keys are
+    the numbers of sequences in the decoding steps."""
 
     drafted: Counter[int] = field(default_factory=Counter)
     """Tokens that were drafted and verified."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SCORED_TOKENS_PER_CALL = 65536
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 OF_VLLM = (*SIZES, "enforce_eager", "enable_prefix_caching", "kv_cache_dtype")
-"""Settings of the engine that are arguments of ``vllm.LLM`` under the same names, unless they are None."""
+"""Fields of ``VLLMEngine`` that are passed to ``vllm.LLM`` as arguments with the same names, unless they are None."""
 
 T = TypeVar("T")
 
@@ -51,17 +51,17 @@ class VLLMEngine:
     Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
-    The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used, and equal
-    arguments give equal tokens and equal bits, whatever was sampled before; with ``trainer.deterministic: true`` also
-    in a resumed run. A 4-bit base that vLLM's own kernels compute on a GPU is an exception: these kernels may add
-    partial sums in any order, so equal calls may choose differently between two likely tokens. The engine logs this
-    when it starts.
+    The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used. Equal
+    arguments therefore give equal tokens and log-probabilities with equal bits, whatever was sampled before; with
+    ``trainer.deterministic: true`` also in a resumed run. A 4-bit base that vLLM's own kernels compute on a GPU is an
+    exception: these kernels may add partial sums in any order, so equal calls may choose differently between two likely
+    tokens. The engine logs this when it starts.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
         kv_cache_bytes: size of the KV cache. None: enough for max_num_seqs sequences of the longest length, but at most
-            what the memory plan allows (training on a GPU), half of the free memory (otherwise on a GPU) or 4 GiB (on
-            a CPU). If the cache is full, vLLM preempts the newest sequences and recomputes their keys and values later.
+            what the memory plan allows (training on a GPU), half of the free memory (otherwise on a GPU) or 4 GiB (on a
+            CPU). If the cache is full, vLLM preempts the newest sequences and recomputes their keys and values later.
         max_num_seqs: sequences sampled at the same time.
         max_num_batched_tokens: most tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
         enforce_eager: use no CUDA graphs and no compilation, which starts faster and samples slower.
@@ -70,11 +70,11 @@ class VLLMEngine:
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
         sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: also the weights, which are
             kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
-        decoding_kernel: what computes the linears of an NVFP4 base: "native" (this project's kernels,
-            `docs/kernels.md`; steps of more than 2048 tokens, that is, with many prompts, dequantise each linear to
-            scratch memory, for a 7B 0.3 GB) or "humming" (the kernels that vLLM chooses; on Hopper Humming's, which
-            decode slower). "auto": native if they can run, that is, on Hopper in bfloat16 with cuda-bindings and a
-            tested vLLM.
+        decoding_kernel: what computes the linears of an NVFP4 base. "native": this project's kernels
+            (`docs/kernels.md`). In steps of more than 2048 tokens, that is, with many prompts, they dequantise each
+            linear to scratch memory, 0.3 GB for a model of 7B parameters. "humming": the kernels that vLLM chooses; on
+            Hopper these are Humming's, which decode slower. "auto": native if they can run, that is, on Hopper in
+            bfloat16 with cuda-bindings and a tested vLLM; else humming.
         speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
             repeats what the sequence or another completion of its prompt says. The tokens are those that are sampled
             with "off", up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
@@ -103,11 +103,11 @@ class VLLMEngine:
         self._drafts: Any = None
         """The drafter, if the engine speculates."""
         self.draft_counts = DraftCounts()
-        """Numbers of drafts, verifications and accepted tokens in all calls since the counts were last cleared."""
+        """Counts of drafted, verified and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
-        """Counts of earlier rollouts in the form of ``hopper/draft_guard.py``, which decide at which numbers of
-        sequences the next calls draft tokens. If the list is empty, as outside of training, steps of up to 32
-        sequences have drafts."""
+        """Counts of drafted and accepted tokens in earlier rollouts, in the form of ``hopper/draft_guard.py``. They
+        decide at which numbers of sequences the next calls draft tokens. If the list is empty, as outside of training,
+        steps of up to 32 sequences have drafts."""
         self._cache_bytes = self.kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
         self.start_s: dict[str, float] = {}
@@ -127,7 +127,7 @@ class VLLMEngine:
 
     @property
     def speculates(self) -> bool:
-        """Whether decoding steps may have drafts (speculative decoding). With ``speculation: auto``, before ``start``,
+        """Whether decoding steps may have drafts (speculative decoding). Before ``start``, with ``speculation: auto``,
         this only says whether the machine allows them; ``start`` then also takes the model into account."""
         return self._speculates and (self.speculation == "on" or not self._lacks())
 
@@ -139,7 +139,7 @@ class VLLMEngine:
         self._cache_bytes = self.kv_cache_bytes if num_bytes is None else num_bytes
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Load vLLM with the policy's base and adapter; ValueError if vLLM does not start, or if ``decoding_kernel`` is
+        """Start vLLM with the policy's base and adapter. ValueError: vLLM does not start, or ``decoding_kernel`` is
         "native" and this project's CUDA kernels cannot run."""
         if self._llm is not None:
             return
@@ -171,7 +171,7 @@ class VLLMEngine:
         setup.log_started(self.start_s, self._call(worker.linear_kernels))
 
     def _speculative_arguments(self, policy: Policy) -> dict[str, Any]:
-        """Build the arguments of ``vllm.LLM`` for speculative decoding, empty if it is not used; ValueError if the
+        """Build the arguments of ``vllm.LLM`` for speculative decoding; empty if it is not used. ValueError: the
         setting ``speculation`` is "on" and machine or model does not support it."""
         if self.speculation == "off":
             return {}
@@ -193,8 +193,8 @@ class VLLMEngine:
         return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Complete the start of vLLM: copy the base's norm weights, reserve the adapter slots, and prepare the kernels
-        and CUDA graphs of decoding steps."""
+        """Complete the start of vLLM: copy the base's norm weights, reserve the adapter slots, prepare the kernels and
+        CUDA graphs of decoding steps, and load the policy's adapter."""
         faster = native.for_vllm()
         self._scheduler().draft_counts = self.draft_counts
         if faster:
@@ -215,8 +215,8 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """Sample completions as ``RolloutEngine.generate`` describes; raises ValueError also if vLLM does not support
-        the temperature."""
+        """Sample completions as ``RolloutEngine.generate`` describes. ValueError is also raised if vLLM does not
+        support the temperature."""
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
         if sampling.stop:  # vLLM was started without a tokenizer, and needs one to find stop strings
@@ -235,9 +235,9 @@ class VLLMEngine:
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Score sequences as ``RolloutEngine.score`` describes. Each sequence becomes a request whose prompt is all
-        tokens but the last; vLLM returns the log-probability of the last token as that of a candidate for the first
-        sampled token."""
+        """Compute the log-probabilities of each sequence's tokens, except the first, as ``RolloutEngine.score``
+        describes. Each sequence becomes a request whose prompt is all tokens but the last. vLLM returns the
+        log-probability of the last token as that of a candidate for the first sampled token."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -251,7 +251,8 @@ class VLLMEngine:
         return scores
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Write the adapter into vLLM's slots, after checking names and shapes, which vLLM itself does not check."""
+        """Write the adapter into vLLM's slots. Names and shapes of its tensors are checked before, because vLLM does
+        not check them."""
         self._running()
         check_same_tensors(adapter, self._policy.adapter_state())
         self._call(worker.write_adapter, adapter, self._policy.lora_scaling)
@@ -261,7 +262,8 @@ class VLLMEngine:
             self._write_norms(self._clean_norms)
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Write norm weights with noise into vLLM's model, read them back, and count the norms that have noise."""
+        """Write norm weights with noise into vLLM's model, read them back, and return the number of norms that have the
+        noise; 0 if sigma is 0."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -271,7 +273,8 @@ class VLLMEngine:
         return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of vLLM's adapter and norms, and check that vLLM's base weights equal the trainer's."""
+        """Compute checksums of the adapter and norm weights that vLLM holds, and check that vLLM's base weights equal
+        the trainer's."""
         from qerl_pl.rollout.vllm.base_weights import check_rows
 
         known = self._policy.adapter_state() if self._running() else {}
@@ -297,7 +300,8 @@ class VLLMEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Allocate again the memory that ``sleep`` freed, and copy weights back from host memory if they are there."""
+        """Allocate again the memory that ``sleep`` freed, and copy weights back to the GPU if ``sleep`` moved them to
+        host memory."""
         if not self._asleep:
             return
         self._asleep = False
@@ -360,8 +364,8 @@ class VLLMEngine:
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:
-        """Write the base's norm weights instead of the trained ones into vLLM's model within the context, if
-        ``adapter`` is False and norms are trained."""
+        """Write the base's norm weights into vLLM's model within the context, if norms are trained and ``adapter`` is
+        False; afterwards the trained ones are written back."""
         if adapter or self._clean_norms is self._base_norms:
             yield
             return

@@ -10,12 +10,12 @@ from typing import Any
 from vllm.config import get_current_vllm_config
 
 RANK = "expert_slot_rank"
-"""Key of vLLM's ``additional_config`` with the rank of the slots of experts."""
+"""Key in vLLM's setting ``additional_config`` under which the rank of the experts' adapter slots is passed."""
 
 
 def of_own_rank(create: Callable[..., None]) -> Callable[..., None]:
     """Wrap the method by which vLLM creates the adapter slots of experts, so that the slots get the rank that vLLM's
-    ``additional_config`` has under the key ``RANK``; without it, the rank of all other slots."""
+    setting ``additional_config`` has under the key ``RANK``; without this key, they get the rank of all other slots."""
 
     def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         settings: Any = get_current_vllm_config().additional_config

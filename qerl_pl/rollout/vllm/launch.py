@@ -1,5 +1,5 @@
-"""Create ``vllm.LLM`` for a policy. After a failed start, changes to the process, such as environment and process
-groups, are undone."""
+"""Create ``vllm.LLM`` for a policy. If the start fails, changes that it made to the process, such as environment
+variables and process groups, are undone."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def launch(
     decoding_kernel: Literal["auto", "native", "humming"],
     watch: Stopwatch,
 ) -> Launched:
-    """Load vLLM with the policy's base. ``sizes`` hold the size of the KV cache if the memory plan has chosen one;
-    ``settings`` are arguments of ``vllm.LLM`` that the user set, which override those that follow from the policy;
-    ``watch`` adds up the seconds of "imports" and "vLLM". ValueError: vLLM does not start, or ``decoding_kernel`` is
-    "native" and this project's CUDA kernels cannot run."""
+    """Start ``vllm.LLM`` with the policy's base model. ``sizes`` has the size of the KV cache if the memory plan has
+    chosen one. ``settings`` are arguments of ``vllm.LLM`` that the user set, which override those that follow from the
+    policy. ``watch`` adds up the seconds of "imports" and "vLLM". ValueError: vLLM does not start, or
+    ``decoding_kernel`` is "native" and this project's CUDA kernels cannot run."""
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with preserved_rng(), preserved_torch_settings(), any_algorithm(), quietly:
@@ -97,7 +97,8 @@ def launch(
 
 
 def refusal(error: Exception) -> ValueError:
-    """Turn the error with which vLLM failed to start into a one-line ValueError; its traceback goes to a file."""
+    """Turn the error with which vLLM failed to start into a ValueError with a message of one line, and write the
+    error's traceback to a file that the message names."""
     with NamedTemporaryFile("w", prefix="qerl-vllm-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
     text = " ".join(str(error).split())[:500]

@@ -1,6 +1,6 @@
-"""Model loader for vLLM that sets parameters to the trainer's tensors where trainer and vLLM can share memory, and
-reads all others from the checkpoint. If vLLM has no kernels for the base's 4-bit format, the loader dequantises the
-trainer's packed linears for it."""
+"""Model loader for vLLM that makes trainer and vLLM share memory where they can: parameters of vLLM's model are set to
+the trainer's tensors, and all others are read from the checkpoint. If vLLM has no kernels for the base's 4-bit format,
+the loader gives it the trainer's weights dequantised."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,7 +19,8 @@ from qerl_pl.rollout.vllm.routes import RouteRecorder
 
 LOAD_FORMAT = "with_trainer"
 MATRICES = ".weight_packed", ".weight", ".weight_scale"
-"""Endings of the names of an NVFP4 linear's codes and block scales, in compressed-tensors' and ModelOpt's formats."""
+"""Endings of the names of the tensors with an NVFP4 linear's codes and block scales, in the formats of
+compressed-tensors and ModelOpt."""
 
 
 def register_loader(
@@ -32,14 +33,14 @@ def register_loader(
     """Register a model loader with vLLM, and return the value of vLLM's ``load_format`` that selects it.
 
     Args:
-        shared: the trainer's tensors by the model's names (``model.embed_tokens.weight``), whose memory must not move
-            while the engine runs. Those whose shape, dtype or device differs from vLLM's, which pads vocabularies to a
-            multiple of 64, are not shared.
-        unpacked: the trainer's packed linears by name that vLLM is to hold dequantised.
-        packed: the trainer's packed linears by name that vLLM holds packed, too. The weights that vLLM reads for them
-            are compared with the trainer's.
-        hooks: from ``for_vllm().loader_hooks()`` if this project's CUDA kernels compute the linears in ``packed``,
-            which then use the trainer's memory; else None.
+        shared: the trainer's tensors that vLLM is to use, by the model's names (``model.embed_tokens.weight``). Their
+            memory must not move while the engine runs. Tensors whose shape, dtype or device differs from vLLM's
+            parameter are not shared, for example because vLLM pads vocabularies to a multiple of 64.
+        unpacked: the trainer's linears with 4-bit weights, by name, that vLLM is to hold dequantised.
+        packed: the trainer's linears with 4-bit weights, by name, that vLLM holds in 4 bits, too. The weights that vLLM
+            reads for them are compared with the trainer's.
+        hooks: result of ``for_vllm().loader_hooks()`` if this project's CUDA kernels compute the linears in ``packed``,
+            so that vLLM uses the trainer's memory for them; else None.
         recorder: records the experts that vLLM's routers choose; None if they are not needed.
     """
 
@@ -88,8 +89,8 @@ def register_loader(
 
 
 def forget() -> None:
-    """Register a loader that holds none of the trainer's tensors, so that they can be freed: vLLM never releases the
-    class that was registered last."""
+    """Register a model loader that holds none of the trainer's tensors, so that they can be freed. Without this, they
+    would stay in memory, because vLLM never releases the loader class that was registered last."""
     register_loader({}, {}, {})
 
 

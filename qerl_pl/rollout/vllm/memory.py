@@ -3,7 +3,7 @@ memory.
 
 vLLM has one such pool per process, and refuses to start an engine while any byte of it is in use. Modules, compiled
 graphs or caches may still refer to tensors of an engine that has ended. The functions of this module free the memory of
-such tensors in spite of the references. They never free memory outside the pool.
+these tensors in spite of the references. They never free memory outside the pool.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _left: dict[int, Any] = {}
-"""Segments of the pool that could not be freed when their engine ended, because something still references them. Maps
-the address of each segment to vLLM's record of it."""
+"""Segments of vLLM's memory pool that could not be freed when their engine ended, because something still references
+them: vLLM's record of each segment, by address."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Before a vLLM worker is shut down, free the memory pool of vLLM's sleep mode and drop the worker's references to
-    the trainer's tensors. All memory of the pool is this worker's, because vLLM allows one engine with sleep mode per
+    """Free all memory in the pool of vLLM's sleep mode, and drop a worker's references to the trainer's tensors, before
+    the worker is shut down. All memory of the pool is this worker's, because vLLM allows one engine with sleep mode per
     process at a time."""
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
@@ -44,14 +44,14 @@ def free(worker: WorkerBase) -> None:
 
 
 def referred_to() -> list[Tensor]:
-    """List the tensors that Python's garbage collector tracks, on any device, without objects frozen by ``gc.freeze``
-    and without placeholder tensors of torch.compile."""
+    """List the tensors that Python's garbage collector tracks, on any device, except objects frozen by ``gc.freeze``
+    and placeholder tensors of torch.compile."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_traced(thing)]
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those tensors that are in vLLM's pool, whose ``segments`` are given as sizes in bytes by
-    address."""
+    """Free the memory of those of the ``tensors`` that are in vLLM's memory pool. ``segments`` has the size in bytes of
+    each segment of the pool, by address."""
     starts = sorted(segments)
     for tensor in tensors:
         if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():
@@ -59,9 +59,10 @@ def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
 
 
 def collect() -> None:
-    """Free the memory that an engine has left allocated at its end. Call it only while no engine runs, since all share
-    one pool. If some of it is still referenced and so cannot be freed, a warning says how much. That memory is freed
-    with its last reference, and does not prevent the start of the next engine (``ignoring_what_is_left``)."""
+    """Free the memory that an engine has left allocated at its end. Call it only while no engine runs, because all
+    engines of the process share one memory pool. If some memory is still referenced and so cannot be freed, a warning
+    says how much. It is freed with its last reference, and does not prevent the start of the next engine
+    (``ignoring_what_is_left``)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -78,14 +79,15 @@ def collect() -> None:
 
 
 def left() -> int:
-    """Return the bytes in vLLM's pool that are still allocated for ended engines."""
+    """Return the bytes of vLLM's memory pool that are still allocated for engines that have ended."""
     pool = allocator()
     held = pool.pointer_to_data if pool else {}
     return sum(data.handle[1] for address, data in _left.items() if held.get(address) is data)
 
 
 def given_back() -> int:
-    """Return the bytes in vLLM's pool that a sleeping engine has given back; torch still counts them as allocated."""
+    """Return the bytes of vLLM's memory pool that a sleeping engine has given back to the GPU; torch still counts them
+    as allocated."""
     pool = allocator()
     return sum(data.handle[1] for data in pool.pointer_to_data.values() if data.is_asleep) if pool else 0
 
@@ -93,8 +95,8 @@ def given_back() -> int:
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
     """Let vLLM start within the context although memory of ended engines is still in its pool. vLLM checks that the
-    pool is empty before it loads weights; only memory of running engines counts in this check now. If a start within
-    the context fails, later starts also ignore the memory that the failed start has not freed."""
+    pool is empty before it loads weights; within the context, only memory of running engines counts in this check. If
+    the start fails, later starts also ignore the memory that it has not freed."""
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
     count = pool.get_current_usage if pool else None

@@ -2,9 +2,9 @@
 stay in the compute dtype.
 
 With 16-bit activations, all implementations of norms in vLLM 0.32 accept an fp32 weight, except the CUDA kernel, which
-vLLM does not use for such a weight. In a compiled engine, Inductor fuses a norm with its neighbours and does not round
-the normalised input, whatever the weight's dtype, so a bf16 weight stored in fp32 gives the same bits. An engine
-without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
+vLLM does not use for an fp32 weight. In a compiled engine, Inductor fuses a norm with its neighbours and does not round
+the normalised input, whatever the weight's dtype. So a bf16 weight stored in fp32 gives the same bits as the bf16
+weight. An engine without compilation uses ``qerl_pl.noise.fp32_norms``, which rounds as transformers does.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
 
 
 def widen(model: nn.Module, norms: Sequence[str]) -> None:
-    """Convert weights of a loaded model's norms to fp32, for the norms of each block that ``norms`` names
-    (``Family.noise_norms``)."""
+    """Convert the weights of those norms of a loaded vLLM model that ``norms`` names, such as input_layernorm, to fp32
+    in every block."""
     for name, module in model.named_modules():
         if is_noise_norm(f"{name}.weight", norms):
             module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)

@@ -20,9 +20,9 @@ from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once
 
 
 def apply_all() -> None:
-    """Apply those patches that stay in force until the process ends; a second call changes nothing. The other patches
-    of this module are applied for one engine each. On platforms other than CPU and CUDA nothing is patched.
-    RuntimeError: an attribute that is to be patched is gone or has another signature."""
+    """Apply the patches of vLLM and torch that stay in force until the process ends; a second call changes nothing.
+    (The other patches of this module are applied for one engine each.) On platforms other than CPU and CUDA nothing is
+    patched. RuntimeError: an attribute that is to be patched is gone or has another signature."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -36,7 +36,7 @@ def apply_all() -> None:
 
 
 def adapters_in_fixed_order() -> None:
-    """Use this project's LoRA kernels.
+    """Make vLLM use this project's LoRA kernels, which sum in a fixed order.
 
     Symptom: on CUDA, equal calls sample different tokens; on a CPU, tokens of requests without the adapter get it. A
     decoding step also takes up to twice as long on CUDA, and on a CPU several times as long.
@@ -53,7 +53,7 @@ def adapters_in_fixed_order() -> None:
 
 
 def delta_nets_in_fp32() -> None:
-    """Compute gated delta nets (Qwen3.5) in fp32 on a CPU.
+    """Make vLLM compute gated delta nets (recurrent layers of Qwen3.5) in fp32 on a CPU.
 
     Symptom: "CPU GDN attention requires BF16." with the first prompt in fp32.
     Cause: vLLM's CPU kernels for these layers exist in bf16 only.
@@ -66,10 +66,11 @@ def delta_nets_in_fp32() -> None:
 
 
 def experts_in_torch() -> None:
-    """Compute mixtures of experts by torch on a CPU.
+    """Make vLLM compute mixtures of experts by torch on a CPU.
 
     Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
-    attention has adapters. Cause: with adapters, vLLM takes Triton's kernels for experts without asking the platform.
+    attention has adapters.
+    Cause: with adapters, vLLM takes Triton's kernels for experts without asking whether the platform supports them.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.cpu_experts import in_torch
@@ -79,13 +80,14 @@ def experts_in_torch() -> None:
 
 
 def routers_in_fp32() -> None:
-    """Compute the logits of routers in fp32, as the trainer does.
+    """Make vLLM compute the logits of routers of mixtures of experts in fp32, as the trainer does.
 
     Symptom: more tokens are computed by other experts than in the trainer; on a CPU, vLLM's router weights cannot be
-        compared with the trainer's.
+    compared with the trainer's.
     Cause: vLLM rounds the router logits of Qwen3-MoE to 16 bits. For one token of 18, the last expert that is chosen
     and the first that is not then have equal logits. On a CPU, vLLM also rearranges the weights of linears, except of
-    layers with the attribute that this patch sets. Versions: vLLM 0.32. Upstream: none known.
+    layers with the attribute that this patch sets.
+    Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.routers import in_fp32
 
@@ -95,10 +97,10 @@ def routers_in_fp32() -> None:
 
 
 def slots_of_experts() -> None:
-    """Let the adapter slots of experts have another rank than those of other linears.
+    """Let the adapter slots of experts in vLLM have another rank than those of other linears.
 
     Symptom: the adapter slots of experts take several times the memory that the adapters need, and kernels also read
-        the zeros with which the slots are padded.
+    the zeros with which the slots are padded.
     Cause: vLLM makes all slots of the largest rank, and adapters on experts usually have a much smaller one than those
     on attention.
     Versions: vLLM 0.32. Upstream: none known.
@@ -111,12 +113,12 @@ def slots_of_experts() -> None:
 
 
 def text_models_without_torchvision() -> None:
-    """Let vLLM import the text model of Qwen3.5 where torchvision is not installed; with torchvision do nothing.
+    """Let vLLM import the text model of Qwen3.5 where torchvision is not installed; do nothing where it is installed.
 
     Symptom: "Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected", caused by a missing torchvision.
     Cause: vLLM defines the text model in one file with the vision model, which imports a function for the sizes of
-    images from a module of transformers that needs torchvision; transformers has the same function in a module without
-    it.
+    images from a module of transformers that needs torchvision; transformers has the same function in a module that
+    does not need it.
     Versions: vLLM 0.32, transformers 5.16 to 5.19. Upstream: none known.
     """
     models = "transformers.models.qwen2_vl.image_processing"
@@ -126,7 +128,7 @@ def text_models_without_torchvision() -> None:
 
 @contextmanager
 def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iterator[None]:
-    """Let an engine start although memory of an ended engine is still allocated in vLLM's pool.
+    """Let a vLLM engine start although memory of an ended engine is still allocated in vLLM's pool.
 
     Symptom: "CuMem allocator can only be used for one instance per process" when a process starts its second engine.
     Cause: before loading weights, vLLM refuses to start if any byte of its memory pool is in use.
@@ -146,7 +148,7 @@ def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iter
 
 @contextmanager
 def sleep_beside_other_processes(given_back: Callable[[], int]) -> Iterator[None]:
-    """Let an engine sleep while other processes take memory of the same GPU.
+    """Let a vLLM engine sleep while other processes take memory of the same GPU.
 
     Symptom: "Memory usage increased after sleeping", an AssertionError that ends the run.
     Cause: vLLM compares the free memory of the whole GPU before and after it frees its own.
@@ -167,7 +169,7 @@ def sleep_beside_other_processes(given_back: Callable[[], int]) -> Iterator[None
 
 @contextmanager
 def decoder_classes_apart() -> Iterator[None]:
-    """Make vLLM use a subclass of the decoder's class if it runs a model by transformers' code.
+    """Make vLLM use a subclass of the decoder's class if it runs a model by the code of transformers.
 
     Symptom: once an engine of OLMo 3 has started, the trainer's model fails: "no attribute 'do_not_compile'".
     Cause: vLLM's Transformers backend decorates the decoder's class for torch.compile, and the trainer's model has the

@@ -1,6 +1,6 @@
-"""Entry point (group ``vllm.general_plugins``) that adds this project's patches and formats to vLLM.
+"""Entry point (group ``vllm.general_plugins``) that adds this project's patches and weight formats to vLLM.
 
-vLLM calls ``register`` in each of its processes if this package is installed; the engine calls it as well.
+vLLM calls ``register`` in each of its processes if this package is installed; the rollout engine calls it as well.
 """
 
 from qerl_pl import native

@@ -12,25 +12,26 @@ from qerl_pl.common.packages import TESTED, installed_vllm
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
-    """Set ``owner.name`` to ``new`` after checking the present value: a function with the parameters ``takes``, in this
-    order, and further parameters only with defaults. RuntimeError: the attribute does not exist or has another
-    signature."""
+    """Replace the function ``owner.name`` of another package by ``new``, after checking that it has the parameters
+    ``takes``, in this order, and further parameters only with defaults. RuntimeError: the attribute does not exist or
+    has another signature."""
     expect(owner, name, takes)
     setattr(owner, name, new)
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` by ``make(owner.name)``. A second call changes nothing: it recognises the new
-    function by its module, which must belong to this project."""
+    """Replace the function ``owner.name`` of another package by ``make(owner.name)``, after checking its parameters as
+    ``replace`` does. A second call changes nothing: it recognises the new function by its module, which must belong to
+    this project."""
     present = getattr(owner, name, None)
     if not str(getattr(present, "__module__", "")).startswith("qerl_pl."):
         replace(owner, name, make(present), takes=takes)
 
 
 def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
-    """Make the module ``name``, unless it is imported already, a stand-in whose attributes are those of the module
-    ``other``, which is imported when an attribute is first used. ``has``: functions of ``other`` and their parameters,
-    which are then checked as ``replace`` does."""
+    """Make ``name`` the name of a stand-in module, unless a module of this name is imported already. Its attributes are
+    those of the module ``other``, which is imported when an attribute is first used. Then the functions of ``other``
+    that ``has`` names are checked to have the parameters that it lists, as ``replace`` does."""
 
     def attribute(wanted: str) -> Any:
         if wanted.startswith("__"):
@@ -57,9 +58,10 @@ def replaced(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> Ite
 
 
 def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
-    """Check that ``owner.name`` exists and takes ``takes``; raises the same error as ``replace``."""
+    """Check that the function ``owner.name`` of another package exists and has the parameters ``takes``, in this order,
+    and further ones only with defaults; raises RuntimeError if not."""
     where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
-    about = f"{' '.join(installed_vllm())}, patched by this project (python -m qerl_pl doctor lists what is)"
+    about = f"{' '.join(installed_vllm())}, which this project patches (python -m qerl_pl doctor lists the patches)"
     tested = ", ".join(TESTED["vllm"])
     if (present := getattr(owner, name, None)) is None:
         raise RuntimeError(f"{where} is gone from {about}: install a tested version ({tested})")

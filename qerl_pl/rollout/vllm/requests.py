@@ -20,14 +20,15 @@ COOLEST, HOTTEST = 0.01, 2.0  # vLLM replaces temperatures below COOLEST by COOL
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse (ValueError) a temperature that vLLM does not support. vLLM itself would silently raise a temperature that
-    is too low."""
+    """Raise ValueError for a temperature that vLLM does not support. vLLM itself would silently raise a temperature
+    that is too low."""
     if temperature != 0 and not COOLEST <= temperature <= HOTTEST:
         raise ValueError(f"temperature is {temperature}; vLLM samples at 0 or {COOLEST} to {HOTTEST}")
 
 
 def sampling_params(sampling: Sampling, seeds: Iterable[int], end_tokens: list[int]) -> list[SamplingParams]:
-    """Build one sampling request per seed, which returns the log-probabilities of the sampled tokens only."""
+    """Build the parameters of one sampling request per seed. The requests return the log-probabilities of the sampled
+    tokens only."""
     from vllm import SamplingParams
 
     return [
@@ -56,8 +57,8 @@ def results(
     *,
     on_cpu: bool,
 ) -> list[RequestOutput]:
-    """Clear vLLM's prefix cache, run one request per prompt, and return vLLM's results in the order of the prompts;
-    RuntimeError if requests of an earlier call are still queued."""
+    """Clear vLLM's prefix cache, run one request per prompt, and return vLLM's results in the order of the prompts.
+    RuntimeError: requests of an earlier call are still queued."""
     from vllm.inputs import TokensPrompt
 
     if not llm.reset_prefix_cache():
@@ -81,9 +82,10 @@ def completion(
 ) -> Completion:
     """Build a completion from the result of a sampling request.
 
-    ``logprobs`` are those of the completion's tokens in nats. ``routes`` are the experts that computed prompt and
-    completion (``Completion.routes``, but int16). ``seed`` is the request's seed, or None if vLLM's sampling noise is
-    not a hash of it (``policy.margins``)."""
+    ``logprobs`` are the log-probabilities of the completion's tokens in nats. ``routes`` are the numbers of the experts
+    that computed prompt and completion (``Completion.routes``, but int16). ``seed`` is the request's seed, or None if
+    vLLM's sampling noise is not a hash of the seed (``policy.margins``).
+    """
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
     if isinstance(sampled.stop_reason, str):  # vLLM may have sampled one more token after the stop string
@@ -94,8 +96,8 @@ def completion(
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
-    """Build the parameters of one request per sequence to score, from the sequence's last token; all tokens before the
-    last are the request's prompt."""
+    """Build the parameters of one vLLM request for each sequence to score, from the sequence's last token; all tokens
+    before the last are the request's prompt."""
     from vllm import SamplingParams
 
     return [

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 
 def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the forward of vLLM's router, which would round logits to 16 bits."""
+    """Make a replacement of the forward of vLLM's router, which would round logits to 16 bits; it computes them in
+    fp32."""
 
     def forward(self: Any, x: Tensor) -> Any:
         logits = logits_of(x, self.weight)
@@ -21,8 +22,9 @@ def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply tokens [T, H] by a router's weight [E, H] in fp32: [T, E] fp32. On a GPU, one kernel multiplies bf16
-    inputs with an fp32 result, without rounding to fp32 first: products of bf16 numbers are exact in fp32."""
+    """Compute a router's logits for T tokens x [T, H] and E experts with the weight [E, H]: [T, E] fp32. On a GPU, bf16
+    inputs are multiplied by one kernel with an fp32 result, without converting them to fp32 first, since products of
+    bf16 numbers are exact in fp32."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

@@ -1,4 +1,4 @@
-"""Numbers of the experts that vLLM's routers choose, held by slot of the KV cache.
+"""Record of the experts that vLLM's routers choose in mixtures of experts, by slot of the KV cache.
 
 The numbers of a token's experts are written to the slot that its keys and values have in the KV cache. vLLM already
 keeps the slots right where several requests share a prompt, requests are preempted or drafts are rejected, so none of
@@ -22,29 +22,30 @@ from qerl_pl.quant.experts import Routing
 
 
 class RouteRecorder:
-    """Recorder of the experts that one model chooses."""
+    """Recorder of the experts that the routers of one vLLM model choose for each token."""
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
         self._chosen: Tensor | None = None
-        """[slots + 1, L, k] int16, -1 where nothing was recorded; the last row is of padding, whose slot is -1."""
+        """[slots + 1, L, k] int16, for each slot of the KV cache the k experts in each of L mixtures, -1 where nothing
+        was recorded. The last row is written for padding, whose slot is -1."""
 
     def bind(self, model: nn.Module, config: VllmConfig) -> None:
-        """Make the routers of vLLM's model pass the numbers of the experts that they choose to ``capture``. ValueError
-        if a kernel or router of the model does not support this, or if trainer and vLLM have unequal numbers of
-        mixtures."""
+        """Make the routers of vLLM's model pass the numbers of the experts that they choose to ``capture``. ValueError:
+        a kernel or router of the model does not support this, or trainer and vLLM have unequal numbers of mixtures."""
         layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
         if len(layers) != self.routing.num_layers:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         named = config.compilation_config.static_forward_context.items()
         self.attention, self._layer = next((name, layer) for name, layer in named if isinstance(layer, Attention))
-        """Name of the first attention layer, whose slots in the KV cache say where a token's experts are stored. Delta
-        nets have slots for states and not for tokens."""
+        """Name of the first attention layer, whose slots in the KV cache say where a token's experts are stored. (Delta
+        nets cannot be used: they have slots for states and not for tokens.)"""
         bind_routed_experts_capturer(model, self)  # pyright: ignore[reportArgumentType]
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Record the experts [n, k] of a step's tokens, in a CUDA graph too; vLLM's routers call this."""
+        """Record the k experts that one layer's router has chosen for each of a step's n tokens, ``topk_ids`` [n, k],
+        also inside of a CUDA graph; vLLM's routers call this."""
         mappings, layer = get_forward_context().slot_mapping, self._layer
         if not mappings or not layer.kv_cache.numel():
             return  # a pass without a KV cache, which measures memory
@@ -63,8 +64,9 @@ class RouteRecorder:
             self._chosen.fill_(-1)
 
     def read(self, blocks: Sequence[int], size: int, num_tokens: int) -> Tensor:
-        """Return the experts of a sequence's first tokens, [num_tokens, L, k] int16, given the numbers of its blocks of
-        ``size`` slots of the KV cache. On a GPU, the copy to the host may still be running when the call returns."""
+        """Return the k experts that were chosen for the first tokens of a sequence in each of L mixtures, [num_tokens,
+        L, k] int16. ``blocks`` are the numbers of the sequence's blocks in the KV cache, of ``size`` slots each. On a
+        GPU, the copy to the host may still be running when the call returns."""
         assert self._chosen is not None
         slots = (torch.tensor(blocks).unsqueeze(1) * size + torch.arange(size)).flatten()[:num_tokens]
         return self._chosen[slots.to(self._chosen.device)].to("cpu", non_blocking=True)

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Scheduler that collects the log-probabilities of sampled tokens, and the experts that computed each token. Steps
-    that also return log-probabilities of other tokens are left to vLLM's code.
+    """Scheduler for vLLM that collects the log-probabilities of sampled tokens, and the experts that computed each
+    token. Steps that also return log-probabilities of other tokens are left to vLLM's code.
 
     If ``is_lean``, this class itself schedules the steps in which all requests decode, and keeps a request's tokens
     until the request ends, instead of making an output object of every token. All other requests and steps are left to
@@ -43,25 +43,26 @@ class RolloutScheduler(AsyncScheduler):
         self.draft_counts = DraftCounts()
         """Counts of drafted and accepted tokens; ``VLLMEngine`` replaces the object by its ``draft_counts``."""
         self.recorder: RouteRecorder | None = None
-        """Recorder of the experts that the model's routers choose; the engine sets it if ``generate`` has to return
-        them."""
+        """Recorder of the experts that the model's routers choose. The engine sets it if ``generate`` has to return the
+        experts."""
         self._routes: dict[str, Tensor] = {}
         self.is_lean = False
-        """Whether to use the faster code that the class describes; set if all layers have full attention."""
+        """Whether this class itself schedules steps in which all requests decode, which takes less CPU time than vLLM's
+        code; set if all layers have full attention."""
         self._ends: dict[str, tuple[set[int | None], int]] = {}
-        """Tokens that end each running request, and the most tokens of its output (``ends_of``)."""
+        """Tokens that end each running request, and the largest number of tokens of its output (``ends_of``)."""
         self._kept: defaultdict[str, list[int]] = defaultdict(list)
         """Tokens of running requests that have not been output yet."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return the log-probabilities of the tokens sampled for each request, in nats, by the caller's request id, and
-        forget them."""
+        """Return the log-probabilities, in nats, of the tokens sampled for each request, by the id that the caller gave
+        the request, and forget them."""
         return _taken(self._logprobs)
 
     def take_routes(self) -> dict[str, Tensor]:
-        """Return, by the caller's request id, the experts that computed the T tokens of each ended request, [T, L, k]
-        int16, and forget them. The last token of a request is left out: it was sampled, but no pass computed it. Empty
-        without a recorder."""
+        """Return the experts that computed the tokens of each ended request, [T, L, k] int16 for T tokens, L mixtures
+        and k experts per token, by the id that the caller gave the request, and forget them. T does not count the last
+        token of a request: it was sampled, but no pass computed it. Empty without a recorder."""
         if self._routes and torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the copies to the host
         return _taken(self._routes)
@@ -92,9 +93,9 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule one token of each running request, if all running requests decode without drafts, no waiting request
-        has a place and the KV cache has a free block for each. Otherwise return None: vLLM's own code has to schedule
-        the step."""
+        """Schedule one token of each running request, or return None if vLLM's own code has to schedule the step. This
+        method can only schedule steps in which all running requests decode without drafts, no waiting request can
+        start, and the KV cache has a free block for each running request."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
@@ -132,8 +133,8 @@ class RolloutScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Collect a step's tokens and log-probabilities, and call vLLM's method of this name without the
-        log-probabilities."""
+        """Collect the tokens and log-probabilities of a step. vLLM's method, which this one extends, is then called
+        without the log-probabilities."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -165,7 +166,7 @@ class RolloutScheduler(AsyncScheduler):
         self, scheduled: Mapping[str, int], sampled: list[list[int]], rows: Mapping[str, int], values: list[float]
     ) -> dict[str, int]:
         """Append sampled tokens to their running requests, as vLLM does, and keep them for later output. Requests that
-        a token ends, or that only vLLM can process, are left out.
+        end with this token, or that only vLLM can process, are left out.
 
         Args:
             scheduled: the number of tokens of each request in this step.
@@ -206,8 +207,8 @@ class RolloutScheduler(AsyncScheduler):
 
 
 def ends_of(request: Request, max_model_len: int) -> tuple[set[int | None], int]:
-    """Return the tokens that end a request, and the most tokens of its output; 0 tokens if something else may end it,
-    such as a stop string, so that vLLM has to look at each of its tokens."""
+    """Return the tokens that end a request, and the largest number of tokens of its output. If something else may end
+    the request, such as a stop string, the number is 0, which means that vLLM has to look at each of its tokens."""
     params = request.sampling_params
     if params is None or params.stop or params.repetition_detection or request.use_structured_output:
         return set(), 0
@@ -216,8 +217,8 @@ def ends_of(request: Request, max_model_len: int) -> tuple[set[int | None], int]
 
 
 def _taken(values: dict[str, T]) -> dict[str, T]:
-    """Empty a mapping whose keys are vLLM's request ids, and return its values by the caller's request id, which is
-    vLLM's without the suffix."""
+    """Empty a mapping whose keys are vLLM's request ids, and return its values by the ids that the caller gave the
+    requests, which are vLLM's ids without the suffix."""
     taken = {name.partition("-")[0]: value for name, value in values.items()}
     values.clear()
     return taken

@@ -65,9 +65,10 @@ def prepare_environment() -> None:
 
 @contextmanager
 def among_ranks() -> Iterator[dict[str, Any]]:
-    """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine, if the trainer has a process group;
-    empty without one. From the trainer's group, vLLM creates a group for every single rank, so all ranks have to start
-    vLLM at the same time. vLLM reads rank and GPU from environment variables, which are set within the context."""
+    """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine if the trainer has a process group;
+    empty without one. vLLM creates a process group for every single rank from the trainer's group, so all ranks have to
+    start vLLM at the same time. vLLM reads rank and GPU from environment variables, which are set within the
+    context."""
     if not dist.is_initialized():
         yield {}
         return
@@ -84,9 +85,9 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 
 def inspect_here(architectures: Sequence[str]) -> None:
-    """Import the classes of models that vLLM knows only by name, and register them, so that vLLM reads their properties
-    in this process. By default vLLM starts another process to read them, which imports vLLM again: 12 s at the first
-    start on a machine."""
+    """Import the model classes of the given ``architectures``, which vLLM knows only by name, and register them, so
+    that vLLM reads their properties in this process. By default vLLM starts another process to read them, which imports
+    vLLM again and takes 12 s at the first start on a machine."""
     from vllm import ModelRegistry
 
     for name in architectures:
@@ -95,8 +96,9 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Return whether vLLM 0.32 lacks kernels for a weight format (None: not quantised) with 16-bit activations here:
-    for NF4, and for MXFP4 on a CPU and on Blackwell, where vLLM's kernels for MXFP4 quantise activations as well."""
+    """Return whether vLLM 0.32 has no kernels on this machine for a weight format (None: not quantised) with 16-bit
+    activations. This is so for NF4, and for MXFP4 on a CPU and on Blackwell, where vLLM's kernels for MXFP4 quantise
+    activations as well."""
     from vllm.platforms import current_platform
 
     if fmt is None or fmt is NVFP4:
@@ -107,7 +109,8 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Resolve the setting ``decoding_kernel``, without importing vLLM; "humming" means vLLM's own choice of kernels."""
+    """Resolve the setting ``decoding_kernel``, without importing vLLM: "auto" becomes "native" (this project's CUDA
+    kernels) if they can run, else "humming" (the kernels that vLLM chooses)."""
     if wanted != "auto":
         return wanted
     return "humming" if native.lacks(fmt, dtype) else "native"
@@ -121,14 +124,14 @@ def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype
 
 
 def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -> bool:
-    """Return whether vLLM's own kernels, and not this project's, will compute the packed linears of a base on a GPU."""
+    """Return whether vLLM's own kernels, and not this project's, compute the 4-bit linears of a base on a GPU."""
     return kernel == "humming" and fmt is not None and not lacks(fmt)
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """If vLLM's own kernels compute packed linears on a GPU, log that equal calls may give different results, and why.
-    Humming's kernels add partial sums in varying order, and vLLM's others may do so; cuBLAS and this project's CUDA
-    kernels use a fixed order."""
+    """Log that equal calls may give different results, and why, if vLLM's own kernels compute linears with 4-bit
+    weights on a GPU. Of these, Humming's kernels add partial sums in varying order, and others may do so; cuBLAS and
+    this project's CUDA kernels use a fixed order."""
     if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
     missing = native.lacks(fmt, dtype)
@@ -140,7 +143,8 @@ def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["nativ
 
 
 def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
-    """Log that vLLM holds the given packed linears in dequantised form, because it has no kernels for their format."""
+    """Log that vLLM holds the weights of the given 4-bit linears dequantised to ``dtype``, because it has no kernels
+    for their format."""
     fmt = next(iter(linears.values())).fmt
     size = sum(linear.in_features * linear.out_features for linear in linears.values()) * dtype.itemsize
     rank_zero_info(
@@ -160,7 +164,7 @@ def destroy_groups() -> None:
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
     """Keep the trainer's default process group within this context, in which vLLM shuts down and would destroy it. If
-    vLLM created the default group (``engines_own``), destroy it instead."""
+    vLLM created the default group (``engines_own``), destroy it at the end of the context instead."""
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
     if engines_own and dist.is_initialized():
@@ -168,15 +172,16 @@ def trainers_group(*, engines_own: bool) -> Iterator[None]:
 
 
 def log_starting() -> None:
-    """Log that vLLM starts and why this may take minutes; if this project's changes of vLLM for speed are off, also log
-    why."""
+    """Log that vLLM starts and why this may take minutes. If this project's changes of vLLM for speed are off, log the
+    reason, too."""
     rank_zero_info("vLLM starts. With a new model or new settings it compiles kernels first, which can take minutes")
     if reason := native.why_off():
         rank_zero_info(f"rollouts run without this project's changes of vLLM for speed: {reason}")
 
 
 def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> None:
-    """Log by which kernel classes vLLM computes how many linears, and the seconds of each phase of the start."""
+    """Log how many linears vLLM computes by which kernel classes (``linears``), and the seconds of each phase of the
+    start."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
     rank_zero_info(f"vLLM computes its linears with {kernels}")
     parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
@@ -184,7 +189,7 @@ def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> Non
 
 
 def check_fused_scales(base: str) -> None:
-    """Refuse (ValueError) a checkpoint whose weights vLLM would scale wrongly on a GPU: vLLM fuses q/k/v and gate/up,
+    """Raise ValueError for a checkpoint whose weights vLLM would scale wrongly on a GPU: vLLM fuses q/k/v and gate/up,
     uses the largest of their tensor scales for all of them, and only warns if they differ."""
     checkpoint = Checkpoint(base)
     present = {name.rpartition(".")[0] for name in checkpoint.names()}

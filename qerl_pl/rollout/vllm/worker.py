@@ -33,31 +33,31 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Tensors in which vLLM holds the adapter of one linear, or of one linear of all E experts; R is the adapter's
-    rank, rounded up to the next rank that vLLM supports."""
+    """Adapter slot: tensors in which vLLM holds the adapter of one linear, or of one linear of all E experts. R is the
+    adapter's rank, rounded up to the next rank that vLLM supports; the linear has K inputs and n outputs."""
 
     a: Tensor  # [R, K] or [E, R, K], LoRA's matrix A; rows from the adapter's rank on are 0
     b: Tensor  # [n, R] or [E, n, R], n rows of the matrix B times LoRA's scaling; columns from the rank on are 0
     first: int = 0
-    """Index, in the adapter's whole matrix B, of the first row of ``b``. It differs from 0 only where vLLM has a slot
-    each for what the trainer computes by one adapter: queries, keys and values of delta nets, and gate and up of
-    experts."""
+    """Index of the first row of ``b`` in the adapter's whole matrix B. It differs from 0 only where vLLM has several
+    slots for what the trainer computes by one adapter: for queries, keys and values of delta nets, and for gate and up
+    of experts."""
 
     def views(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """View A and n rows of B, in the form in which PEFT stores them, in the form of the slot's tensors."""
+        """View A and n rows of B, given in PEFT's shapes, in the shapes of the slot's tensors."""
         return (a, b) if self.a.ndim == 2 else stacked(a, b, len(self.a))
 
     def held(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the LoRA slot's A and B in the form in which PEFT stores them, without the rows and columns by which
-        vLLM pads the rank."""
+        """Return the slot's A and B in the shapes in which PEFT stores them, without the rows and columns by which vLLM
+        pads the rank."""
         a, b = self.a[..., :rank, :], self.b[..., :rank]
         return (a, b) if a.ndim == 2 else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
-    """Reserve vLLM's adapter slots for a LoRA request and fill them with 0. vLLM then treats its id as a loaded
-    adapter. The LoRA model that is registered with vLLM has no matrices; with vLLM's ``add_dummy_lora``, pinned zeros
-    would be copied for each linear."""
+    """Reserve vLLM's adapter slots for a LoRA request and fill them with 0. vLLM then treats the request's id as that
+    of a loaded adapter. The LoRA model that is registered with vLLM for this has no matrices; vLLM's own
+    ``add_dummy_lora`` would copy pinned zeros for each linear."""
     from vllm.lora.lora_model import LoRAModel
 
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
@@ -68,7 +68,8 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the Triton LoRA kernels for all linears of ``OneAdapterKernels``, in a thread for each kind of linear."""
+    """Compile the Triton LoRA kernels for all linears whose adapters ``OneAdapterKernels`` computes, in one thread for
+    each combination of shapes."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -86,7 +87,8 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy an adapter, by PEFT's names, into vLLM's slots; B is scaled before it is rounded, as in the trainer."""
+    """Copy an adapter, given by PEFT's names, into vLLM's slots. B is multiplied by LoRA's ``scaling`` before it is
+    rounded, as in the trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
@@ -98,7 +100,7 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 
 def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, Tensor]:
-    """Return the matrices in vLLM's slots by PEFT's names, without the padding of the rank. CheckFailed: two
+    """Return the matrices in vLLM's adapter slots by PEFT's names, without the padding of the rank. CheckFailed: two
     slots that should hold the same matrix differ, or a flag of vLLM turns adapters of experts off."""
     if off := [name for name, enabled in _flags(worker).items() if not enabled.all()]:
         raise CheckFailed(
@@ -117,14 +119,14 @@ def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, T
 
 
 def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return, by name, the weights of vLLM's norms that get noise; writing to them changes the model."""
+    """Return, by name, the weights of those norms of vLLM's model that get noise; writing to them changes the model."""
     norms = FAMILIES[worker.model_config.hf_text_config.model_type].noise_norms
     return {name: weight.data for name, weight in worker.get_model().named_parameters() if is_noise_norm(name, norms)}
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
-    """Count the linears and mixtures of experts of vLLM's model by the class that computes them. Linears of
-    ``NativeLinear`` whose shapes this project's CUDA kernels do not support are counted as "NativeLinear,
+    """Count the linears and mixtures of experts of vLLM's model by the name of the class that computes them. Linears of
+    the class ``NativeLinear`` whose shapes this project's CUDA kernels do not support are counted as "NativeLinear,
     dequantised"."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
@@ -145,8 +147,8 @@ def linear_kernels(worker: WorkerBase) -> dict[str, int]:
 
 
 def samples_by_keyed_noise(worker: WorkerBase) -> bool:
-    """Return whether vLLM samples tokens with Gumbel noise that is a hash of the request's seed (``policy.margins``):
-    its model runner V2 does."""
+    """Return whether vLLM samples tokens with Gumbel noise that is a hash of the request's seed (``policy.margins``),
+    as its model runner V2 does."""
     return type(worker.model_runner).__module__ == "vllm.v1.worker.gpu.model_runner"
 
 
@@ -156,8 +158,8 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
 
 
 def _flags(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return, for each mixture of experts that has adapter slots, the flag [1] that makes vLLM's kernels add the
-    adapter."""
+    """Return by name, for each mixture of experts that has adapter slots, the flag [1] that makes vLLM's kernels add
+    the adapter."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     modules = manager.modules.items()
@@ -165,8 +167,9 @@ def _flags(worker: WorkerBase) -> dict[str, Tensor]:
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return vLLM's adapter slots by PEFT's name of the linear or experts whose adapter they hold. A linear has two
-    slots if its attention keys are also values, three if it computes queries, keys and values of a delta net."""
+    """Return vLLM's adapter slots, by PEFT's name of the linear or experts whose adapter they hold. A linear usually
+    has one slot; it has two if its outputs are attention keys and also values, and three if it computes queries, keys
+    and values of a delta net."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
