@@ -1,4 +1,5 @@
-"""Adaptive Quantization Noise (AQN): scheduled Gaussian noise on the norm weights that rollouts are sampled with."""
+"""Adaptive Quantization Noise (AQN): scheduled Gaussian noise on the norm weights of the model that samples
+rollouts."""
 
 from typing import Any, Literal
 
@@ -14,12 +15,13 @@ from qerl_pl.noise.schedule import Decay, check_schedule, stage_of, stage_sigma
 
 
 class AdaptiveQuantizationNoise(Callback):
-    """Sets the noise of every rollout (arXiv 2510.11696, section 3.3). Leave the callback out to train without it.
+    """Sets the noise on norm weights with which each rollout is sampled: adaptive quantization noise, AQN (arXiv
+    2510.11696, section 3.3). Leave the callback out to train without noise.
 
-    The noise is added to the weights of both norms of every decoder block of the engine's model, and drawn anew for
-    each rollout. It depends only on the run's seed and the rollout index, so the callback has no state and a resumed
-    run repeats the noise. The schedule spans all rollouts of the run, whose number is max_steps divided by the
-    optimizer steps per rollout. Validation samples without noise.
+    The noise is added to the weights of two norms of every decoder block of the engine's model, and drawn anew for each
+    rollout. It depends only on the run's seed and the rollout index, so the callback has no state and a resumed run
+    repeats the noise. The schedule spans all rollouts of the run, whose number is max_steps divided by the optimizer
+    steps per rollout. Validation samples without noise.
 
     Args:
         sigma_start: standard deviation in the second stage, the first one with noise; not scaled by the size of the
@@ -30,8 +32,9 @@ class AdaptiveQuantizationNoise(Callback):
         per_rank: true draws different noise on every rank, so that a step averages over more draws; false draws the
             same noise on all ranks, so that a step does not depend on their number.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
-            the compute dtype, as other implementations do, only to compare with these: rounding to bf16 removes most of
-            the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that remains).
+            the compute dtype, as other implementations do, and is only for comparisons with these: rounding to bf16
+            removes most of the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that
+            remains).
 
     Raises:
         ValueError: a setting is out of range, or the settings contradict each other.

@@ -14,13 +14,13 @@ BEST = "best"
 class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best validation score so far, also across interruptions of the run.
 
-    A resumed run reads the best score from ``best.ckpt``: ``last.ckpt`` is written before the validation of its step
-    and so may lack the newest best score, and Lightning ignores the score in it if the run's folder has moved. If
-    ``best.ckpt`` is of a later step than the one that training resumes from, its score is ignored, because the steps in
-    between are repeated.
+    A resumed run reads the best score from ``best.ckpt`` and not from ``last.ckpt``: ``last.ckpt`` is written before
+    the validation of its step, so it may lack the newest best score, and Lightning ignores the score in ``last.ckpt``
+    if the run's folder has moved. If ``best.ckpt`` is of a later step than the one from which training resumes, its
+    score is ignored, because the steps in between are repeated.
 
     Args:
-        monitor: the logged value to compare.
+        monitor: name of the logged value to compare.
         mode: "max" if higher values are better, "min" if lower ones are.
 
     Example:

@@ -38,41 +38,44 @@ NO_WINDOW = (
 
 
 class Due(NamedTuple):
-    """Comparisons of log-probabilities (2 and 3 of ``SyncCanary``) that a check makes."""
+    """Comparisons of log-probabilities between engine and trainer that a check makes."""
 
     samples: bool
     scores: bool
 
 
 class SyncCanary(Callback):
-    """Stops the run when the rollout engine does not hold the current policy.
+    """Stops the run when the rollout engine does not hold the current policy, or holds it and does not use it.
 
     The checks run after training rollouts, before the update, and before batches of an evaluation:
 
     1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
        and its norms plus the current noise. The comparison is exact in every dtype, so it finds even the smallest
-       missing update. With vLLM, one row of each NVFP4 linear layer of the base is compared with the trainer's, too;
-       where engine and trainer share one copy of the base, its digest is compared with the digest at the start of the
-       run.
-    2. Samples under a probe adapter, less often. An engine may hold the right tensors and not use them: it may use
+       missing update. With vLLM, the weights of a 4-bit base are compared with the trainer's, too: one row of each
+       linear that vLLM holds dequantised and, where engine and trainer share one copy of a linear, the copy's digest
+       with that at the start of the run. Linears that vLLM holds in 4 bits in another order were compared when the
+       engine started. Experts and routers of mixtures of experts are compared as well.
+    2. Samples with a probe adapter, less often. An engine may hold the right tensors and not use them: it may use
        cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0,
-       log-probabilities cannot tell such policies apart. So a few tokens are sampled, a strong random adapter (the
-       probe adapter) is loaded, and tokens that are then sampled after the same prompts must have the log-probabilities
-       that the trainer's model has with the probe adapter. A validation before the first rollout has no such check: the
-       engine has had one policy only, so there are no prefixes of an older one, and the scores of check 3 show whether
-       the adapter is left out.
+       log-probabilities cannot tell such policies apart. So the engine samples after a text, gets a strong random
+       adapter (the probe adapter), and then samples after several beginnings of this text, one token each. The
+       log-probabilities of these tokens must be those that the trainer's model has with the probe adapter. A validation
+       before the first rollout has no such check: the engine has had one policy only, so there are no prefixes of an
+       older one, and check 3 shows whether the adapter is left out.
     3. Scores, still less often. Engine and trainer compute the log-probabilities of text from the run's prompts and
        completions, with and without the adapter. (This does not test the prefix cache, which vLLM does not use for
        scoring.)
 
     How far a correct engine may be from the trainer in checks 2 and 3 depends on the model and its dtype, so the
-    trainer measures it: it computes the same log-probabilities with other rounding errors, and an engine fails if it
-    differs from the trainer by more than ``tolerance`` and by more than ``comparison.MARGIN`` times as much as these
-    two computations differ. The strength of the probe adapter is found once, by the trainer alone: the adapter must
-    change log-probabilities far more than rounding errors do, without making the model chaotic. If no strength does so,
-    a warning says it, and check 2 is left out. The texts end with those tokens of the rollout's completions of which
-    the policy was least certain: an adapter hardly changes log-probabilities near 0, so after text that is nearly
-    certain rounding errors would be as large as what the adapter changes.
+    trainer measures it: it computes the log-probabilities a second time with random rounding errors added. An engine
+    fails if it differs from the trainer by more than ``tolerance`` and also by more than ``comparison.MARGIN`` times as
+    much as the trainer's two results differ.
+
+    The trainer finds the strength of the probe adapter alone, once: the adapter must change log-probabilities far more
+    than rounding errors do, without making the model chaotic. If no strength does so, check 2 is left out, with a
+    warning. The texts end with those tokens of the rollout's completions of which the policy was least certain. An
+    adapter hardly changes log-probabilities near 0, so in text of which the policy is nearly certain, the change would
+    be no larger than rounding errors.
 
     After the checks, the engine holds the run's adapter and noise again.
 
@@ -170,12 +173,13 @@ class SyncCanary(Callback):
         strength: float | None,
         among_ranks: bool = False,
     ) -> tuple[dict[str, Gap], float | None]:
-        """Run the checks that are due; returns the differences by check, and the strength of the probe adapter. Raises
-        CheckFailed if the engine is wrong.
+        """Compare the engine's checksums, and the log-probabilities that ``due`` names, with the trainer's. Returns the
+        differences of log-probabilities by the names of the comparisons, and the strength of the probe adapter.
+        CheckFailed: the engine does not hold or use the policy.
 
         ``noise`` is what the engine's norms should have, and ``rows`` are tokens of prompts or of prompts with
-        completions, from which the scored text is taken. ``strength`` is the probe adapter's: 0 means that none is
-        usable, None that it is not known yet, and will be found by this call if samples are to be compared.
+        completions, from which the scored text is taken. ``strength`` is the probe adapter's strength: 0 means that
+        none is usable; None that it is not known yet, and that this call has to find it if samples are to be compared.
         ``among_ranks`` says that all ranks make this call; they then agree on the lowest strength.
         """
         loop, policy = pl_module.loop, pl_module.policy
@@ -226,9 +230,9 @@ class SyncCanary(Callback):
 
 
 def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
-    """Find the ``LAST`` consecutive tokens of the completion of which the policy was least certain; returns the tokens
-    of prompt and completion up to the end of these, and the sum of these tokens' -log p in nats. A log-probability that
-    is not finite counts as 0."""
+    """Find the ``LAST`` consecutive tokens of a completion of which the policy was least certain, by the sum of their
+    -log p. Returns the tokens of the prompt and of the completion up to the end of these tokens, and the sum in nats. A
+    log-probability that is not finite counts as 0."""
     surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
     sums = list(accumulate(surprisals, initial=0.0))
     ends = range(min(LAST, len(sums) - 1), len(sums))
@@ -237,7 +241,8 @@ def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[i
 
 
 def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
-    """Return the scalars to log, by name: the gaps of those comparisons that are due."""
+    """Return, by name, the scalars to log: the differences of log-probabilities in the comparisons that ``due``
+    names."""
     values = {}
     if due.scores:
         scores = max((gaps[what] for what in (WITH_ADAPTER, WITHOUT_ADAPTER)), key=lambda gap: gap.excess)
@@ -250,15 +255,15 @@ def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
-    """Find the compute dtype in which adapter and noisy norms have the checksums ``held`` by the engine; None if there
-    is none, so that the engine holds other values."""
+    """Find the compute dtype in which the policy's adapter and its norms with noise have the checksums ``held`` that
+    the engine returned; None if there is none, so that the engine holds other values."""
     dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
     return next((dtype for dtype in dtypes if held == expected(policy, noise, dtype)), None)
 
 
 def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *, before: Mapping[str, int]) -> str:
-    """Describe how the checksums ``held`` by an engine differ from those of the policy with this noise. ``before`` are
-    the engine's checksums at the last check that passed; empty if none has passed."""
+    """Describe in words how the checksums ``held`` of an engine's tensors differ from those of the policy with this
+    noise. ``before`` are the engine's checksums at the last check that passed; empty if none has passed."""
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
     matrices = [name for name in wrong if ".lora_" in name]
@@ -285,7 +290,8 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
 
 
 def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, int]:
-    """Compute the checksums, by tensor name, of adapter and noisy norms in an engine with this compute dtype."""
+    """Compute the checksums, by tensor name, that adapter and norms with noise must have in an engine that computes in
+    ``dtype``."""
     adapter = policy.adapter_state()
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
     noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))

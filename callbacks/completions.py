@@ -31,10 +31,10 @@ class CompletionLogger(Callback):
             prediction are always written.
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
-        tokens_every: for one in this many written rollouts, a second file (``train-000010.safetensors``) holds for each
-            token its log-probability, entropy, difference between the log-probabilities of trainer and sampler and,
-            with a teacher, difference between those of teacher and trainer: ten or twelve bytes per token, for the page
-            of ``python -m qerl_pl report --html``. 0 writes none.
+        tokens_every: one in this many of the written rollouts also gets a file ``train-000010.safetensors``, for the
+            page of ``python -m qerl_pl report --html``. It has, for each token, its log-probability, the entropy, the
+            difference between the log-probabilities of trainer and sampler and, with a teacher, between those of
+            teacher and trainer: ten or twelve bytes per token. 0 writes none.
 
     Raises:
         ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
@@ -96,7 +96,7 @@ def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: U
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:
-    """Copy to the CPU each completion's tokens and their per-token values, such as log-probabilities (see
+    """Copy the sampled tokens of each completion to the CPU, with values of each token such as its log-probability (see
     ``RowTokens``)."""
     batch: Experience = move_data_to_device(update.experience, "cpu")
     logprobs, entropy = update.old_logprobs.cpu(), update.entropy.cpu()

@@ -1,4 +1,4 @@
-"""Log what speculation gains, and leave out drafts where they do not pay."""
+"""Log what speculative decoding gains, and turn it off where it does not pay."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from qerl_pl.rollout.vllm import VLLMEngine
 
 
 class DraftGuard(Callback):
-    """Logs ``speculation/*`` for each rollout, and turns drafts (guessed tokens) off where they do not pay: for those
-    numbers of concurrent sequences with which too few drafts were accepted in recent rollouts. This holds for the next
-    rollout, and for evaluations before it.
+    """Logs the drafted and accepted tokens of speculative decoding for each rollout (``speculation/*``), and turns
+    drafts off for numbers of concurrent sequences at which they do not pay, because too few were accepted in recent
+    rollouts. This holds for the next rollout, and for evaluations before it.
 
     Drafts are counted over all ranks, without those of evaluations and checks. The counts are in the checkpoint, so a
     resumed run decides as an uninterrupted one would (``qerl_pl/hopper/draft_guard.py`` has the rule). If the engine

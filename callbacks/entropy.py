@@ -11,7 +11,8 @@ from qerl_pl.module import QeRLModule
 
 
 class EntropyLogger(Callback):
-    """Logs the entropy of the trained policy over the sampled tokens, in nats, at the sampling temperature.
+    """Logs the entropy of the trained policy's distribution at the sampled tokens, in nats, at the sampling
+    temperature: mean and quantiles over the tokens of all ranks.
 
     The tokens are those of the completions that the update trains on, so groups that dynamic sampling dropped do not
     count.
@@ -42,8 +43,8 @@ class EntropyLogger(Callback):
         pl_module.log_dict({f"policy/entropy{name}": value for name, value in statistics.items()})
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Compute mean and quantiles of the entropies [T] of T tokens, keyed by the suffix of their logged names; empty
-        without tokens."""
+        """Compute the mean and the quantiles of the entropies [T] at T tokens. The keys of the result are suffixes of
+        the names under which the values are logged; it is empty without tokens."""
         if not len(entropy):
             return {}
         ordered = entropy.sort().values

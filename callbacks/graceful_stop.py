@@ -73,10 +73,11 @@ class GracefulStop(Callback):
 
 
 def end_if_terminated(trainer: Trainer) -> None:
-    """Raise Lightning's SIGTERMException on all ranks if any rank has received a SIGTERM. Every rank must call this.
+    """Raise Lightning's SIGTERMException on all ranks if any rank has received a SIGTERM. Every rank must call this
+    function.
 
-    Before training starts, where GracefulStop installs its own handler, Lightning's handler only sets
-    ``trainer.received_sigterm``.
+    Call it before training starts: until then, Lightning's handler of SIGTERM only sets ``trainer.received_sigterm``,
+    and does not end the run. GracefulStop installs its own handler when training starts.
     """
     if trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False):
         rank_zero_info("stopped by SIGTERM before the first step")

@@ -22,9 +22,9 @@ class GradientGuard(Callback):
     recent steps.
 
     The step is not taken, so adapter, optimizer and learning rate schedule keep their state. ``last.ckpt`` is from
-    before this step, and the prompts and completions of the rollout are written to ``RUN/faults``. A loss that is not
-    finite is caught too, by its gradient. Steps without a gradient, because all completions of each prompt earned the
-    same reward, do not count.
+    before this step, and the prompts and completions of the rollout are written to the folder ``faults`` in the run's
+    folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps without a gradient,
+    because all completions of each prompt earned the same reward, do not count.
 
     Args:
         max_ratio: the run stops if the gradient norm before clipping exceeds its median over recent steps by this

@@ -23,7 +23,7 @@ PENDING = "pending.ckpt"
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keeps ``last.ckpt`` and the checkpoint before it, ``previous.ckpt``.
+    """Keeps the newest complete checkpoint, ``last.ckpt``, and the one before it, ``previous.ckpt``.
 
     A checkpoint is written at the end of a step and renamed to ``last.ckpt`` when the next step begins. By then the
     step's scalars are on disk and its validation is over; if the validation has changed the state of a callback, such
@@ -31,10 +31,10 @@ class LastCheckpoint(ModelCheckpoint):
     are complete, and repeats the steps after it.
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
-    while it is being written are not saved, so that training does not wait for the disk. With such checkpoints, a
-    killed run repeats at most two steps more than fit into the time of two writes. A run that fails with an error
-    repeats at most half as many, because it waits for the write in progress. Only a checkpoint that is written again
-    after a validation waits for the disk.
+    while it is being written are not saved, so that training does not wait for the disk. A killed run then repeats at
+    most two steps more than fit into the time of two writes. A run that fails with an error repeats at most half as
+    many, because it waits for the write in progress. Only a checkpoint that is written again after a validation waits
+    for the disk.
 
     Args:
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is
@@ -181,6 +181,7 @@ def _writer(trainer: Trainer) -> SafeCheckpointIO | None:
 
 
 def _is_writing(trainer: Trainer) -> bool:
-    """Tell on all ranks whether rank 0 is still writing the previous checkpoint in the background. Collective."""
+    """Return, on every rank, whether rank 0 is still writing the previous checkpoint in the background. Every rank must
+    call this function."""
     writer = _writer(trainer)
     return writer is not None and trainer.strategy.broadcast(not writer.is_written())

@@ -1,4 +1,4 @@
-"""Split the difference between the trainer's and the sampler's log-probabilities of sampled tokens into parts by
+"""Split the difference between the trainer's and the sampler's log-probabilities of sampled tokens into terms by
 cause."""
 
 from functools import partial
@@ -25,7 +25,8 @@ from qerl_pl.training.metrics import gap
 
 
 class MismatchLedger(Callback):
-    """Splits log(trainer / sampler) at sampled tokens into its causes, on some rows of some rollouts.
+    """Logs the causes of the difference between the trainer's and the sampler's log-probabilities of sampled tokens, as
+    one term for each cause, on some completions of some rollouts.
 
     ============ ============================================= =========================================================
     routing      trainer with sampler's experts - without      experts that the trainer's routers would not have chosen
@@ -35,14 +36,18 @@ class MismatchLedger(Callback):
     staleness    trainer after its updates - before            how far the policy has moved since the rollout
     ============ ============================================= =========================================================
 
-    The second column says which log-probabilities are subtracted: of the same tokens, in nats, at temperature 1,
-    because engines score at temperature 1. "Reported by the engine" are those that it returned when it sampled. They
-    are at the sampling temperature, so "decode" is left out unless that is 1; if it is 1, all differences but the last
-    add up to that between trainer and sampler. "routing" is for mixtures of experts, and left out unless training uses
-    the experts that the sampler chose (``model.router_replay``). Each difference is logged as
-    ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see ``qerl_pl.objective.correction.Mismatch``) over the
-    rows of all ranks. The engine scores the rows before the update, without and with the rollout's noise, and has this
-    noise again afterwards.
+    The first column is the cause's name. The second says which log-probabilities of the tokens are subtracted, in nats,
+    at temperature 1, because engines score at temperature 1; "with clean norms" means without the noise on norm
+    weights. The third says what makes them differ.
+
+    "Reported by the engine" are the log-probabilities that the engine returned when it sampled. They are at the
+    sampling temperature, so "decode" is left out unless this is 1; if it is 1, all terms but the last add up to the
+    difference between trainer and sampler. "routing" is for mixtures of experts, and is left out unless training uses
+    the experts that the sampler chose (``model.router_replay``).
+
+    Each term is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see
+    ``qerl_pl.objective.correction.Mismatch``) over the completions of all ranks. The engine scores the completions
+    before the update, without and with the rollout's noise, and has this noise again afterwards.
 
     Args:
         num_rows: number of completions scored per measured rollout, spread evenly over it and over the ranks; at least
@@ -119,9 +124,10 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose evenly spread rows of this rank to score, as many as its share of the limits allows but at least one, and
-    return their indices. ``num_rows`` and ``max_tokens`` are limits for all ranks together, ``lengths`` [B] the number
-    of tokens of each row of this rank."""
+    """Choose evenly spread completions of this rank to score, as many as its share of the limits allows but at least
+    one, and return their indices. ``num_rows`` and ``max_tokens`` limit the completions, and the tokens of these with
+    their prompts, of all ranks together; ``lengths`` [B] has the number of tokens of each completion of this rank with
+    its prompt."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
     return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])
@@ -132,8 +138,8 @@ def trainer_logprobs(
     policy: Policy, tokens: Tensor, sampled: Tensor, routes: Tensor | None = None, *, micro_batch_tokens: int
 ) -> Tensor:
     """Compute the policy's log-probabilities of sampled tokens at temperature 1; returns [B, S] fp32 in nats, 0 at
-    other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] bool must not be True in column 0; ``routes``
-    [B, S, L, k] are experts to use, None: the routers choose."""
+    other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] is True for sampled tokens, never in column 0.
+    ``routes`` [B, S, L, k] are the experts to use in L mixtures of experts; None: the routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     # Only tokens up to a row's last sampled one count towards the limit.
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
@@ -146,8 +152,9 @@ def trainer_logprobs(
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Compute the engine's log-probabilities at temperature 1, with the adapter and noise that it holds, of
-    right-padded tokens [B, S] with ``lengths`` [B]; returns [B, S] fp32 in nats, 0 at first tokens and in padding."""
+    """Compute the log-probabilities of all tokens by a rollout engine at temperature 1, with the adapter and noise that
+    it holds. ``tokens`` [B, S] are right-padded rows with ``lengths`` [B] tokens; returns [B, S] fp32 in nats, 0 for
+    the first token of a row and in padding."""
     logprobs = torch.zeros(tokens.shape)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):

@@ -17,7 +17,8 @@ from qerl_pl.results.curves import SURPRISAL, read_curves
 
 
 class MatchedTemperature(Callback):
-    """Sets the sampling temperature of each rollout so that its entropy follows a curve, e.g. that of runs with noise.
+    """Sets the sampling temperature of each rollout so that the entropy follows a given curve, for example that of runs
+    with noise on the weights (AQN).
 
     Noise raises the entropy of rollouts. A run without noise whose temperature gives the same entropy shows which other
     effects noise has. The curve holds values of ``rollout/surprisal``: the mean -log p of the sampled tokens under the
@@ -28,14 +29,14 @@ class MatchedTemperature(Callback):
     Args:
         curve: folder of a run, whose ``rollout/surprisal`` is followed, or a JSON file with a list of nats per token,
             one per rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml
-            --analyse`` writes one such file per arm, analysis/surprisal/ARM.json.
+            --analyse`` writes a JSON file of this kind per arm, analysis/surprisal/ARM.json.
         gain: gain in the formula above; with a higher one, the entropy comes back to the curve faster.
-        limits: lowest and highest temperature that is set. When the formula first gives a temperature outside, a
-            warning says so, and the nearer limit is set.
+        limits: lowest and highest temperature that is set. If the formula gives a temperature outside, the nearer limit
+            is set, the first time with a warning.
 
     Raises:
-        ValueError: a setting is out of its range; or, when training starts, ``curve`` is neither such a folder nor such
-            a file.
+        ValueError: a setting is out of its range; or, when training starts, ``curve`` does not exist or does not hold a
+            curve.
 
     Example:
         trainer:

@@ -16,13 +16,13 @@ GIB = 2**30
 
 
 class MemoryReport(Callback):
-    """Logs the GPU memory used, ``memory/{rollout,train,peak}_gib``, and that of the plan by which the run chose its
-    batch sizes, ``memory/predicted_{rollout,train,peak}_gib``.
+    """Logs the GPU memory that the run uses, ``memory/{rollout,train,peak}_gib``, and the memory that was predicted
+    when the run chose its batch sizes, ``memory/predicted_{rollout,train,peak}_gib``.
 
     The measured value is what the driver reports as used on the device, minus what other processes used when the run
     began. It is read when a rollout is complete, with the engine awake, and after the updates. torch does not give
     memory back to the driver after a forward or backward pass, so both readings include the peaks of earlier passes.
-    With several ranks, the rank that uses most is logged. Without a GPU there is no plan, and nothing is logged.
+    With several ranks, the rank that uses most is logged. Without a GPU there is no prediction, and nothing is logged.
     """
 
     def __init__(self) -> None:

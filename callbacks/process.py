@@ -20,7 +20,7 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock(Callback):
-    """Holds a lock on the run's folder during training, and refuses a folder in which another process trains.
+    """Holds a lock on the run's folder during training, so that no second process can train in it.
 
     The operating system frees the lock when the process ends, however it ends. ``train.py`` adds this callback to every
     run.
@@ -70,8 +70,8 @@ class RunLock(Callback):
 class CloseEngine(Callback):
     """Closes the rollout engine of a run that fails, so that a notebook gets its memory back.
 
-    Lightning calls ``teardown`` only for runs that end without an error. If closing the engine fails too, a warning
-    says so, and the user still sees the error that ended the run.
+    This is needed because Lightning calls the hook ``teardown`` only for runs that end without an error. If closing the
+    engine fails too, a warning says so, and the user still sees the error that ended the run.
     """
 
     @override
@@ -83,10 +83,11 @@ class CloseEngine(Callback):
 
 
 class StopTogether(Callback):
-    """Ends this run's other processes on this machine when rank 0 fails; otherwise they would wait for rank 0 until a
+    """Ends a run's other processes on this machine when rank 0 fails; otherwise they would wait for rank 0 until a
     time-out.
 
-    When another rank fails, Lightning ends its child processes, and torchrun and SLURM end all processes of a job.
+    Other failures need no callback: when another rank fails, Lightning ends its child processes, and torchrun and SLURM
+    end all processes of a job.
     """
 
     @override

@@ -26,12 +26,13 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix
 class Progress(Callback):
     """Shows how many rollouts are done, the remaining time, reward and entropy.
 
-    On a terminal it updates one line, and a second one during validation; messages of the program are printed above
-    them. In a job's log or a file it prints one line per rollout, and further lines while the first rollout or a
-    validation lasts. The reward is the mean over rank 0's completions. The remaining time is computed from the mean
-    time per rollout, validations included, since this process started to train. Each validation leaves a line with its
-    reward and accuracy, and a complete run ends with the command that shows its curves. Lightning's own bar counts
-    epochs and optimizer steps, so configs/base.yaml turns it off (``trainer.enable_progress_bar``).
+    On a terminal, one line is updated, and a second one during validation; messages of the program are printed above
+    them. In a job's log or a file there is one line per rollout, with seconds instead of entropy, and further lines
+    while the first rollout or a validation lasts. The reward is the mean over rank 0's completions. The remaining time
+    is computed from the mean time per rollout, validations included, since this process started to train. Each
+    validation leaves a line with its reward and accuracy, and a complete run ends with the command that shows its
+    curves. Lightning's own bar counts epochs and optimizer steps, so configs/base.yaml turns it off
+    (``trainer.enable_progress_bar``).
 
     Args:
         every: rollouts from one line to the next if the output is no terminal. The last rollout always has a line.

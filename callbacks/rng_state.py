@@ -12,12 +12,13 @@ from qerl_pl.common import ranks
 
 
 class RNGState(Callback):
-    """Saves the global random states of Python, NumPy and torch with each checkpoint and restores them.
+    """Saves the global random states of Python, NumPy and torch with each checkpoint, and restores them when a run
+    resumes.
 
     Lightning's checkpoints hold no random state, and resuming seeds the generators again, so a resumed run would repeat
-    the random numbers of its first steps. The program itself seeds its own generators and does not depend on these
-    states; rewards and other code may. Each rank has its own states; a rank for which the checkpoint holds none,
-    because the run had fewer ranks, keeps the states that it started with.
+    the random numbers of its first steps. The trainer uses generators of its own and does not depend on the global
+    states, but rewards and other code may. Each rank has its own states. If the checkpoint holds none for a rank,
+    because the run had fewer ranks, the rank keeps the states that it started with.
     """
 
     def __init__(self) -> None:

@@ -37,25 +37,26 @@ from qerl_pl.training.metrics import gap
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has the gaps of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
-# multiples of GAP_FLOOR below which a gap is no jump: a mean over one row varies more than one over a rollout, and
-# logits vary more than log-probabilities
+# For each kind of gap, the multiple of GAP_FLOOR below which it never counts as a jump: a mean over one row varies more
+# than a mean over a rollout, and logits vary more than log-probabilities.
 FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
-# factor of max_jump for each kind of gap: from rollout to rollout, gaps of single rows vary most, gaps of logits least
+# For each kind of gap, the factor by which the setting max_jump is multiplied: from rollout to rollout, gaps of single
+# rows vary most, and gaps of logits least.
 JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
-FIRST = 2.0  # factor of the limits while most gaps in a median are estimates from the trainer's rounding errors
+FIRST = 2.0  # factor of the limits while most values in a median are estimates from the trainer's rounding errors
 KINDS = (*FLOORS, "far_share")
-# Names under which differences between the engine's and the trainer's log-probabilities are logged: of the few rows for
-# which the trainer computes them before the update, with the noise on norms that the engine had; and of all rows, with
-# the log-probabilities that the update computes anyway, without noise.
+# Names under which differences between the engine's and the trainer's log-probabilities are logged. OF_THE_CHOSEN: of a
+# few rows, for which the trainer computes log-probabilities before the update, with the noise on norms that the engine
+# had. OF_ALL: of all rows, with the log-probabilities that the update computes anyway, without noise.
 OF_THE_CHOSEN = {kind: f"evidence/{kind}" for kind in KINDS}
 OF_ALL = {kind: f"evidence/{kind}_of_all" for kind in KINDS}
-PART_OF = {  # names under which the parts of other policies' effects in the engine's errors are logged
+PART_OF = {  # names under which is logged which fraction of another policy's effect the engine's errors contain
     WITHOUT_ADAPTER: "evidence/part_without_adapter",
     OF_BEFORE: "evidence/part_of_rollout_before",
     WITHOUT_NOISE: "evidence/part_without_noise",
 }
-AMBIGUOUS = 5.0  # nats; other policies with evidence less than this below the largest are named, too
+AMBIGUOUS = 5.0  # nats; policies whose evidence is less than this below the largest are named in the message, too
 ADVICE = (
     "tokens or log-probabilities were altered, or come from another policy. If engine and trainer are correct, raise "
     "RolloutEvidence.max_gap or max_jump"
@@ -63,9 +64,9 @@ ADVICE = (
 
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
-    """Compute the gaps between the log-probabilities of trainer and ``other``, such as the sampler, over the tokens of
-    all ranks; returns them by name (``KINDS``). The arguments are for this rank's N tokens: log-probabilities in nats,
-    [N] fp64, and the row of each token, [N] int64. Every rank must call this."""
+    """Compute the gaps between the log-probabilities of the trainer and of ``other``, such as the sampler, over the
+    tokens of all ranks, by name (``KINDS``). The arguments are for this rank's N tokens: log-probabilities in nats, [N]
+    fp64, and the index of each token's completion, [N] int64. Every rank must call this function."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
@@ -84,18 +85,19 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent draws from the current policy.
 
-    In rollouts chosen by ``every``, before the update, randomly chosen rows of up to ``max_tokens`` tokens go through
-    the trainer's model once, with the noise of the rollout. The run stops
+    A row is a prompt with one completion, a group has all completions of a prompt, and the sampler is the rollout
+    engine. In rollouts chosen by ``every``, before the update, randomly chosen rows of up to ``max_tokens`` tokens go
+    through the trainer's model once, with the noise of the rollout. The run stops
 
     - if ``evidence/gap``, the mean of |log p of the trainer - log p of the sampler| over tokens, in nats, exceeds
       ``max_gap`` or ``max_jump`` times its median over recent rollouts (a warning comes above ``warn_jump`` times this
       median): tokens or log-probabilities were altered or come from another policy. A less certain policy, or noise,
       also increases the gap, but then the trainer's own rounding errors increase as much. These are therefore measured
       before the run stops, and an increase that they explain does not count;
-    - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own recent
-      median, so that a few wrong rows do not vanish among many;
+    - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own median
+      over recent rollouts. It shows a few wrong rows, which hardly change a mean over many;
     - if ``evidence/logit_gap``, the gap converted to a difference of logits, which depends little on how certain the
-      policy is, exceeds 0.8 times ``max_jump`` times its own recent median;
+      policy is, exceeds 0.8 times ``max_jump`` times its own median over recent rollouts;
     - if ``evidence/far_share``, the share of tokens whose probabilities in trainer and sampler differ by more than a
       factor of 8, exceeds 1/256;
     - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
@@ -103,49 +105,50 @@ class RolloutEvidence(Callback):
       end tokens more or less often, random tokens);
     - with vLLM on a GPU, whose random numbers the trainer can compute again, if these numbers would have given other
       tokens (``evidence/other_draws``). This finds completions of other prompts than the engine was given, even if one
-      token of the prompt is wrong, completions that were chosen among several, and tokens that were changed after
+      token of the prompt is wrong, completions that were selected among several, and tokens that were changed after
       sampling. ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to change for the
       numbers to give the sampled token; tokens with a probability above 0.97, which nearly any numbers give, are left
       out. In a correct run the margins are about as large as the gap;
-    - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled without the adapter, with the
-      adapter of the rollout before or, in rollouts with noise, without the noise (``evidence/other_policy``). These
-      policies are found even where they change a token's log-probability less than rounding errors do, because the
-      engine's errors then go the same way as the change (``qerl_pl.policy.other_policy``). ``evidence/part_*`` say
-      which part of the change the errors of all rows contain, 1 if all were sampled with the other policy. For each of
-      these policies two more passes are made with rows of up to ``policy_tokens`` tokens. The adapter of the rollout
-      before is kept in host memory and, so that a resumed run makes the same tests, in checkpoints.
+    - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled with another policy
+      (``evidence/other_policy``): without the adapter, with the adapter of the previous rollout or, in rollouts with
+      noise, without the noise. These policies are found even where they change a token's log-probability less than
+      rounding errors do, because the engine's errors then go the same way as the change
+      (``qerl_pl.policy.other_policy``). ``evidence/part_*`` is the fraction of the change that the errors of all rows
+      contain, 1 if all were sampled with the other policy. For each of these policies two more passes are made with
+      rows of up to ``policy_tokens`` tokens. The adapter of the previous rollout is kept in host memory and, so that a
+      resumed run makes the same tests, in checkpoints.
 
     In every rollout, all completions are tested as well. The run stops
 
     - if completions of the same prompt, in this and earlier rollouts, are equal more often than independent draws would
       be, as with a seed that does not change, or less often (``evidence/copies``);
-    - if the engine chooses among completions by length or reward (``evidence/branches``): where completions of a group
-      part, the later ones take the branch of a short, long, good or bad completion more often than its
+    - if the engine selects completions by length or reward (``evidence/branches``): where a completion begins like
+      earlier ones of its group, its next token is that of a short, long, good or bad completion more often than its
       log-probabilities say;
     - if the length or mean log-probability of a completion depends on its position in the group (``evidence/order``),
-      as when the engine sorts or chooses completions, or samples some with another policy;
+      as when the engine sorts or selects completions, or samples some with another policy;
     - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
       the sampler's by the limits above. The checkpoint of the step before is kept. In rollouts with noise, which these
       log-probabilities of the trainer do not have, and with ``lora.dropout``, the gaps of all rows are only logged.
 
     A warning tells if length or its spread, share of finished completions, reward or share of distinct completions
-    differs from the rollout before by more than chance explains; the run goes on, because a policy may change so fast.
-    Another warning tells what to do if for several rollouts no group had completions with different rewards.
+    differs from the previous rollout by more than chance explains; the run goes on, because a policy may change so
+    fast. Another warning tells what to do if for several rollouts no group had completions with different rewards.
 
-    The tests of sampling, draws, policies, copies, branches and order compute log likelihood ratios in nats, which
-    accumulate over rollouts (``qerl_pl.policy.evidence``), so a fault that one rollout does not show is found after
-    several. If a policy is nearly certain of every token, its completions are nearly equal however they are sampled,
-    and the tests find little.
+    The six tests whose names in the log are other_sampling, other_draws, other_policy, copies, branches and order
+    compute log-likelihood ratios in nats, which accumulate over rollouts (``qerl_pl.policy.evidence``), so a fault that
+    one rollout does not show is found after several. If a policy is nearly certain of every token, its completions are
+    nearly equal however they are sampled, and the tests find little.
 
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
             ranks; each rank may exceed its share by at most one row. Of equal rows, one goes through the model.
         false_alarm: bound on the probability per rollout that a correct run is stopped by one of the six tests with
-            likelihood ratios (for any model and any numerical difference between trainer and engine, with two
-            exceptions: the test of other policies supposes that rounding errors favour another policy as often as not,
-            and the test of draws that errors of logits are seldom above 2 nats), or warned of by one of the
-            numbers that are compared with the rollout before (if there are enough groups for means to be normally
-            distributed).
+            likelihood ratios, or warned of by one of the numbers that are compared with the previous rollout (if there
+            are enough groups for means to be normally distributed). For the tests, the bound holds for any model and
+            any numerical difference between trainer and engine, with two exceptions: the test of other policies
+            supposes that rounding errors favour another policy as often as not, and the test of draws that errors of
+            logits are seldom above 2 nats.
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
         max_jump: multiple of the median gap of recent rollouts above which the run stops; the first two rollouts may
             have twice this multiple. null: no multiple stops it.
@@ -155,9 +158,9 @@ class RolloutEvidence(Callback):
             after which there is a warning.
         remembered: number of most recent completions with which new completions are compared to find copies.
         every: rollouts from one pass through the trainer's model to the next; the first four of a run all have one.
-        policy_tokens: limit on the tokens of each pass with another policy, as ``max_tokens``, of which they are a
-            part; 0: other policies are not tested. That is the default, because too few rollouts of pretrained models
-            have been measured with this test so far (``docs/correctness.md``).
+        policy_tokens: limit on the tokens of each pass with another policy, over all ranks; the rows are some of those
+            that ``max_tokens`` limits. 0: other policies are not tested. That is the default, because too few rollouts
+            of pretrained models have been measured with this test so far (``docs/correctness.md``).
 
     Raises:
         ValueError: a value is out of range.
@@ -229,7 +232,8 @@ class RolloutEvidence(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        """Compare the trainer's log-probabilities of all rows, from before the update, with the sampler's."""
+        """Compare the log-probabilities of all completions that the trainer computed before the update with the
+        sampler's."""
         update, sampled = outputs["update"], outputs["update"].experience.sampled
         rows = torch.arange(len(sampled), device=sampled.device).unsqueeze(1).expand(sampled.shape)[sampled]
         trainer_logprobs = update.old_logprobs[sampled].double().cpu()
@@ -238,8 +242,7 @@ class RolloutEvidence(Callback):
         self._check_gaps(gaps, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout before the update; raises CheckFailed if its completions are no independent draws from the
-        policy."""
+        """Check a rollout before the update. CheckFailed: its completions are no independent draws from the policy."""
         index, batch = pl_module.rollout_index, rollout.sampled
         self._check_order(pl_module, batch)
         self._check_copies(pl_module, batch)
@@ -371,9 +374,9 @@ class RolloutEvidence(Callback):
         self._seen = seen[max(0, len(seen) - self.remembered) :]
 
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
-        """Add a rollout's log likelihood ratios (of a fault over independent draws) to the running sums of the test
-        ``name``, and bound the probability, per rollout, that a correct run reaches such sums. Returns the bound in
-        words; None if it is not below ``false_alarm``."""
+        """Add a rollout's log-likelihood ratios (of faults to independent draws, in nats) to the running sums of the
+        test ``name``, and bound the probability, per rollout, that a correct run reaches such sums. Returns the bound
+        in words if it is below the setting ``false_alarm``, else None."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])
@@ -390,8 +393,8 @@ class RolloutEvidence(Callback):
         *,
         index: int,
     ) -> None:
-        """Log the gaps under the names that ``names`` has for each of ``KINDS``; raises CheckFailed if a gap exceeds
-        its limit."""
+        """Log the gaps (differences between the log-probabilities of trainer and sampler, see ``KINDS``) under the
+        names that ``names`` has for them. CheckFailed: a gap exceeds its limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and (pl_module.settings.lora.dropout > 0 or pl_module.norm_noise.sigma > 0):
             return  # the update computes log-probabilities with dropout and without noise, the engine the other way
@@ -414,8 +417,8 @@ class RolloutEvidence(Callback):
                 raise CheckFailed(f"{differ}, more than {limit:.2g}: {ADVICE}")
             history = self._gaps.get(name, [])
             ratio, sigmas = jump(value, history, floor=floor)
-            # With fewer measured gaps, most of the history consists of estimates from the trainer's rounding errors,
-            # which may be smaller or larger than gaps.
+            # If fewer gaps have been measured, most of the history consists of estimates from the trainer's rounding
+            # errors, which may be smaller or larger than gaps.
             known = len(history) >= min(4, self.window)
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 if not rounding:  # gaps that the trainer's own rounding errors cause in some completions
@@ -433,8 +436,8 @@ class RolloutEvidence(Callback):
             self._gaps[name] = [*history, value][-self.window :]
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
-        """Warn if the means over groups (of length, reward and so on) differ from the rollout before by more than
-        chance explains."""
+        """Warn if means over groups, of length, reward and so on, differ from the previous rollout by more than chance
+        explains."""
         numbers: defaultdict[str, list[float]] = defaultdict(list)
         for part in ranks.gather_values(batch.group_numbers()):
             for name, values in part.items():

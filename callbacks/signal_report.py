@@ -1,4 +1,5 @@
-"""Say, at the end of training, how many groups had different rewards, and what each reward gave."""
+"""Print, at the end of training, how many groups of completions had different rewards, and which scores each reward
+gave."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,10 @@ class Scores:
 
 
 def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
-    """Return a sentence on how many of the ``groups`` had a signal, that is, an advantage other than 0. Of the ``rows``
-    completions of all groups, ``unscored`` could not be scored by a reward with a weight, and ``cut_off`` others were
-    left out of the loss because they ended at max_tokens."""
+    """Return a sentence that says how many of the ``groups`` of completions had a signal (``with_signal``), that is, an
+    advantage other than 0, and if none had, why. Of the ``rows`` completions of all groups, ``unscored`` could not be
+    scored by a reward with a weight, and ``cut_off`` others were left out of the loss because they ended at
+    max_tokens."""
     if with_signal:
         return f"signal: {with_signal} of {groups} groups had one: their completions earned different rewards"
     left_out = [f"{unscored} could not be scored"] if unscored else []
@@ -59,11 +61,12 @@ def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut
 
 
 class SignalReport(Callback):
-    """Prints two lines when training ends: how many groups had a signal, and the scores of each reward.
+    """Prints two lines when training ends: how many groups (the completions of one prompt) had a signal, and the scores
+    of each reward.
 
-    A group has a signal if one of its completions has an advantage other than 0 in the loss. Both lines count the
-    rollouts since this process started, and only the groups that rank 0 sampled. The command line adds this callback to
-    every run.
+    A group has a signal if one of its completions has an advantage other than 0 in the loss, so that the policy can
+    learn from it. Both lines count the rollouts since this process started, and only the groups that rank 0 sampled.
+    The command line adds this callback to every run.
     """
 
     def __init__(self) -> None:

@@ -14,16 +14,16 @@ from qerl_pl.module import QeRLModule
 
 class RolloutStatistics(Callback):
     """Logs statistics of each rollout: rewards (each, and their weighted sum), lengths, share of truncated completions,
-    number of unscored rows by cause, and number of groups whose rewards differ.
+    number of completions without a score by cause, and share of groups whose rewards differ.
 
     ``rollout/surprisal`` is the mean of -log p of the sampled tokens under the policy that sampled them, in nats. It
     estimates the entropy of the sampling policy, including noise; ``policy/entropy`` is the entropy without noise.
 
-    Numbers that a reward logs by the function ``log_metric``, which it gets as in TRL, are logged as ``reward/NAME``,
-    averaged over calls and ranks.
+    A reward may log numbers by the function ``log_metric``, which it gets as an argument, as in TRL. They are logged as
+    ``reward/NAME``, averaged over calls and ranks.
 
-    The statistics cover the rows of all ranks, including groups that dynamic sampling dropped. A statistic that a
-    rollout does not define, such as the mean of a reward that scored no row, is not logged for that rollout.
+    The statistics cover the completions of all ranks, including groups that dynamic sampling dropped. A statistic that
+    a rollout does not define, such as the mean of a reward that scored no completion, is not logged for that rollout.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,8 @@ class RolloutStatistics(Callback):
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, Tensor]:
-    """Compute mean and unbiased standard deviation of N finite rewards in fp64. The keys are suffixes of the logged
-    names: "" for the mean, left out without rewards, and "_std", left out with fewer than two."""
+    """Compute the mean and the unbiased standard deviation of N finite rewards in fp64. The keys are suffixes of the
+    names under which they are logged: "" for the mean, left out without rewards, and "_std", left out with fewer than
+    two."""
     values = rewards.double()
     return ({"": values.mean()} if len(values) else {}) | ({"_std": values.std()} if len(values) > 1 else {})

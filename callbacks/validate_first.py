@@ -10,8 +10,8 @@ from callbacks.graceful_stop import end_if_terminated
 
 
 class ValidateFirst(Callback):
-    """Validates when a fresh run starts, and after the last step even if no validation is due there by
-    trainer.val_check_interval.
+    """Runs a validation when a fresh run starts and after the last step, even if ``trainer.val_check_interval`` does
+    not ask for one there.
 
     A SIGTERM before the first validation, or while the rollout engine starts for it, ends the run without a validation.
     """
