@@ -110,3 +110,6 @@ class SampleByKeys(Callback):
 
     def teardown(self, *_: Any, **__: Any) -> None:
         self._entered.close()
+
+    def on_exception(self, *_: Any) -> None:
+        self._entered.close()
