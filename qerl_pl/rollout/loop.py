@@ -152,8 +152,9 @@ class RolloutLoop:
         """Sample completions of prompts with the engine's current adapter and noise, and score them. The rule
         ``baseline`` computes the advantages that decide which groups have a signal, that is, can change the policy
         (``ScoredBatch.of``); the default also supports groups of one completion."""
-        seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
-        seeds = seeds if any(prompt.copy for prompt in prompts) else seed
+        seeds: int | list[int] = seed
+        if any(prompt.copy for prompt in prompts):
+            seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]
         with watch.phase("rollout"):
             tokens = [prompt.tokens for prompt in prompts]
             groups = self.engine.generate(tokens, sampling, seeds)
