@@ -1,7 +1,6 @@
 """Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the rollout
 engine."""
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
+from qerl_pl.common.types import Completion
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
 from qerl_pl.policy.margins import draw_evidence, is_audited
@@ -69,12 +69,12 @@ def measure_some(
     generator = torch.Generator().manual_seed(seed)
     limit, places, which, total = max_tokens / ranks.num_ranks(), [], [], 0
     distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # equal rows are computed once
-    experts: list[Tensor] = []  # of distinct rows, if training replays them
+    firsts: list[Completion] = []  # the first completion of each distinct row
     for row in torch.randperm(len(batch.completions), generator=generator).tolist():
         both = (batch.prompts[row].tokens, batch.completions[row].tokens)
-        total += 0 if both in distinct else len(both[0]) + len(both[1])
-        if both not in distinct and (routes := batch.completions[row].routes) is not None:
-            experts.append(routes)
+        if both not in distinct:
+            firsts.append(batch.completions[row])
+            total += len(both[0]) + len(both[1])
         places.append(row)
         which.append(distinct.setdefault(both, len(distinct)))
         if total >= limit:
@@ -86,8 +86,9 @@ def measure_some(
     sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
     logprobs_of = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
     shaken_of = logprobs_of[..., :1].clone()
-    firsts = [batch.completions[places[which.index(row)]].seed for row in range(len(distinct))]
-    seeds = None if None in firsts else torch.tensor(firsts, dtype=torch.int64)
+    experts = [first.routes for first in firsts if first.routes is not None]  # none unless training replays them
+    keys = [first.seed for first in firsts if first.seed is not None]
+    seeds = torch.tensor(keys, dtype=torch.int64) if len(keys) == len(firsts) else None
     margins_of = torch.zeros(tokens.shape)
     device = policy.causal_lm.device
     with trainers_engine(policy, noise, max_model_len=max_model_len) as oracle:
@@ -96,18 +97,18 @@ def measure_some(
             mask = sampled[rows, :width]
             given = padded_routes([experts[row].to(device) for row in rows] if experts else [])
             row, column = mask.nonzero(as_tuple=True)
-            for values in (logprobs_of, shaken_of)[: 1 + other_rounding]:
-                with nullcontext() if values is logprobs_of else shaken(policy.causal_lm, policy.dtype, seed=seed):
-                    logprobs, margins = oracle.sampled_as(
-                        tokens[rows, :width].to(device),
-                        mask.to(device),
-                        temperature=temperature,
-                        routes=given,
-                        seeds=None if seeds is None or values is shaken_of else seeds[rows].to(device),
-                    )
-                values[rows[row], column] = logprobs[:, : values.shape[-1]].double().cpu()
-                if values is logprobs_of:
-                    margins_of[rows[row], column] = margins.cpu()
+            inputs, how = (
+                (tokens[rows, :width].to(device), mask.to(device)),
+                {"temperature": temperature, "routes": given},
+            )
+            seeds_of_rows = None if seeds is None else seeds[rows].to(device)
+            logprobs, margins = oracle.sampled_as(*inputs, **how, seeds=seeds_of_rows)
+            logprobs_of[rows[row], column] = logprobs.double().cpu()
+            margins_of[rows[row], column] = margins.cpu()
+            if other_rounding:
+                with shaken(policy.causal_lm, policy.dtype, seed=seed):
+                    logprobs, _ = oracle.sampled_as(*inputs, **how)
+                shaken_of[rows[row], column] = logprobs[:, :1].double().cpu()
     chosen = [batch.completions[row] for row in places]
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
     rows = torch.arange(len(chosen)).repeat_interleave(lengths[which])
@@ -117,8 +118,9 @@ def measure_some(
     trainer, shaken_ones = (
         torch.cat([values[place, sampled[place], 0] for place in which]) for values in (logprobs_of, shaken_of)
     )
-    audited = sampled & is_audited(logprobs_of[..., 0]) & (seeds is not None)
-    drawn = torch.where(audited, draw_evidence(margins_of, logprobs_of[..., 0]), 0.0).sum(dim=1)
+    # Outside of the completions log-probabilities are 0, so nothing there is audited.
+    audited = is_audited(logprobs_of[..., 0]) & (seeds is not None)
+    drawn = (audited * draw_evidence(margins_of, logprobs_of[..., 0])).sum(dim=1)
     draws = torch.tensor(ranks.gather_values(in_shares(drawn[None]).tolist()), dtype=torch.float64).sum(dim=0)
     others = shaken_ones if other_rounding else sampler[:0]
     return Measured(trainer, sampler, others, rows, evidence, places, margins_of[audited], draws)
