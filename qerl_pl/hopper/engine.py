@@ -1,7 +1,7 @@
 """Functions that the vLLM engine calls through ``qerl_pl.native``."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from qerl_pl.hopper import draft_guard, driver, patches
@@ -25,11 +25,13 @@ def install() -> None:
 
 @contextmanager
 def loading(policy: Policy) -> Iterator[None]:
-    """Make vLLM compute the NVFP4 linear layers, except experts, that it loads within this context by ``NativeLinear``,
-    and from the trainer's weights in GPU memory instead of a second copy. The layers stay so after the context."""
+    """Make vLLM compute the NVFP4 linear layers that it loads within this context by ``NativeLinear``, experts by
+    ``NativeExperts``, and from the trainer's weights in GPU memory instead of a second copy. The layers stay so after
+    the context."""
     from qerl_pl.hopper import native_linear, one_copy
 
-    linears = {name: linear for name, linear in policy.packed_linears().items() if not OF_EXPERT.fullmatch(name)}
+    packed = policy.packed_linears()
+    linears = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     groups = fused_groups(list(linears), present=linears.keys()).values()
     for outputs, inputs in {
         (sum(linears[name].out_features for name in group), linears[group[0]].in_features) for group in groups
@@ -37,7 +39,11 @@ def loading(policy: Policy) -> Iterator[None]:
         driver.start_compiling(native_linear.kernels_for(outputs, inputs))
     one_copy.put_in_tile_order(linears)
     linear_classes = patches.native_nvfp4_linears(native_linear.make, native_linear.apply_with_adapter)
-    with linear_classes, patches.packed_weights_on_host():
+    with linear_classes, patches.packed_weights_on_host(), ExitStack() as of_experts:
+        if len(linears) < len(packed):
+            from qerl_pl.hopper import native_experts
+
+            of_experts.enter_context(patches.native_nvfp4_experts(native_experts.install))
         yield
 
 

@@ -1,5 +1,6 @@
 """Sharing of one copy of the 4-bit base model by trainer and engine, on GPUs where this project's CUDA kernels compute
-vLLM's linear layers.
+vLLM's linear layers. Experts of a mixture are shared by ``native_experts``, in the order in which the trainer stores
+them; the rest of this module is about all other linear layers.
 
 The copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps, closes,
 fails to start or starts again. Before vLLM loads its model, the trainer's weights are put into tile order, the order
@@ -15,14 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
 from qerl_pl.common.checks import CheckFailed
+from qerl_pl.hopper import native_experts
 from qerl_pl.hopper.tile_order import fits, fused, is_in_tile_order, to_row_order, whole_of
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.selection import fused_groups
-from qerl_pl.rollout.vllm.base_weights import fused_linears, packed_codes
+from qerl_pl.rollout.vllm.base_weights import expert_layers, fused_experts, fused_linears, packed_codes
 
 Linears = Mapping[str, FrozenLinear]  # the trainer's packed linears by name
 
@@ -64,13 +67,19 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Find the linear layers of vLLM's model whose codes and scales vLLM need not read from the checkpoint, because the
-    trainer has them in GPU memory. Returns, by the name of each, the names of the trainer's layers that it fuses."""
-    return {
+    """Find the linear layers of vLLM's model, and the experts, whose codes and scales vLLM need not read from the
+    checkpoint, because the trainer has them in GPU memory. Returns, by the name of each, the names of the trainer's
+    layers that it fuses."""
+    found = {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
         if whole_of([part.packed for part in parts]) is not None
     }
+    if parents := native_experts.unread(model, linears):
+        for name, _, members, _ in fused_experts(model, linears):
+            if members[0].rsplit(".", 2)[0] in parents:
+                found[name] = members
+    return found
 
 
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
@@ -84,6 +93,7 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
             for parameter in (packed_codes(layer), layer.weight_scale):
                 empty = torch.empty(1, dtype=parameter.dtype, device=whole.codes.device)
                 parameter.data = empty.expand(parameter.shape)
+    native_experts.lend(model, linears, unread=unread)
 
 
 def give(layer: Any) -> None:
@@ -140,8 +150,11 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
         if weight is not None:
             layer.weight.data = weight.codes
             layer.weight_scale.data = weight.block_scale.view(layer.weight_scale.dtype)
+    for name, layer in expert_layers(model):
+        if hasattr(layer, "trainers_experts"):
+            raise CheckFailed(f"vLLM has not converted the experts of {name}, which have no weights of their own")
     for layer in model.modules():
-        if isinstance(layer, LinearBase):  # includes linears of vLLM that do not consist of the trainer's
+        if isinstance(layer, LinearBase | RoutedExperts):  # also those that do not consist of the trainer's
             for parameter in layer.parameters(recurse=False):
                 parameter.data = parameter.data.to(device)
 

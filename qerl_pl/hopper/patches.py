@@ -129,6 +129,39 @@ def packed_weights_on_host() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def native_nvfp4_experts(install: Callable[[Any, Any], bool]) -> Iterator[None]:
+    """Use this project's kernel class for the NVFP4 experts that vLLM loads within this context, and allocate their
+    weights in host memory, where they take none until they are written.
+
+    Symptom: trainer and vLLM have a copy each of the experts, which are nearly all of a mixture's weights.
+    Cause: vLLM allocates the experts' weights on the GPU, reads them, and rearranges them for one of its own kernels.
+    Versions: vLLM 0.32. Upstream: none known.
+
+    Args:
+        install: called with vLLM's object for the format and the layer; returns False if vLLM is to convert the layer's
+            weights itself.
+    """
+    layers = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+    method = import_module(f"{layers}.compressed_tensors_moe_w4a4_nvfp4").CompressedTensorsW4A4Nvfp4MoEMethod
+    convert, create = method.process_weights_after_loading, method.create_weights
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if not install(self, layer):
+            convert(self, layer)
+
+    def create_weights(*args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            create(*args, **kwargs)
+
+    sizes = ("num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype")
+    with (
+        replaced(method, "process_weights_after_loading", process_weights_after_loading, takes=("self", "layer")),
+        replaced(method, "create_weights", create_weights, takes=("self", "layer", *sizes)),
+    ):
+        yield
+
+
 def _nvfp4_modules() -> tuple[Any, Any]:
     """Import the modules of vLLM that define NVFP4 linear layers: one for checkpoints of compressed-tensors, one for
     those of ModelOpt."""
@@ -206,6 +239,7 @@ PATCHES: tuple[Callable[..., Any], ...] = (
     warmup_without_unused_kernels,
     native_nvfp4_linears,
     packed_weights_on_host,
+    native_nvfp4_experts,
     cache_of_unchanged_blocks,
     graphs_of_decoding_steps,
     speculation_without_other_tokens,

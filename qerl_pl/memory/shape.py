@@ -248,7 +248,7 @@ def _shape(
         linear_bytes=linear_bytes,
         engine_linear_bytes=sum(dense.values()) if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
-        fitting_bytes=_fitting_bytes(outside) if fmt is NVFP4 else 0,
+        fitting_bytes=_fitting_bytes(packed) if fmt is NVFP4 else 0,
         embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
         other_bytes=sum(held(name, tensor) for name, tensor in model.state_dict().items() if tensor.ndim != 2),
         largest_packed=max((stacked, *(linears[name].weight.numel() for name in packed))),
@@ -282,8 +282,10 @@ def _widest_linears(blocks: nn.Module, names: Collection[str]) -> tuple[tuple[st
     return tuple((name, *sizes) for name, sizes in widest.items())
 
 
-def _fitting_bytes(linears: Mapping[str, FrozenLinear]) -> int:
+def _fitting_bytes(packed: Mapping[str, FrozenLinear]) -> int:
+    linears = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
+    experts = [packed[name] for name in packed.keys() - linears.keys()] if native.is_installed() else []
     groups = fused_groups(list(linears), present=linears.keys()).values()
     parts = ([linears[name] for name in group] for group in groups)
     whole = (group for group in parts if native.fits([(linear.out_features, linear.in_features) for linear in group]))
-    return sum(linear.codes.nbytes + linear.block_scale.nbytes for group in whole for linear in group)
+    return sum(linear.codes.nbytes + linear.block_scale.nbytes for group in (*whole, experts) for linear in group)

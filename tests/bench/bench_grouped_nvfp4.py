@@ -2,18 +2,11 @@
 
 Gate and up, the activation, down and the sum over each token's experts are computed for several blocks one after
 another in a CUDA graph, so that the weights come from memory and not from the L2 cache. Results named ``ours`` are of
-``grouped_nvfp4``, which reads the trainer's order, and ``marlin`` of vLLM's kernels, which read an order of their own.
+``qerl_pl/hopper/grouped_nvfp4.py``, which reads the weights in the trainer's order, and ``marlin`` of vLLM's kernels,
+which read an order of their own.
 The times are those of one block. ``roof_s`` is the time in which a copy reads and writes as many bytes as the weights
 of the experts that have rows. ``--sweep 1`` also measures other tiles. Without a GPU, a small mixture is computed in
 Triton's interpreter, and its times mean nothing.
-
-What the engine would need to use these kernels: a class of experts for vLLM with its mixin for LoRA, chosen instead of
-``MarlinExperts``, that leaves the weights as they are loaded. Its ``apply`` calls ``find_rows``, ``multiply``,
-``apply_w13_lora``, the activation, ``multiply`` with ``shares``, ``apply_w2_lora`` and ``moe_sum``. The order of the
-rows is the one that these methods expect. For one copy of the weights, the class has to take the trainer's two stacks
-of gate and up, which vLLM loads as one, and free its own, as ``qerl_pl/hopper/one_copy.py`` does for linears. A prompt
-has more rows per expert than the largest tile; for these, dequantising the weights once and torch's grouped product are
-the alternative.
 """
 
 import os
@@ -33,8 +26,9 @@ from tests.random_models import MIXTURES
 
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when the kernels are defined
-from tests.bench import grouped_nvfp4
-from tests.bench.grouped_nvfp4 import Stack, Tile, find_rows, multiply
+from qerl_pl.hopper import grouped_nvfp4
+from qerl_pl.hopper.grouped_nvfp4 import Tile, find_rows, multiply
+from qerl_pl.quant.formats import PackedWeight
 
 SIZE = "30B-A3B" if CUDA else "tiny-A"
 HIDDEN, INNER, EXPERTS, CHOSEN = (
@@ -49,7 +43,7 @@ class Block:
 
     def __init__(self) -> None:
         self.gate, self.up, self.down = draw_stack(INNER, HIDDEN), draw_stack(INNER, HIDDEN), draw_stack(HIDDEN, INNER)
-        self.up.factor.copy_(self.gate.factor)  # vLLM has one factor for both
+        self.up.global_scale.copy_(self.gate.global_scale)  # vLLM has one factor for both
         self.marlin: dict[str, Any] = to_marlin(self) if CUDA else {}
 
     def bytes_read(self, batch: "Batch") -> float:
@@ -90,20 +84,19 @@ class Batch:
         self.shares = torch.rand(tokens, CHOSEN, device=DEVICE).softmax(-1)
 
 
-def draw_stack(outputs: int, inputs: int) -> Stack:
+def draw_stack(outputs: int, inputs: int) -> PackedWeight:
     """Draw weights whose products with inputs of about 1 are about 1. Block scales are from 32 to 448, as those of
     pretrained weights are."""
     codes = torch.randint(256, (EXPERTS, outputs, inputs // 2), device=DEVICE, dtype=torch.uint8)
     scales = torch.randint(0x60, 0x7F, (EXPERTS, outputs, inputs // 16), device=DEVICE, dtype=torch.uint8)
-    return Stack(codes, scales, (1 + torch.rand(EXPERTS, device=DEVICE)) / (600 * inputs**0.5))
+    return PackedWeight(codes, scales, (1 + torch.rand(EXPERTS, device=DEVICE)) / (600 * inputs**0.5))
 
 
-def dense(stack: Stack, expert: int) -> Tensor:
+def dense(stack: PackedWeight, expert: int) -> Tensor:
     """Dequantise the matrix of an expert, [N, K] fp32."""
-    from qerl_pl.quant.formats import PackedWeight
     from qerl_pl.quant.nvfp4 import dequantize
 
-    return dequantize(PackedWeight(*(tensor[expert] for tensor in stack)), torch.float32)
+    return dequantize(PackedWeight(*(tensor[expert] for tensor in vars(stack).values())), torch.float32)
 
 
 def to_marlin(block: Block) -> dict[str, Any]:
@@ -111,11 +104,13 @@ def to_marlin(block: Block) -> dict[str, Any]:
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
     from vllm.scalar_type import scalar_types
 
-    gate_up = [torch.cat([gate, up], dim=1) for gate, up in zip(block.gate[:2], block.up[:2], strict=True)]
+    gate_up = [
+        torch.cat([getattr(block.gate, kind), getattr(block.up, kind)], dim=1) for kind in ("codes", "block_scale")
+    ]
     layer: Any = SimpleNamespace(
         num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size_per_partition=INNER, params_dtype=DTYPE
     )
-    stacks = (*gate_up, block.gate.factor), block.down
+    stacks = (*gate_up, block.gate.global_scale), vars(block.down).values()
     arguments = [
         tensor for codes, scales, factor in stacks for tensor in (codes, scales.view(torch.float8_e4m3fn), factor)
     ]

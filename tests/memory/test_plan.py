@@ -137,6 +137,13 @@ def test_a_base_that_trainer_and_engine_have_in_common_counts_once(level: int):
     assert wide.total("rollout") == planned(one_copy=False, dtype="float32").total("rollout")
 
 
+def test_experts_that_trainer_and_engine_have_in_common_count_once():
+    shape = config_shape(model_config("30B-A3B", num_layers=2), NVFP4, torch.bfloat16)
+    weights = 2 * 3 * shape.experts.num * shape.experts.inner * shape.hidden
+    assert shape.fitting_bytes > weights * (1 / 2 + 1 / 16)
+    assert 0.99 * shape.engine_packed_bytes < shape.fitting_bytes < shape.engine_packed_bytes, "all but tensor scales"
+
+
 @pytest.mark.parametrize("size", ["7B", "32B"])
 @pytest.mark.parametrize("one_copy", [False, True])
 def test_the_cache_takes_what_rollouts_leave(size, one_copy):

@@ -1,9 +1,10 @@
-"""vLLM with a mixture of experts on a GPU, where vLLM's own kernels compute the experts and this project's kernels add
-the adapters: it samples from the trainer's distribution. If weights of experts and routers change, the engine detects
-it, although vLLM stores these weights in another order than the trainer."""
+"""vLLM with a mixture of experts on a GPU, where this project's kernels add the adapters and, on Hopper, compute the
+experts from the trainer's weights; elsewhere vLLM's kernels compute them from a copy in another order. The engine
+samples from the trainer's distribution, and detects weights of experts and routers that change."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from qerl_pl.hopper import driver
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.rollout.base import Sampling
-from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import VLLMEngine, worker
 from qerl_pl.rollout.vllm.worker import ADAPTER_ID
 from tests.rollout.conftest import (
     MAX_MODEL_LEN,
@@ -24,6 +26,9 @@ from tests.rollout.conftest import (
     save_mixture,
     some_prompts,
 )
+from tests.rollout.leaks import is_inside
+
+base_weights = pytest.importorskip("qerl_pl.rollout.vllm.base_weights")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,11 +123,31 @@ def exchange(weight: Tensor) -> None:
     scales[[2, 6]] = scales[[6, 2]]
 
 
+NATIVE = driver.is_available(torch.device("cuda"))
+"""Whether ``NativeExperts`` computes the experts."""
+CODES, SCALES = ("gate_proj_codes", "down_proj_block_scale") if NATIVE else ("w13_weight", "w2_weight_scale")
 FAULTS: dict[str, tuple[str, Callable[[Tensor], object], str]] = {
-    "a code": ("w13_weight", flip, r"layers\.0\.mlp\.experts"),
-    "two experts' scales": ("w2_weight_scale", exchange, r"layers\.0\.mlp\.experts"),
+    "a code": (CODES, flip, r"layers\.0\.mlp\.experts"),
+    "two experts' scales": (SCALES, exchange, r"layers\.0\.mlp\.experts"),
     "a row of the router": ("mlp.gate.weight", lambda weight: weight[3].mul_(1.1), r"mlp\.gate\.weight"),
 }
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs Hopper")
+def test_experts_are_in_memory_once(engine, caplog):
+    """vLLM's kernels read the trainer's tensors, which are outside vLLM's memory pool; the engine says so."""
+    policy = engine._policy
+    trainers = {linear.codes.untyped_storage().data_ptr() for linear in policy.packed_linears().values()}
+    parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
+    codes = [weight for name, weight in parameters.items() if name.endswith("_proj_codes")]
+    assert len(codes) == 3 * policy.config.num_hidden_layers
+    assert {weight.untyped_storage().data_ptr() for weight in codes} <= trainers
+    assert not any(is_inside(weight) for weight in codes)
+    assert sum(parameter.untyped_storage().nbytes() for name, parameter in parameters.items() if ".w13_" in name) < 1024
+    assert engine._call(worker.linear_kernels)["NativeExperts"] == len(codes) / 3
+    with caplog.at_level(logging.INFO):
+        engine._call(base_weights.log_copies, policy.packed_linears())
+    assert "use one copy of" in caplog.text
 
 
 @pytest.mark.parametrize("fault", FAULTS)

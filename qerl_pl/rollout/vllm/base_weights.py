@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -52,14 +52,22 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
             yield Fused(name, layer, names, [linears[member] for member in names])
 
 
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Find the mixtures of experts of vLLM's model. Yields the name of the module that contains the experts in the
+    trainer's model, and vLLM's layer."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, RoutedExperts):
+            yield name.removesuffix(".routed_experts").removesuffix(".base_layer"), layer
+
+
 def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
     """Find the experts of vLLM's model that hold packed 4-bit weights of the trainer's model; ``linears`` has the
     trainer's linears by name. ``Fused.layer`` is an object with the parameter names of a linear as attributes, which
-    are views of one expert's current weights in vLLM. Experts whose weights vLLM has rearranged are left out."""
-    for name, layer in model.named_modules():
-        if not isinstance(layer, RoutedExperts) or hasattr(layer, "loaded_sums"):
+    are views of one expert's current weights in vLLM. Experts whose weights vLLM has rearranged, or that use the
+    trainer's memory, are left out."""
+    for parent, layer in expert_layers(model):
+        if hasattr(layer, "loaded_sums") or hasattr(layer, "adopted"):
             continue
-        parent = name.removesuffix(".routed_experts").removesuffix(".base_layer")
         parameters = dict(layer.named_parameters(recurse=False))
         for (matrix, parts), expert in product(EXPERT_PARTS.items(), range(layer.moe_config.num_experts)):
             names = [f"{parent}.{expert}.{part}" for part in parts]
@@ -111,8 +119,11 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
-    adopted = (fused for fused in fused_linears(worker.get_model(), linears) if hasattr(fused.layer, "adopted"))
-    if shared := sum(_size(part) for fused in adopted for part in fused.parts):
+    model = worker.get_model()
+    adopted = (fused for fused in fused_linears(model, linears) if hasattr(fused.layer, "adopted"))
+    shared = sum(_size(part) for fused in adopted for part in fused.parts)
+    shared += sum(layer.adopted.nbytes for _, layer in expert_layers(model) if hasattr(layer, "adopted"))
+    if shared:
         rank_zero_info(f"trainer and vLLM use one copy of {in_bytes(shared)} of {in_bytes(size)} of packed weights")
     else:
         rank_zero_info(
@@ -128,7 +139,7 @@ def check_rows(
     the number of weights compared:
 
     - Linears that vLLM holds dense: the first row of each of the trainer's linears is compared.
-    - Linears of which trainer and vLLM share one copy (attribute ``adopted``): a digest of the whole weight.
+    - Linears and experts of which trainer and vLLM share one copy (attribute ``adopted``): a digest of all weights.
     - Dense experts, and the weights of routers: all rows.
     - Experts whose packed weights vLLM has rearranged while loading: checksums of all experts of a block
       (``expert_sums``) with those that ``note_experts`` stored when loading ended.
@@ -151,9 +162,12 @@ def check_rows(
             rows = weight.split([part.out_features for part in parts])
             equal = [(part.dense(row.dtype).to(row.device) == row).all() for part, row in zip(parts, rows, strict=True)]
             same[name] = torch.stack(equal).all()
-    for name, layer in model.named_modules():
-        if isinstance(layer, RoutedExperts) and hasattr(layer, "loaded_sums"):
-            same[name] = expert_sums(layer).eq(cast(Tensor, layer.loaded_sums)).all()
+    for name, layer in expert_layers(model):
+        if adopted := getattr(layer, "adopted", None):
+            firsts = (linears.get(f"{name}.0.{part}") for parts in EXPERT_PARTS.values() for part in parts)
+            same[name] = adopted.holds([*filter(None, firsts)])
+        elif hasattr(layer, "loaded_sums"):
+            same[name] = expert_sums(layer).eq(layer.loaded_sums).all()
     for name, weight in (routers or {}).items():
         same[name] = (model.get_parameter(name) == weight.to(model.get_parameter(name))).all()
     if same and not all(results := torch.stack([*same.values()]).tolist()):
@@ -169,11 +183,10 @@ def check_rows(
 def note_experts(model: nn.Module) -> None:
     """Store checksums of those experts of vLLM's model whose packed weights vLLM has rearranged, for later comparison:
     the result of ``expert_sums`` becomes the attribute ``loaded_sums`` of their layers."""
-    for layer in model.modules():
-        if isinstance(layer, RoutedExperts):
-            weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
-            if weight is None or not weight.is_floating_point():
-                layer.loaded_sums = expert_sums(layer)
+    for _, layer in expert_layers(model):
+        weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
+        if not hasattr(layer, "adopted") and (weight is None or not weight.is_floating_point()):
+            layer.loaded_sums = expert_sums(layer)
 
 
 def expert_sums(layer: nn.Module) -> Tensor:

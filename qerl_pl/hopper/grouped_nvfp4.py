@@ -1,10 +1,9 @@
-"""Triton kernels that multiply the rows of a mixture of experts by NVFP4 weights in row order, for decoding.
+"""Triton kernels by which the engine multiplies the rows of a mixture of experts by NVFP4 weights, in the order in
+which the trainer stores them.
 
 A row is a token and one of the k experts chosen for it. The weights are the stacks of ``StackedLinear``, as the trainer
 reads them. Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs of which a slice (gate,
 up) has n.
-
-The engine does not use these kernels; ``bench_grouped_nvfp4`` compares them with vLLM's.
 
 A 32-bit word holds the codes of eight columns. Two codes whose bits are 16 apart, of columns i and i + 4, become a pair
 of bf16 numbers by a few operations on the whole word. To pair neighbours, the bits would have to be spread first.
@@ -28,23 +27,13 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_pl.kernels.launching import has_pdl, launch, pdl_options
+from qerl_pl.quant.formats import PackedWeight
 
 SCANNED = 4096
 """Most ids of experts that a thread block of ``find_rows`` reads at a time."""
 
 _SIGNS = tl.constexpr(0x80008000 - 2**32)
 _KEPT = tl.constexpr(0x81C081C0 - 2**32)
-
-
-class Stack(NamedTuple):
-    """NVFP4 weights of one linear of all experts."""
-
-    codes: Tensor
-    """[E, n, K / 2] uint8; the lower four bits are the code of the even column."""
-    block_scale: Tensor
-    """[E, n, K / 16] uint8, bits of E4M3 numbers that are not negative."""
-    factor: Tensor
-    """[E] fp32, the tensor scales."""
 
 
 class Rows(NamedTuple):
@@ -103,17 +92,25 @@ def find_rows(ids: Tensor, num_experts: int) -> Rows:
 
 
 def multiply(
-    x: Tensor, weights: Sequence[Stack], rows: Rows, shares: Tensor | None = None, tile: Tile | None = None
+    x: Tensor,
+    weights: Sequence[PackedWeight],
+    rows: Rows,
+    shares: Tensor | None = None,
+    tile: Tile | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply each row by the matrix of its expert: y = x W^T, [S, N] in the dtype of x. Sums are fp32, and rounded
     once. Elements of rows that ``find_rows`` left out are undefined.
 
     Args:
         x: [T, K] or [S, K], inputs of each token or of each row; bf16, or fp32 in Triton's interpreter.
-        weights: of one or two slices, equally wide; together they have N rows per expert.
+        weights: NVFP4 weights of all experts, of one or two slices, equally wide; together they have N rows per expert.
+            A slice has codes [E, n, K / 2] uint8, the lower four bits for the even column; block scales [E, n, K / 16]
+            uint8, bits of E4M3 numbers that are not negative; and tensor scales [E] fp32.
         rows: the rows of each expert.
         shares: [T, k] fp32, by which the row's outputs are multiplied before they are rounded; None means 1.
         tile: None means ``choose_tile``.
+        out: [S, N] contiguous, the memory for the result; None means that it is allocated.
 
     Raises:
         ValueError: shapes, dtypes or strides are others than these.
@@ -121,7 +118,9 @@ def multiply(
     num_rows, (num_experts, width, half) = rows.row.shape[1], weights[0].codes.shape
     K = 2 * half
     _check(x, weights, num_rows, rows.chosen, shares)
-    y = x.new_empty(num_rows, len(weights) * width)
+    y = x.new_empty(num_rows, len(weights) * width) if out is None else out
+    if y.shape != (num_rows, len(weights) * width) or y.dtype != x.dtype or not y.is_contiguous():
+        raise ValueError(f"out: {y.dtype} {tuple(y.shape)}; expected {x.dtype} {(num_rows, len(weights) * width)}")
     if not num_rows:
         return y
     tile = tile or choose_tile(num_rows, num_experts)
@@ -131,7 +130,7 @@ def multiply(
     constants = {"SLICES": len(weights), "CHOSEN": num_rows // len(x), "WEIGHTED": shares is not None}
     constants |= {"WHOLE": K % tile.inputs == 0, "BLOCK_T": tile.rows, "BLOCK_N": tile.outputs}
     constants |= {"BLOCK_K": tile.inputs, "ASM": x.is_cuda, "PDL": has_pdl(x)}
-    arguments = y, x, words[0], words[-1], first.block_scale, last.block_scale, first.factor, last.factor
+    arguments = y, x, words[0], words[-1], first.block_scale, last.block_scale, first.global_scale, last.global_scale
     arguments = *arguments, rows.expert, rows.count, rows.row, y if shares is None else shares
     sizes = num_rows, width, K, K // 8, K // 16, x.stride(0)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers, **pdl_options(x)}
@@ -139,7 +138,7 @@ def multiply(
     return y
 
 
-def _check(x: Tensor, weights: Sequence[Stack], num_rows: int, chosen: int, shares: Tensor | None) -> None:
+def _check(x: Tensor, weights: Sequence[PackedWeight], num_rows: int, chosen: int, shares: Tensor | None) -> None:
     (num_experts, width, half), dtype = weights[0].codes.shape, torch.bfloat16 if x.is_cuda else torch.float32
     if not 1 <= len(weights) <= 2:
         raise ValueError(f"weights has {len(weights)} slices; expected one or two")
@@ -151,7 +150,8 @@ def _check(x: Tensor, weights: Sequence[Stack], num_rows: int, chosen: int, shar
         raise ValueError(f"x has {len(x)} rows; expected one per token, {num_rows // chosen}, or per row, {num_rows}")
     for stack in weights:
         shapes = (num_experts, width, half), (num_experts, width, half // 8), (num_experts,)
-        for tensor, shape, kind in zip(stack, shapes, (torch.uint8, torch.uint8, torch.float32), strict=True):
+        tensors, kinds = vars(stack).values(), (torch.uint8, torch.uint8, torch.float32)
+        for tensor, shape, kind in zip(tensors, shapes, kinds, strict=True):
             if tensor.shape != shape or tensor.dtype != kind or not tensor.is_contiguous():
                 raise ValueError(f"weights: {tensor.dtype} {tuple(tensor.shape)}; expected contiguous {kind} {shape}")
     if shares is not None and (

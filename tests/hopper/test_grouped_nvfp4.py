@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import E2M1_CODES
 
-KERNELS = "tests.bench.grouped_nvfp4"
+KERNELS = "qerl_pl.hopper.grouped_nvfp4"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter has no bf16
 
@@ -27,12 +29,12 @@ def draw_weights(kernels: ModuleType, experts: int, outputs: int, inputs: int) -
         return torch.randint(high, shape, generator=generator, device=DEVICE).to(torch.uint8)
 
     factor = torch.rand(experts, generator=generator, device=DEVICE) / 448
-    return kernels.Stack(draw(256, experts, outputs, inputs // 2), draw(127, experts, outputs, inputs // 16), factor)
+    return PackedWeight(draw(256, experts, outputs, inputs // 2), draw(127, experts, outputs, inputs // 16), factor)
 
 
 def dense(stack: Any, expert: int) -> Tensor:
     """Dequantise an expert's matrix by a loop over its columns, [N, K] fp64."""
-    codes, scales, factor = (tensor[expert] for tensor in stack)
+    codes, scales, factor = (tensor[expert] for tensor in vars(stack).values())
     values = torch.tensor(E2M1_CODES, dtype=torch.float64, device=DEVICE)
     columns = []
     for column in range(2 * codes.shape[1]):
@@ -95,7 +97,7 @@ def test_sums_that_fp32_holds_exactly_are_rounded_once(kernels, inputs, tile):
     x = (4 * x).round()
     stack = draw_weights(kernels, 4, 100, inputs)
     stack.block_scale.copy_(0x38 + 8 * (stack.block_scale % 2))
-    stack.factor.copy_(2.0 ** torch.arange(4))
+    stack.global_scale.copy_(2.0 ** torch.arange(4))
     y = kernels.multiply(x, [stack], kernels.find_rows(ids, 4), None, tile and kernels.Tile(*tile))
     exact = [dense(stack, expert) @ x[row // 2].double() for row, expert in enumerate(ids.flatten().tolist())]
     assert torch.equal(y, torch.stack(exact).to(DTYPE))
@@ -105,7 +107,7 @@ def test_every_code_times_every_scale_is_exact(kernels):
     """Inputs are 1 in one column and 0 in the others, so each output is a single weight."""
     pair = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(2, 1, 128)
     scales = torch.arange(127, dtype=torch.uint8, device=DEVICE)
-    stack = kernels.Stack(
+    stack = PackedWeight(
         pair.repeat(1, 127, 1), scales[None, :, None].repeat(2, 1, 16), torch.tensor([1.0, 0.5], device=DEVICE)
     )
     ids = torch.arange(2, device=DEVICE).repeat(256, 1)
@@ -153,8 +155,8 @@ def test_bad_inputs_are_refused(kernels):
     x, ids = draw_rows(2, 2, 3, 48)
     stack, rows = draw_weights(kernels, 3, 20, 48), kernels.find_rows(ids, 3)
     shares = torch.ones(2, 2, device=DEVICE)
-    codes, scales, factor = stack
-    short = kernels.Stack(codes[:, :, :-4].contiguous(), scales, factor)
+    codes, scales, factor = vars(stack).values()
+    short = PackedWeight(codes[:, :, :-4].contiguous(), scales, factor)
     wrong = [
         (r"x: .*; expected .* rows of 48", (x[:, :32], [stack])),
         (r"x: torch\.float16", (x.half(), [stack])),
@@ -162,9 +164,9 @@ def test_bad_inputs_are_refused(kernels):
         (r"x has 3 rows; expected one per token, 2, or per row, 4", (x[[0, 0, 1]], [stack])),
         (r"weights has 3 slices", (x, [stack] * 3)),
         (r"40 columns; expected a multiple of 16", (x, [short])),
-        (r"weights: .*uint8 \(3, 19, 24\)", (x, [stack, stack._replace(codes=codes[:, 1:])])),
-        (r"weights: .*float64 \(3,\)", (x, [stack._replace(factor=factor.double())])),
-        (r"weights: .*e4m3fn", (x, [stack._replace(block_scale=scales.view(torch.float8_e4m3fn))])),
+        (r"weights: .*uint8 \(3, 19, 24\)", (x, [stack, replace(stack, codes=codes[:, 1:])])),
+        (r"weights: .*float64 \(3,\)", (x, [replace(stack, global_scale=factor.double())])),
+        (r"weights: .*e4m3fn", (x, [replace(stack, block_scale=scales.view(torch.float8_e4m3fn))])),
         (r"shares: .*float64", (x, [stack], shares.double())),
         (r"shares: .*\(1, 2\); expected contiguous fp32 for 4 rows", (x, [stack], shares[:1])),
     ]
@@ -216,7 +218,7 @@ def test_the_code_for_hopper_keeps_its_loop_short():
     unpacking them, and four thread blocks fit on an SM. The loop does not use the stack, on which other parts of the
     kernel keep a few registers."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.bench.compiled_nvfp4", "--tokens", "128"]
+    command = [sys.executable, "-m", "tests.hopper.compiled_nvfp4", "--tokens", "128"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert [line["shape"]["part"] for line in lines] == ["gate and up", "down"]

@@ -1,5 +1,5 @@
 """Compile the kernels of ``grouped_nvfp4`` for a Hopper GPU, on any machine, and count what decides their speed:
-python -m tests.bench.compiled_nvfp4
+python -m tests.hopper.compiled_nvfp4
 
 The main loop is the one with HGMMA, the instruction that multiplies. ``issued`` is the number of a thread's
 instructions in it per weight, and ``alu`` the number of those that are integer operations, which an SM starts at half
@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.bench import grouped_nvfp4
-from tests.bench.grouped_nvfp4 import Tile
+from qerl_pl.hopper import grouped_nvfp4
+from qerl_pl.hopper.grouped_nvfp4 import Tile
 from tests.bench.harness import emit, parser_with
 
 TARGET = GPUTarget("cuda", 90, 32)
