@@ -1,10 +1,11 @@
 """Helpers of the rollout engines (vLLM and transformers)."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion
 
@@ -127,3 +129,35 @@ def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -
     tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side=side)
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return tokens.to(device), pad_sequence(real, batch_first=True, padding_side=side).to(device)
+
+
+class Pass(NamedTuple):
+    """Inputs of a forward pass that computes log-probabilities of completions."""
+
+    rows: list[int]
+    """Index of each of the B completions."""
+    lengths: list[int]
+    """Number of tokens of each completion."""
+    tokens: Tensor
+    """[B, S] int64, prompts followed by their completions, padded on the right."""
+    mask: Tensor
+    """[B, S] bool, True for the tokens of the completions."""
+    routes: Tensor | None
+    """The completions' routes (``padded_routes``); None if they have none."""
+
+
+def passes(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], limit: int, device: torch.device
+) -> Iterator[Pass]:
+    """Divide completions, each with its prompt, into forward passes of at most ``limit`` tokens (``micro_batches``),
+    with inputs on ``device``."""
+    lengths = [len(completion.tokens) for completion in completions]
+    totals = torch.tensor([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)])
+    for chosen in micro_batches(totals, limit):
+        rows = chosen.tolist()
+        texts = [[*prompts[row], *completions[row].tokens] for row in rows]
+        tokens, real = padded(texts, left=False, device=device)
+        starts = torch.tensor([len(prompts[row]) for row in rows], device=device).unsqueeze(1)
+        mask = real & (torch.arange(tokens.shape[1], device=device) >= starts)
+        given = [routes.to(device) for row in rows if (routes := completions[row].routes) is not None]
+        yield Pass(rows, [lengths[row] for row in rows], tokens, mask, padded_routes(given))

@@ -1,20 +1,20 @@
 """Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the rollout
 engine."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qerl_pl.common import ranks
-from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.types import Completion
 from qerl_pl.noise.norm_noise import NormNoise
-from qerl_pl.policy.evidence import ALTERNATIVES, in_shares
+from qerl_pl.policy.evidence import in_shares
 from qerl_pl.policy.margins import draw_evidence, is_audited
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
-from qerl_pl.rollout.common import padded, padded_routes
+from qerl_pl.rollout.common import passes
 from qerl_pl.rollout.comparison import trainers_engine
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -79,48 +79,42 @@ def measure_some(
         which.append(distinct.setdefault(both, len(distinct)))
         if total >= limit:
             break
-    starts, lengths = (torch.tensor([len(both[part]) for both in distinct]) for part in (0, 1))
-    tokens, real = padded(
-        [prompt + completion for prompt, completion in distinct], left=False, device=torch.device("cpu")
-    )
-    sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
-    logprobs_of = torch.zeros(*tokens.shape, 1 + len(ALTERNATIVES), dtype=torch.float64)
-    shaken_of = logprobs_of[..., :1].clone()
-    experts = [first.routes for first in firsts if first.routes is not None]  # none unless training replays them
     keys = [first.seed for first in firsts if first.seed is not None]
     seeds = torch.tensor(keys, dtype=torch.int64) if len(keys) == len(firsts) else None
-    margins_of = torch.zeros(tokens.shape)
+    logprobs_of, margins_of, shaken_of = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     device = policy.causal_lm.device
     with trainers_engine(policy, noise, max_model_len=max_model_len) as oracle:
-        for rows in micro_batches(starts + lengths, micro_batch_tokens):
-            width = int((starts + lengths)[rows].max())
-            mask = sampled[rows, :width]
-            given = padded_routes([experts[row].to(device) for row in rows] if experts else [])
-            row, column = mask.nonzero(as_tuple=True)
-            inputs, how = (
-                (tokens[rows, :width].to(device), mask.to(device)),
-                {"temperature": temperature, "routes": given},
-            )
-            seeds_of_rows = None if seeds is None else seeds[rows].to(device)
+        for part in passes([prompt for prompt, _ in distinct], firsts, micro_batch_tokens, device):
+            inputs, how = (part.tokens, part.mask), {"temperature": temperature, "routes": part.routes}
+            seeds_of_rows = None if seeds is None else seeds[part.rows].to(device)
             logprobs, margins = oracle.sampled_as(*inputs, **how, seeds=seeds_of_rows)
-            logprobs_of[rows[row], column] = logprobs.double().cpu()
-            margins_of[rows[row], column] = margins.cpu()
+            logprobs_of.update(zip(part.rows, logprobs.double().cpu().split(part.lengths), strict=True))
+            margins_of.update(zip(part.rows, margins.cpu().split(part.lengths), strict=True))
             if other_rounding:
                 with shaken(policy.causal_lm, policy.dtype, seed=seed):
                     logprobs, _ = oracle.sampled_as(*inputs, **how)
-                shaken_of[rows[row], column] = logprobs[:, :1].double().cpu()
+                shaken_of.update(zip(part.rows, logprobs[:, 0].double().cpu().split(part.lengths), strict=True))
     chosen = [batch.completions[row] for row in places]
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
-    rows = torch.arange(len(chosen)).repeat_interleave(lengths[which])
+    rows = _repeated([len(row.tokens) for row in chosen])
     reported = sampler.new_zeros(len(chosen)).index_add(0, rows, sampler)
-    of_rows = logprobs_of.sum(dim=1)[which, 1:] - reported.unsqueeze(1)  # [rows, K]; 0 at other tokens
-    evidence = torch.tensor(ranks.gather_values(in_shares(of_rows.T).tolist()), dtype=torch.float64).sum(dim=0)
-    trainer, shaken_ones = (
-        torch.cat([values[place, sampled[place], 0] for place in which]) for values in (logprobs_of, shaken_of)
+    under_others = torch.stack([logprobs_of[place][:, 1:].sum(dim=0) for place in which])  # [rows, K]
+    trainer = torch.cat([logprobs_of[place][:, 0] for place in which])
+    others = torch.cat([shaken_of[place] for place in which]) if other_rounding else sampler[:0]
+    # margins count once for each distinct row
+    once = range(len(firsts))
+    own, margins = (torch.cat([values[place] for place in once]) for values in (logprobs_of, margins_of))
+    audited = is_audited(own[:, 0]) & (seeds is not None)
+    drawn = own.new_zeros(len(firsts)).index_add(
+        0, _repeated([len(first.tokens) for first in firsts]), audited * draw_evidence(margins, own[:, 0])
     )
-    # Outside of the completions log-probabilities are 0, so nothing there is audited.
-    audited = is_audited(logprobs_of[..., 0]) & (seeds is not None)
-    drawn = (audited * draw_evidence(margins_of, logprobs_of[..., 0])).sum(dim=1)
-    draws = torch.tensor(ranks.gather_values(in_shares(drawn[None]).tolist()), dtype=torch.float64).sum(dim=0)
-    others = shaken_ones if other_rounding else sampler[:0]
-    return Measured(trainer, sampler, others, rows, evidence, places, margins_of[audited], draws)
+    evidence, draws = (
+        torch.tensor(ranks.gather_values(in_shares(values).tolist()), dtype=torch.float64).sum(dim=0)
+        for values in ((under_others - reported.unsqueeze(1)).T, drawn[None])
+    )
+    return Measured(trainer, sampler, others, rows, evidence, places, margins[audited], draws)
+
+
+def _repeated(lengths: Sequence[int]) -> Tensor:
+    """Return the index of each row as often as ``lengths`` says."""
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

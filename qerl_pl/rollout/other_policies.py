@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common import ranks
-from qerl_pl.common.batching import micro_batches
 from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.evidence import in_shares
@@ -28,7 +27,7 @@ from qerl_pl.policy.other_policy import (
     token_evidence,
 )
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.common import PEFT_PREFIX, different, padded, padded_routes, trained_norms
+from qerl_pl.rollout.common import PEFT_PREFIX, different, passes, trained_norms
 from qerl_pl.rollout.measured import Measured
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -175,17 +174,10 @@ def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise,
 def _logprobs(policy: Policy, batch: ScoredBatch, chosen: Sequence[int], temperature: float, limit: int) -> Tensor:
     """Compute the log-probabilities of the N tokens of the completions with the indices ``chosen``, [N] fp64 in nats,
     in micro-batches of up to ``limit`` tokens."""
-    prompts, completions = ([rows[row] for row in chosen] for rows in (batch.prompts, batch.completions))
-    starts = torch.tensor([len(prompt.tokens) for prompt in prompts])
-    texts = [prompt.tokens + row.tokens for prompt, row in zip(prompts, completions, strict=True)]
-    tokens, real = padded(texts, left=False, device=torch.device("cpu"))
-    sampled = real & (torch.arange(tokens.shape[1]) >= starts.unsqueeze(1))
-    logprobs, device = torch.zeros(tokens.shape, dtype=torch.float64), policy.causal_lm.device
-    for rows in micro_batches(real.sum(dim=1), limit):
-        width = int(real[rows].sum(dim=1).max())
-        routes = [completions[row].routes for row in rows.tolist()]
-        given = padded_routes([route.to(device) for route in routes if route is not None])
-        inputs = tokens[rows, :width].to(device), sampled[rows, :width].to(device)
-        stats = policy.token_stats(*inputs, temperature=temperature, routes=given)
-        logprobs[rows, :width] = stats.logprobs.double().cpu()
-    return logprobs[sampled]
+    prompts, completions = [batch.prompts[row].tokens for row in chosen], [batch.completions[row] for row in chosen]
+    logprobs = dict[int, Tensor]()
+    for inputs in passes(prompts, completions, limit, policy.causal_lm.device):
+        stats = policy.token_stats(inputs.tokens, inputs.mask, temperature=temperature, routes=inputs.routes)
+        found = stats.logprobs[inputs.mask].double().cpu().split(inputs.lengths)
+        logprobs.update(zip(inputs.rows, found, strict=True))
+    return torch.cat([logprobs[row] for row in range(len(chosen))])
