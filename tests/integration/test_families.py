@@ -262,9 +262,8 @@ def test_stock_libraries_sample_alike_from_an_adapter_that_changes_experts_a_lot
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", NAMES)
 def test_a_family_through_a_whole_run(run, make_base, tmp_path, family):
-    # With larger random weights, noise on the norms changes probabilities so much that RolloutEvidence, which compares
-    # all rows with log-probabilities without noise, stops the run.
-    base = make_base(family, initializer_range=0.05)
+    # With larger random weights, the noise on the norms makes routers choose other experts for a tenth of the tokens.
+    base = make_base(family, **({"initializer_range": 0.05} if family in MIXTURES else {}))
     used = assert_whole_run(run, family, base, tmp_path, gap=1e-4)
     if FAMILIES[family].experts:
         assert_experts_are_replayed(tmp_path / "run", family)
