@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from qerl_pl.common import ranks
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.files import write_whole
 from qerl_pl.module import QeRLModule
@@ -23,8 +23,12 @@ class GradientGuard(Callback):
 
     The step is not taken, so adapter, optimizer and learning rate schedule keep their state. ``last.ckpt`` is from
     before this step, and the prompts and completions of the rollout are written to the folder ``faults`` in the run's
-    folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps without a gradient,
-    because all completions of each prompt earned the same reward, do not count.
+    folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps without a gradient
+    do not count.
+
+    Steps are compared with earlier ones of the same kind. In a rollout without a signal, all completions of each prompt
+    earned the same reward; only terms of the loss such as the KL divergence or the entropy then have a gradient, which
+    may be hundreds of times smaller than that of the rewards.
 
     Args:
         max_ratio: the run stops if the gradient norm before clipping exceeds its median over recent steps by this
@@ -49,20 +53,21 @@ class GradientGuard(Callback):
         if not 1 <= min_steps <= window:
             raise ValueError(f"min_steps is {min_steps} and window is {window}; expected 1 <= min_steps <= window")
         self.max_ratio, self.window, self.min_steps = max_ratio, window, min_steps
-        self._norms: list[float] = []
+        self._norms: dict[bool, list[float]] = {True: [], False: []}  # by whether the rollout had a signal
         self._rollout: Rollout | None = None
+        self._has_signal = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"norms": self._norms}
+        return {"norms": self._norms[True], "norms_without_signal": self._norms[False]}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._norms = list(state_dict["norms"])
+        self._norms = {True: list(state_dict["norms"]), False: list(state_dict.get("norms_without_signal", ()))}
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        pl_module.loop.observers.append(partial(setattr, self, "_rollout"))
+        pl_module.loop.observers.append(self._after_rollout)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: QeRLModule, optimizer: Optimizer) -> None:
@@ -70,9 +75,10 @@ class GradientGuard(Callback):
         norm = pl_module.grad_norm.item()
         if norm == 0:
             return
-        usual = statistics.median(self._norms) if len(self._norms) >= self.min_steps else math.inf
+        norms = self._norms[self._has_signal]
+        usual = statistics.median(norms) if len(norms) >= self.min_steps else math.inf
         if math.isfinite(norm) and norm <= self.max_ratio * usual:
-            self._norms = [*self._norms, norm][-self.window :]
+            self._norms[self._has_signal] = [*norms, norm][-self.window :]
             return
         shown = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
         raise CheckFailed(
@@ -81,6 +87,10 @@ class GradientGuard(Callback):
             "repeats the same rollout: raise GradientGuard.max_ratio if this is not a fault, or resume from "
             "previous.ckpt or best.ckpt with a lower learning rate"
         )
+
+    def _after_rollout(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        self._has_signal = any(ranks.gather_values(bool(rollout.chosen.has_signal.any())))
 
     def _write(self, trainer: Trainer, pl_module: QeRLModule) -> Path:
         assert self._rollout is not None, "the rollout is stored before each update"
