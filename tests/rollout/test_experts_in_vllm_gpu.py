@@ -15,6 +15,7 @@ from torch import Tensor
 from qerl_pl.hopper import driver
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
+from qerl_pl.quant.experts import mixtures
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine, worker
 from qerl_pl.rollout.vllm.worker import ADAPTER_ID
@@ -140,7 +141,7 @@ def test_experts_are_in_memory_once(engine, caplog):
     trainers = {linear.codes.untyped_storage().data_ptr() for linear in policy.packed_linears().values()}
     parameters = engine._call(lambda worker: dict(worker.get_model().named_parameters()))
     codes = [weight for name, weight in parameters.items() if name.endswith("_proj_codes")]
-    assert len(codes) == 3 * policy.config.num_hidden_layers
+    assert len(codes) == 3 * len(mixtures(policy.model))
     assert {weight.untyped_storage().data_ptr() for weight in codes} <= trainers
     assert not any(is_inside(weight) for weight in codes)
     assert sum(parameter.untyped_storage().nbytes() for name, parameter in parameters.items() if ".w13_" in name) < 1024
