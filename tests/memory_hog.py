@@ -3,6 +3,7 @@
 import argparse
 import random
 import time
+from contextlib import suppress
 
 import torch
 
@@ -16,9 +17,10 @@ def main() -> None:
     torch.zeros(1, device="cuda")
     print("started", flush=True)
     while True:
-        taken = torch.empty(draw.randrange(most // 8, most), dtype=torch.uint8, device="cuda")
-        time.sleep(0.05 * draw.random())
-        del taken
+        with suppress(torch.OutOfMemoryError):  # other programs have taken what it wanted
+            taken = torch.empty(draw.randrange(most // 8, most), dtype=torch.uint8, device="cuda")
+            time.sleep(0.05 * draw.random())
+            del taken
         torch.cuda.empty_cache()
         time.sleep(0.05 * draw.random())
 
