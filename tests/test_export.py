@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from qerl_pl.__main__ import main as command
 from qerl_pl.base.digest import base_digest
 from qerl_pl.checkpoint import SafeCheckpointIO
+from qerl_pl.tools.tiny import make_tiny
 
 IDENTITY = {
     "base": "0123456789abcdef",
@@ -30,11 +31,22 @@ IDENTITY = {
 }
 
 
-def make_run(folder: Path, base: str, weight: torch.Tensor, *, digest: str | None = None, **model: str) -> Path:
+def make_run(
+    folder: Path,
+    base: str,
+    weight: torch.Tensor,
+    *,
+    features: int = 8,
+    layer: int = 0,
+    digest: str | None = None,
+    **model: str,
+) -> Path:
+    """Write the folder of a run whose adapter changes q_proj of one layer, by the LoRA matrix A ``weight`` [r, K] and a
+    matrix B of zeros [features, r]. ``digest`` is that of the base; ``model`` has further settings."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"base": base, **model}}))
-    linear = "base_model.model.model.layers.0.self_attn.q_proj"
-    state = {f"{linear}.lora_A.weight": weight, f"{linear}.lora_B.weight": torch.zeros(8, len(weight))}
+    linear = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+    state = {f"{linear}.lora_A.weight": weight, f"{linear}.lora_B.weight": torch.zeros(features, len(weight))}
     identity = IDENTITY if digest is None else {**IDENTITY, "base": digest}
     parts = {"state_dict": state, "identity": identity, "optimizer_states": [], "global_step": 12}
     SafeCheckpointIO().save_checkpoint(parts, folder / "checkpoints" / "last.ckpt")
@@ -107,7 +119,8 @@ def test_a_base_of_the_hub_is_named_with_the_commit_that_was_trained_on(tmp_path
     folder.mkdir(parents=True)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(commit)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
     save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
     monkeypatch.setitem(IDENTITY, "base", base_digest(folder))
     run = make_run(tmp_path / "run", "someone/model", torch.ones(4, 8))
@@ -127,6 +140,28 @@ def test_an_adapter_that_is_not_finite_is_refused(tmp_path, capsys):
     assert export(run, tmp_path / "out") == 2
     assert "state_dict holds numbers that are not finite" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lora_B.weight": torch.zeros(127, 4)}, r"lora_B.weight is [127, 4], and the base's weight is [128, 128]"),
+        ({"lora_A.weight": torch.zeros(4, 8)}, r"lora_A.weight is [4, 8], and the base's weight is [128, 128]"),
+        ({"extra": torch.zeros(2)}, "extra is [2], and the base has no such weight"),
+        ({}, None),
+    ],
+)
+def test_an_adapter_whose_shapes_are_not_those_of_the_base_is_refused(tmp_path, capsys, changed, said):
+    make_tiny(tmp_path / "base", sft_steps=0)
+    run = make_run(tmp_path / "run", str(tmp_path / "base"), torch.ones(4, 128), digest=base_digest(tmp_path / "base"))
+    saved = SafeCheckpointIO().load_checkpoint(run / "checkpoints" / "last.ckpt")
+    linear = "base_model.model.model.layers.0.self_attn.q_proj"
+    state = {f"{linear}.lora_A.weight": torch.zeros(4, 128), f"{linear}.lora_B.weight": torch.zeros(128, 4)}
+    saved["state_dict"] = state | {f"{linear}.{name}": tensor for name, tensor in changed.items()}
+    SafeCheckpointIO().save_checkpoint(saved, run / "checkpoints" / "last.ckpt")
+    assert export(run, tmp_path / "out") == (2 if said else 0)
+    assert said is None or said in capsys.readouterr().err
+    assert (tmp_path / "out").exists() == (said is None)
 
 
 def test_a_full_disk_leaves_nothing_and_is_said_in_a_line(tmp_path, capsys):

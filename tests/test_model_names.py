@@ -75,7 +75,7 @@ def test_a_name_is_a_base_from_the_hubs_cache_and_is_quantised_once(make_checkpo
 def test_an_export_names_the_quantised_base_that_the_adapter_belongs_to(make_checkpoint, tmp_path):
     path = make_checkpoint("qwen3")
     digest = base_digest(Path(prepared_base(str(path), None, NVFP4_RTN)))
-    run = make_run(tmp_path / "run", str(path), torch.ones(4, 8), digest=digest, quantize="nvfp4")
+    run = make_run(tmp_path / "run", str(path), torch.ones(4, 64), features=96, digest=digest, quantize="nvfp4")
     assert command(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
     named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == prepared_base(str(path), None, NVFP4_RTN)

@@ -1,6 +1,6 @@
 """Export the trained policy of a run: the LoRA adapter as a PEFT folder, or base and adapter merged into one model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from safetensors.torch import save_file
+from torch import Tensor
 
 from qerl_pl.base.digest import base_digest
 from qerl_pl.base.folder import base_folder
@@ -19,7 +20,8 @@ from qerl_pl.model.files import CONFIG, has_vision, read_json
 from qerl_pl.model.hub import NAME, is_hub_name
 from qerl_pl.model.quantization import quantization_of
 from qerl_pl.policy.lora import LoraSettings, peft_config
-from qerl_pl.policy.lora_experts import adapted
+from qerl_pl.policy.lora_experts import adapted, of_experts
+from qerl_pl.quant.loading import meta_model
 from qerl_pl.tools.merge import export_merged, new_folder
 from qerl_pl.tools.model_card import model_card
 from qerl_pl.tools.options import export_options
@@ -98,6 +100,7 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         trained_on = _local_folder(base)
         if next(trained_on.glob("*.safetensors"), None):
             check_identity(identity, {"base": base_digest(trained_on)})
+            _check_shapes(adapter, trained_on)
         temporary.mkdir()
         norms = sorted({name.split(".")[-2] for name in adapter if ".lora_" not in name})
         config = peft_config(replace(settings, targets=tuple(adapted(adapter))), base=base, norms=norms)
@@ -110,6 +113,21 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
         card = model_card(saved, settings, base=base, folder=output.name, run=run)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return settings
+
+
+def _check_shapes(adapter: Mapping[str, Tensor], base: Path) -> None:
+    """Raise ValueError if a tensor of an adapter belongs to no parameter of its base, or does not have its size. Those
+    of stacked experts are not checked. Only the base's config.json is read."""
+    shapes = {name: parameter.shape for name, parameter in meta_model(base).named_parameters()}
+    for name, tensor in adapter.items():
+        linear, lora, matrix = name.removeprefix("base_model.model.").partition(".lora_")
+        if lora and of_experts(name):
+            continue
+        shape = shapes.get(f"{linear}.weight" if lora else linear)
+        axes = slice(None) if not lora else slice(1, 2) if matrix == "A.weight" else slice(0, 1)
+        if shape is None or tensor.shape[axes] != shape[axes]:
+            weight = "the base has no such weight" if shape is None else f"the base's weight is {list(shape)}"
+            raise ValueError(f"the checkpoint's adapter tensor {name} is {list(tensor.shape)}, and {weight}")
 
 
 def push(folder: Path, name: str) -> str:

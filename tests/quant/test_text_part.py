@@ -84,8 +84,10 @@ def test_the_command_says_what_it_leaves_out(whole, tmp_path, capsys):
 
 @of_one_family
 def test_an_export_names_the_text_model_that_its_adapter_fits(whole, tmp_path):
-    digest = base_digest(Path(prepared_base(str(whole))))
-    run = make_run(tmp_path / "run", str(whole), torch.ones(4, 128), digest=digest)
+    base = Path(prepared_base(str(whole)))
+    features, inputs = Checkpoint(base).shape("model.layers.1.self_attn.q_proj.weight")
+    adapter = {"weight": torch.ones(4, inputs), "features": features, "layer": 1}
+    run = make_run(tmp_path / "run", str(whole), digest=base_digest(base), **adapter)
     assert command(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
     named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == prepared_base(str(whole)) != str(whole)
