@@ -93,8 +93,7 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
     def _path(self, trainer: Trainer) -> Path | None:
         """Return the path of config.yaml on rank 0, None on the others."""
-        folder = trainer.log_dir  # reading log_dir broadcasts it from rank 0, so all ranks have to read it
-        return Path(folder, self.config_filename) if trainer.is_global_zero and folder is not None else None
+        return Path(trainer.default_root_dir, self.config_filename) if trainer.is_global_zero else None
 
     @cached_property
     def _text(self) -> str:

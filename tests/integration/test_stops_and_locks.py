@@ -7,11 +7,12 @@ import signal
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 import train
 from qerl_pl.__main__ import main as command
 from qerl_pl.results.curves import read_scalars
-from tests.integration.conftest import ROOT, UNCHECKED, arguments, differences, launch, load_last
+from tests.integration.conftest import ROOT, SHORT, UNCHECKED, arguments, differences, launch, load_last
 
 pytestmark = pytest.mark.slow
 
@@ -116,3 +117,17 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
     assert sorted(scalar.step for scalar in scalars if scalar.tag == "train/reward") == list(range(6)), (
         "it started anew"
     )
+
+
+def test_a_logger_with_a_folder_of_its_own_keeps_it_and_the_run_has_its_settings(run, tmp_path):
+    run_dir, settings = tmp_path / "run", tmp_path / "logger.yaml"
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path / "curves")}}
+    settings.write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    run("fit", run_dir, "-c", str(settings), *UNCHECKED, *SHORT)
+    run("validate", run_dir, "-c", str(settings), *UNCHECKED, "--ckpt_path", "last")
+    assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("metrics*.csv")} == {"curves"}
+    written = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("config.yaml"))]
+    assert written == ["run/config.yaml", "run/validate/arithmetic-last/config.yaml"]
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["logger"]
+    assert saved["init_args"]["save_dir"] == str(tmp_path / "curves")
+    assert command(["export", "--run", str(run_dir), "--output", str(tmp_path / "adapter")]) == 0
