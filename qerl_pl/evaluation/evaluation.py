@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torchmetrics import MetricCollection
 
 from qerl_pl.common import ranks
 from qerl_pl.common.metrics import Mean, Pooled, Stopwatch
@@ -37,7 +36,7 @@ class Evaluation:
         self._rows: list[dict[str, Any]] = []
         rewarded = have_weight(loop.rewards)
         names = [*(term.name for term in loop.rewards), *(name for name in _OF_ROWS if name != "reward" or rewarded)]
-        self._means = MetricCollection({name: Mean() for name in names}, compute_groups=False).to(device)
+        self._means = {name: Mean().to(device) for name in names}
         self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)
         self._add([])  # defines the means also on a rank that gets no prompts
 
@@ -72,7 +71,8 @@ class Evaluation:
                 "counts a completion as right if this reward gives it 1; list a reward first that gives right "
                 "completions 1"
             )
-        means = self._means.compute() | (self._pass_at_k.compute() if self._loop.rewards else {})
+        means = {name: metric.compute() for name, metric in self._means.items()}
+        means |= self._pass_at_k.compute() if self._loop.rewards else {}
         return {} if means["completion_tokens"].isnan() else means
 
     def _mean_pass_at_k(self, num_right: Tensor) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class Evaluation:
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
         self._rows += rows
-        for name, metric in self._means.items(keep_base=True):
+        for name, metric in self._means.items():
             of_row = _OF_ROWS.get(name, lambda row, name=name: row["rewards"][name] or 0.0)
             values = [of_row(row) for row in rows]
             metric.update(torch.tensor(values, dtype=torch.float64, device=metric.device))

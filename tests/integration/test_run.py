@@ -93,6 +93,19 @@ def test_unscored_completions_stop_a_run_or_are_counted_by_cause(run, tmp_path):
     assert row["reasons"] == {"low_tokens": "", "format": "", "odd": "the reward does not say why"}
 
 
+@pytest.mark.slow
+def test_groups_that_an_update_learns_from_are_counted_and_a_reward_without_right_answers_is_told(run, tmp_path):
+    # Groups have two completions of one token, so the rewards of many groups are equal.
+    often_equal = ("--model.sampling.max_tokens", "1", "--model.sampling.num_completions", "2")
+    half = '[{"name": "half", "weight": 1.0, "reward": "tests.integration.toy.half"}]'
+    with pytest.warns(UserWarning, match="reward half, the first of model.rewards, gives positive values and never 1"):
+        run("fit", tmp_path, *often_equal, *UNCHECKED, "--model.rewards", half)
+    curves = read_curves(tmp_path)
+    shares = curves["rollout/groups_with_signal"].values
+    assert min(shares) < 1
+    assert curves["rollout/groups_trained"].values == [4 * share for share in shares]
+
+
 EARLIER = ("--trainer.callbacks+=callbacks.gradient_guard.GradientGuard", "--trainer.callbacks.min_steps=2")
 
 

@@ -26,6 +26,11 @@ def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) ->
     return [sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
+def half(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
+    """Give completions half of what ``low_tokens`` does, so none is right."""
+    return [(score or 0.0) / 2 for score in low_tokens(prompts, completions)]
+
+
 def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
     """Score every second row by 1, and leave the other rows unscored."""
     return [1.0 if row % 2 else None for row in range(len(prompts))]
