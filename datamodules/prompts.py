@@ -164,6 +164,11 @@ class PromptDataModule(LightningDataModule):
                 self._held_out = self._prompts(tokenizer, held_out[: self.val_limit], "held-out")
             self._train = self._prompts(tokenizer, train, "train")
 
+    @property
+    def num_train_prompts(self) -> int:
+        """Number of prompts of the training set."""
+        return len(self._train)
+
     def some_train_prompts(self, num: int = 32) -> list[Prompt]:
         """Return the first prompts of the training set in the source's order, at most ``num``."""
         return self._train[:num]

@@ -27,7 +27,7 @@ from callbacks.process import CloseEngine, RunLock, StopTogether
 from callbacks.rng_state import RNGState
 from callbacks.signal_report import SignalReport
 from datamodules.prompts import PromptDataModule
-from qerl_pl.base.folder import base_folder
+from qerl_pl.base.folder import base_folder, check_base
 from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups, check_run_is_new, usable_callbacks
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
@@ -35,7 +35,7 @@ from qerl_pl.cli.evaluation_folder import evaluation_folder
 from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
 from qerl_pl.cli.parser import Parser, accept_words, spelt_out
 from qerl_pl.cli.run_date import run_date
-from qerl_pl.cli.smoke import HELP, shorten
+from qerl_pl.cli.smoke import HELP, WholeRun, shorten
 from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml_files, config_files, plain_settings, with_paths
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
 from qerl_pl.common.files import in_words, write_whole
@@ -158,13 +158,15 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger is true; expected a logger by its class_path, or leave it out")
         check_trainer(config.trainer, command=command)
         config.trainer.callbacks = usable_callbacks(config.trainer.callbacks, always=ALWAYS)
-        self._smoke = config.pop("smoke")
-        if self._smoke:
+        self._whole: WholeRun | None = None
+        if config.pop("smoke"):
             if command != "fit":
                 raise ValueError(
                     f"--smoke works with fit, not with {command}; to evaluate few problems: --data.val_limit 4"
                 )
-            shorten(config)
+            check_places(Path(config.run_dir))
+            check_checkpoint(config.ckpt_path and os.path.expanduser(config.ckpt_path), words=("last",))
+            self._whole = shorten(config)
         check_places(Path(config.run_dir))
         check_groups(self._parser(command).groups or (), config)
         if config.ckpt_path:
@@ -192,9 +194,16 @@ class QeRLCLI(LightningCLI):
         config.trainer.default_root_dir = folder
         self._log_to(folder, loggers)
 
+    def before_fit(self) -> None:
+        """Check that the model supports the lengths of the run that a smoke test stands for."""
+        if self._whole:
+            self._whole.check_model(check_base(self.model.settings.folder))
+
     def after_fit(self) -> None:
-        """Report that a smoke run finished."""
-        if self._smoke and not self.trainer.interrupted:
+        """Report that a smoke test finished, after checking that there are enough prompts for the run that it stands
+        for."""
+        if self._whole and not self.trainer.interrupted:
+            self._whole.check_data(self.datamodule.num_train_prompts)
             rank_zero_info(
                 f"smoke: {self.trainer.global_step} optimizer steps with validation and checkpoint finished without an "
                 f"error; see {self.config[str(self.subcommand)].run_dir}"

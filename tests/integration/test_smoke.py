@@ -77,3 +77,27 @@ def test_vllm_starts_without_compilation_where_it_is_tried(bases, tmp_path, monk
 def test_smoke_is_for_training(run, tmp_path):
     with pytest.raises(ValueError, match=r"--smoke works with fit, not with test; .* --data\.val_limit"):
         run("test", tmp_path, "--smoke")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (("--model.sampling.max_tokens", "100000"), "prompts and completions may reach 100"),
+        (("--ckpt_path", "no-such.ckpt"), r"there is no checkpoint no-such\.ckpt"),
+    ],
+)
+def test_what_the_whole_run_would_refuse_is_refused_before_the_trial(run, tmp_path, change, found):
+    with pytest.raises(ValueError, match=found):
+        run("fit", tmp_path / "run", *UNCHECKED, "--smoke", *change)
+
+
+def test_a_folder_that_the_whole_run_cannot_have_is_refused(run, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match="which is no folder"):
+        run("fit", tmp_path / "run", *UNCHECKED, "--smoke")
+
+
+@pytest.mark.slow
+def test_too_few_prompts_for_the_whole_run_are_told(run, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.batch_size is 4096 but there are only \d+ training prompts"):
+        run("fit", tmp_path / "run", *UNCHECKED, "--smoke", "--data.batch_size", "4096")
