@@ -224,6 +224,16 @@ MISTAKES = [
     (added(AQN, num_stages=2), "at least 3"),
     (added(AQN, decay="square"), "decay"),
     ("--model.lora.start ~/gone", r"model\.lora\.start is /.*gone"),
+    ("--model.lora.rank 1000000", r"model\.lora\.rank is 1000000; expected at most the model's hidden_size \(128\)"),
+    (
+        "--trainer.accelerator cpu --trainer.devices 9999",
+        r"trainer\.devices is 9999 and this machine has \d+ CPU cores",
+    ),
+    ("--model.warmup_steps 1000000000", r"warmup_steps is 1000000000; expected at most trainer\.max_steps \(8\)"),
+    (
+        reward({"class_path": "os.system", "init_args": {"command": "touch executed"}}),
+        r"rewards.reward is os\.system, a function that does not say what it makes",
+    ),
 ]
 
 
@@ -255,3 +265,4 @@ def test_a_mistake_ends_in_a_line_that_says_what_to_do(wrong, said, bases, tmp_p
     assert re.search(said, status), status
     assert len(status.splitlines()) <= 5
     assert not (tmp_path / "run" / "completions").exists()
+    assert not (tmp_path / "executed").exists(), "a setting was called as a command"

@@ -332,3 +332,16 @@ def test_stop_strings_hold_in_training_and_evaluation_and_end_completions(run, t
     cli = run("fit", tmp_path / "run", *SHORT, *UNCHECKED, "--data.stop", json.dumps(stop))
     assert cli.model.sampling.stop == cli.model.settings.evaluation.stop == tuple(stop)
     assert cli.trainer.callback_metrics["rollout/truncated_share"] < 0.9
+
+
+@pytest.mark.slow
+def test_groups_without_a_gradient_are_not_counted_as_trained_and_a_first_reward_that_is_never_1_is_warned_about(
+    run, tmp_path
+):
+    rewards = "[{name: by_place, weight: 1.0, reward: tests.integration.toy.half_of_a_batch}]"
+    with pytest.warns(
+        UserWarning, match="the reward by_place, the first of model.rewards, gives positive values and never 1"
+    ):
+        run("fit", tmp_path, *SHORT, *UNCHECKED, "--trainer.limit_val_batches", "1", "--model.rewards", rewards)
+    curves = read_curves(tmp_path)
+    assert curves["rollout/groups_trained"].values == [2.0] * 4, "of 4 groups, 2 have equal rewards"

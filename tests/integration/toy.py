@@ -214,3 +214,9 @@ class Fails(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.global_rank, pl_module.rollout_index) == (self.rank, self.at):
             raise RuntimeError(f"rank {self.rank} fails at {self.at}")
+
+
+def half_of_a_batch(prompts: list[Any], completions: list[Any]) -> list[float]:
+    """Reward completions of the first half of a batch by their place, up to 0.4, and all others equally."""
+    half = len(prompts) // 2
+    return [0.1 * (index % 4 + 1) if index < half else 0.5 for index in range(len(prompts))]
