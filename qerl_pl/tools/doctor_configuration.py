@@ -19,10 +19,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.training import main as training
+from qerl_pl.cli.without_base import Parts, parts_without_base
 from qerl_pl.common.files import in_bytes
 from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.run_folder import check_places, is_running
-from qerl_pl.common.types import Completion, Prompt
+from qerl_pl.common.types import Completion, Problem, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.plan import adapter_values
 from qerl_pl.memory.shape import ModelShape
@@ -54,8 +55,8 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     function that returns the result as text, or raises an error.
 
     The first check builds callbacks, loggers, rewards, engine and data source, and reads the base's files. If it fails,
-    checks that need its results raise ``NotChecked``. With ``warm``, the last check starts the engine, which compiles
-    its kernels.
+    for example because the hub cannot be reached, the next checks build what they need themselves, and checks that need
+    the base raise ``NotChecked``. With ``warm``, the last check starts the engine, which compiles its kernels.
     """
     objects: list[Any] = []  # the LightningCLI object, if it could be built
 
@@ -85,14 +86,37 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
             raise NotChecked("not checked, because the configuration could not be built")
         return objects[0]
 
+    @functools.cache
+    def alone() -> Parts:
+        try:
+            return parts_without_base(settings())
+        except ValueError:
+            raise NotChecked("not checked, because the configuration could not be built") from None
+
+    @functools.cache
+    def problems() -> Sequence[Problem]:
+        return alone().training_problems()
+
+    def length() -> str:
+        return _length(settings(), objects[0].model.settings.objective if objects else alone().objective)
+
+    def data() -> str:
+        return _data(objects[0].datamodule) if objects else _rows(problems())
+
+    def rewards() -> str:
+        if objects:
+            return _scored(objects[0].model.rewards, objects[0].datamodule.some_train_prompts())
+        prompts = [Prompt((0,), row.answer, text=row.question, row=row.row) for row in problems()[:SCORED]]
+        return _scored(alone().rewards, prompts)
+
     def start() -> str:
         return built() and _start_engine(arguments)
 
     checks = [
         ("configuration", build),
-        ("length of the run", lambda: _length(settings(), built().model.settings.objective)),
-        ("data and template", lambda: _data(built().datamodule)),
-        ("rewards", lambda: _scored(built().model.rewards, built().datamodule.some_train_prompts())),
+        ("length of the run", length),
+        ("data and template", data),
+        ("rewards", rewards),
         ("memory of the run", lambda: _memory(settings())),
         ("disk of the run", lambda: _disk(settings())),
         ("folder of the run", lambda: _folder(settings())),
@@ -116,6 +140,14 @@ def _length(config: dict[str, Any], objective: Objective) -> str:
         if stages > rollouts:
             raise ValueError(f"{rollouts} rollouts for {stages} noise stages; lower num_stages or raise max_steps")
     return f"{rollouts} rollouts, {max_steps} optimizer steps"
+
+
+def _rows(problems: Sequence[Problem]) -> str:
+    first = problems[0].question.replace("\n", "\\n")
+    return (
+        f"{len(problems)} training problems; the first ends with ...{first[-60:]}; their lengths and the template need "
+        "the base's tokenizer"
+    )
 
 
 def _data(datamodule: Any) -> str:
@@ -178,8 +210,9 @@ def _disk(config: dict[str, Any]) -> str:
     model, run = config["model"], planned_run(config)
     folder = Path(config["run_dir"]).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
-    shape = _shape(model)
-    values = adapter_values(shape, run)
+    if free < LOGS:
+        raise ValueError(f"{in_bytes(free)} are free for {folder}; logs take about {in_bytes(LOGS)}")
+    values = adapter_values(_shape(model), run)
     adapters = 2 if model["lora"].get("start") else 1  # checkpoints also hold the adapter that the run started from
     needed = CHECKPOINTS * values * (4 * adapters + run.state_bytes)
     if free < needed + LOGS:

@@ -117,20 +117,39 @@ def test_checks_that_could_not_be_made_are_not_counted_as_failures(tmp_path, cap
     assert said.endswith("1 of the checks above failed; fix it before training\n")
 
 
-def test_without_the_base_the_folder_of_the_run_is_checked_and_the_rest_left_out(bases, tmp_path, capsys):
+def test_without_the_base_all_that_needs_none_is_checked(bases, tmp_path, capsys):
     status, said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS, "--model.base", "models/gone")
     assert status == 1
     assert said["configuration"].startswith("[no]")
     assert "models/gone" in said["configuration"]
     assert "dimensions are not known" in said["memory of the run"]
-    assert said["folder of the run"].startswith("[ok]")
-    assert [name for name, line in said.items() if line.startswith("[--]")] == [
-        "length of the run",
-        "data and template",
-        "rewards",
-        "memory of the run",
-        "disk of the run",
+    of_base = {"memory of the run", "disk of the run"}
+    assert {name for name, line in said.items() if line.startswith("[--]")} == of_base
+    assert {name for name, line in said.items() if line.startswith("[ok]")} == said.keys() - of_base - {"configuration"}
+    whole = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS)[1]
+    assert {name: said[name] for name in ("length of the run", "rewards")} == {
+        name: whole[name] for name in ("length of the run", "rewards")
+    }
+    assert re.search(r"\d+ training problems; the first ends with \.\.\.", said["data and template"])
+
+
+def test_without_the_base_wrong_data_and_rewards_are_still_found(bases, tmp_path, capsys):
+    gone = ("--model.base", "models/gone")
+    constant = {"model": {"rewards": [{"name": "mine", "reward": "level_of_constant.level"}]}}
+    (tmp_path / "level_of_constant.py").write_text(
+        "def level(prompts, completions):\n    return [0.5] * len(prompts)\n"
+    )
+    assert "no signal" in diagnosed(bases["nvfp4"], tmp_path, capsys, constant, *gone)[1]["rewards"]
+    column = {"data": {"source": {**WORDS, "init_args": {**WORDS["init_args"], "answer": "no_such_column"}}}}
+    said = diagnosed(bases["nvfp4"], tmp_path, capsys, NUMBERS | column, *gone)[1]
+    assert said["data and template"].startswith("[no]")
+    assert "no_such_column" in said["data and template"]
+    called = [
+        {"name": "x", "reward": {"class_path": "os.system", "init_args": {"command": f"touch {tmp_path}/called"}}}
     ]
+    said = diagnosed(bases["nvfp4"], tmp_path, capsys, {"model": {"rewards": called}}, *gone)[1]
+    assert said["rewards"].startswith("[--]")
+    assert not (tmp_path / "called").exists()
 
 
 def test_a_reward_that_cannot_tell_answers_apart_is_said_to_have_no_signal(bases, tmp_path, capsys):
