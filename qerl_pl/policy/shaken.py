@@ -50,11 +50,12 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
 def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute N log-probabilities and, for each, the root mean square of its changes in ``SHAKES`` passes with random
-    rounding errors of ``dtype``; [N] each, in nats.
+    """Compute N log-probabilities, and by how much rounding errors change each. Returns two tensors [N] in nats: the
+    log-probabilities of a pass without added errors, and the root mean square of the changes from it in ``SHAKES``
+    passes with random rounding errors of ``dtype``.
 
-    ``score(copies)`` has to compute the log-probabilities with ``model`` in a batch of ``copies`` equal rows: [copies,
-    N].
+    ``score(copies)`` has to compute the log-probabilities by ``model`` in one batch of ``copies`` equal rows, and
+    return them as [copies, N]. Each of the rows gets other random errors.
     """
     [plain] = score(1)
     return plain, rounding_of(plain, score, model, dtype, seed=seed)

@@ -161,8 +161,9 @@ def _same_answer(gold: str, answer: str) -> bool:
 
 
 def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
-    """Tell whether two answers begin with the same of the words yes, no, true and false. A reason may follow the word
-    in the completion's answer, but no further such word, and no value other than that in the known answer."""
+    """Return whether a completion's answer begins with the same of the words yes, no, true and false as the known
+    answer. A reason may follow the word in the completion's answer, but neither another of these words, nor a number or
+    formula other than that in the known answer."""
     if given is None or known[1].lower() != given[1].lower():
         return False
     gold, answer = (match.string[match.end() :].strip(" ,.;:") for match in (known, given))

@@ -112,10 +112,13 @@ def check_groups(
 def checked_routes(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], routing: Routing, *, engine: str
 ) -> list[list[Completion]]:
-    """Check and convert the routes (``Completion.routes``) of completions of a mixture-of-experts model: the numbers of
-    the experts that computed each token of prompt and completion except the last. Returns the completions with routes
-    in the smallest dtype that holds the numbers. CheckFailed: a completion has no routes, routes of too many or too few
-    tokens, or a number that no expert has."""
+    """Check and convert the routes (``Completion.routes``) of completions of a mixture-of-experts model: the indices of
+    the experts that computed each token in each layer, for all tokens of prompt and completion except the last. Returns
+    the completions with routes in the smallest dtype that holds the indices.
+
+    Raises:
+        CheckFailed: a completion has no routes, routes of too many or too few tokens, or an index of no expert.
+    """
     checked = []
     for index, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
         checked.append([])
