@@ -77,6 +77,13 @@ _DENIED_BEHIND = re.compile(
     r"(?!\s+(?:to|that|for)\b)",
     re.IGNORECASE,
 )
+# The box is part of a formula that has another value. In "3 times [box] = 15", it fills in an equation and counts.
+_CHANGED_BEFORE = re.compile(
+    r"(?:(?<!-)-|[\w)}]\s*\\(?:cdot|times|div)\s*|\\sqrt\s*\{\s*"
+    r"|\b(?:answer|value|result) is (?:minus|half of|twice|(?:at|more|less|greater|fewer) (?:least|most|than)) )\$?$"
+)
+_CHANGED_BEHIND = re.compile(r"\s*\^\s*\{?\s*-?\d")
+_FILLED_IN = re.compile(r"\s*\}?\s*=")
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -110,8 +117,8 @@ def last_boxed(text: str) -> str | None:
     """Return the content of the last closed ``\\boxed{...}``, of nested boxes the outermost; None if there is none.
 
     If the last boxes are separated only by ``,``, ``and`` or ``or``, they are returned as one answer with several
-    values. A box whose sentence denies it ("The answer is not ...") does not count; if all boxes are denied, the result
-    is the empty string.
+    values. A box does not count if its sentence denies it ("The answer is not ...") or if the formula around it has
+    another value (a minus before it, a power of it); if no box counts, the result is the empty string.
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
@@ -134,6 +141,8 @@ def last_boxed(text: str) -> str | None:
 
 def _denied(text: str, start: int, end: int) -> bool:
     before = text[max(0, start - 100) : start]
+    if not _FILLED_IN.match(text, end) and (_CHANGED_BEFORE.search(before) or _CHANGED_BEHIND.match(text, end)):
+        return True
     return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 100]) is not None
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from math_verify import parse
 from sympy import expand, factor, latex, together
 
+from qerl_pl.rewards.answers import last_boxed
 from qerl_pl.rewards.equivalence import judge
 from qerl_pl.rewards.numbers import decimal_places, is_decimal_of, parse_number
 
@@ -120,3 +121,37 @@ def test_an_answer_that_a_computer_algebra_system_wrote_anew_is_the_same(gold):
     for form in (read, expand(read), factor(read), together(read)):
         for written in (latex(form), latex(form, mul_symbol="dot"), latex(form, fold_short_frac=True)):
             assert judge(gold, written).score == 1.0, written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"The answer is -\boxed{5}.",
+        r"$x=-\boxed{5}$",
+        r"$2\cdot\boxed{5}$",
+        r"$\boxed{5}^2$",
+        r"$\sqrt{\boxed{5}}$",
+        r"The answer is minus \boxed{5}.",
+        r"The answer is at least \boxed{5}.",
+        r"The answer is half of \boxed{5}.",
+    ],
+)
+def test_a_box_within_a_formula_of_another_value_is_no_answer(text):
+    assert last_boxed(text) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"- \boxed{5}",
+        r"$3\times\boxed{5}=15$",
+        r"$\boxed{5}^\circ$",
+        r"$\boxed{5}^{th}$",
+        r"She needs at least \boxed{5}.",
+        r"$10 - \boxed{5} = 5$",
+        r"The answer is: \boxed{5}",
+        r"--\boxed{5}",
+    ],
+)
+def test_a_box_beside_marks_that_leave_its_value_is_the_answer(text):
+    assert last_boxed(text) == "5"
