@@ -26,10 +26,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w4a4_nvfp4 as with_nvfp4,
 )
 
+from qerl_pl.quant.experts import PARTS
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4
-from qerl_pl.rollout.vllm.base_weights import EXPERT_PARTS, expert_layers
+from qerl_pl.rollout.vllm.base_weights import bit_sums, expert_layers
 
 MATRICES = "w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"
 """Names of vLLM's parameters for codes and block scales of experts, before vLLM converts them."""
@@ -48,10 +49,8 @@ class Stacks(NamedTuple):
     @property
     def digest(self) -> Tensor:
         """Checksums, [6 E] int64: for each expert and each of gate, up and down, the sum of its codes and the sum of
-        its block scales' bits, read as 32-bit words where possible."""
-        tensors = (tensor.flatten(1) for stack in self for tensor in (stack.codes, stack.block_scale))
-        words = (bits.view(torch.int32) if bits.shape[1] % 4 == 0 else bits for bits in tensors)
-        return torch.cat([bits.sum(1, dtype=torch.int64) for bits in words])
+        its block scales (``bit_sums``)."""
+        return bit_sums(tensor for stack in self for tensor in (stack.codes, stack.block_scale))
 
 
 class Adopted(NamedTuple):
@@ -173,10 +172,6 @@ def lent_layers(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterat
                 yield parent, layer, Stacks._make(stacks)
 
 
-PARTS = [part for parts in EXPERT_PARTS.values() for part in parts]
-"""Names of the linear layers of an expert: gate, up, down."""
-
-
 def is_supported(layer: RoutedExperts) -> bool:
     """Return whether ``NativeExperts`` can compute a mixture of vLLM's model: it is read from a checkpoint of
     compressed-tensors, has NVFP4 weights, 16-bit activations and SwiGLU, and is not divided among GPUs."""
@@ -202,7 +197,7 @@ def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Colle
         if f"{parent}.0.down_proj" in unread:
             layer.trainers_experts = stacks
             for parameter in map(layer.get_parameter, MATRICES):
-                parameter.data = _without_memory(parameter, stacks.gate.codes.device)
+                parameter.data = placeholder(parameter.shape, parameter.dtype, stacks.gate.codes.device)
 
 
 def install(method: Any, layer: Any) -> bool:
@@ -225,7 +220,7 @@ def install(method: Any, layer: Any) -> bool:
             layer.register_parameter(f"{part}_{kind}", tensor)
     experts, inner, half = stacks.gate.codes.shape
     for name, shape in {"w13_weight": (experts, 2 * inner, half), "w2_weight": stacks.down.codes.shape}.items():
-        only_shape = stacks.gate.codes.new_empty(1, 1, 1).expand(shape)
+        only_shape = placeholder(shape, stacks.gate.codes.dtype, stacks.gate.codes.device)
         layer.register_parameter(name, nn.Parameter(only_shape, requires_grad=False))
     method.experts_cls, method.moe_quant_config = NativeExperts, FUSED_MOE_UNQUANTIZED_CONFIG
     method.moe_kernel = make_nvfp4_moe_kernel(
@@ -254,5 +249,6 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
-def _without_memory(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=like.dtype, device=device).expand(like.shape)
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor whose elements share the memory of a single one, for parameters of vLLM that are not read."""
+    return torch.empty(1, dtype=dtype, device=device).expand(shape)

@@ -91,8 +91,8 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
         if name in unread and whole is not None:
             layer.is_empty = True
             for parameter in (packed_codes(layer), layer.weight_scale):
-                empty = torch.empty(1, dtype=parameter.dtype, device=whole.codes.device)
-                parameter.data = empty.expand(parameter.shape)
+                device = whole.codes.device
+                parameter.data = native_experts.placeholder(parameter.shape, parameter.dtype, device)
     native_experts.lend(model, linears, unread=unread)
 
 

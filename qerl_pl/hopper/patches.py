@@ -2,7 +2,7 @@
 without which results would be wrong are in ``rollout/vllm/patches.py``, which also says how a patch is written."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -112,19 +112,11 @@ def packed_weights_on_host() -> Iterator[None]:
     """
     scheme, modelopt = _nvfp4_modules()
 
-    def on_host(owner: Any, *takes: str) -> AbstractContextManager[None]:
-        create = owner.create_weights
-
-        def create_weights(*args: Any, **kwargs: Any) -> None:
-            with torch.device("cpu"):
-                create(*args, **kwargs)
-
-        return replaced(owner, "create_weights", create_weights, takes=("self", "layer", *takes))
-
     sizes = ("output_partition_sizes", "input_size_per_partition", "params_dtype", "weight_loader")
+    first, second, name = scheme.CompressedTensorsW4A4Fp4, modelopt.KNvfp4Static, "create_weights"
     with (
-        on_host(scheme.CompressedTensorsW4A4Fp4, *sizes),
-        on_host(modelopt.KNvfp4Static, "role", "ctx", "shapes", "wl"),
+        replaced(first, name, _on_host(first.create_weights), takes=("self", "layer", *sizes)),
+        replaced(second, name, _on_host(second.create_weights), takes=("self", "layer", "role", "ctx", "shapes", "wl")),
     ):
         yield
 
@@ -144,22 +136,28 @@ def native_nvfp4_experts(install: Callable[[Any, Any], bool]) -> Iterator[None]:
     """
     layers = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
     method = import_module(f"{layers}.compressed_tensors_moe_w4a4_nvfp4").CompressedTensorsW4A4Nvfp4MoEMethod
-    convert, create = method.process_weights_after_loading, method.create_weights
+    convert = method.process_weights_after_loading
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         if not install(self, layer):
             convert(self, layer)
 
+    sizes = ("num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype")
+    with (
+        replaced(method, "process_weights_after_loading", process_weights_after_loading, takes=("self", "layer")),
+        replaced(method, "create_weights", _on_host(method.create_weights), takes=("self", "layer", *sizes)),
+    ):
+        yield
+
+
+def _on_host(create: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method of vLLM that creates the weights of a layer, so that it allocates them in host memory."""
+
     def create_weights(*args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             create(*args, **kwargs)
 
-    sizes = ("num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype")
-    with (
-        replaced(method, "process_weights_after_loading", process_weights_after_loading, takes=("self", "layer")),
-        replaced(method, "create_weights", create_weights, takes=("self", "layer", *sizes)),
-    ):
-        yield
+    return create_weights
 
 
 def _nvfp4_modules() -> tuple[Any, Any]:

@@ -164,7 +164,7 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 def shared_base(shape: ModelShape, run: RunMemory) -> int:
     """Return the bytes of the 4-bit base weights of which trainer and vLLM share one copy; the plan counts them in its
     part "base" only."""
-    engine = run.engine  # the kernels that read weights in tile order multiply by 16-bit activations only
+    engine = run.engine  # the kernels that read the trainer's weights multiply by 16-bit activations only
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from qerl_pl import native
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.files import in_bytes
+from qerl_pl.quant.experts import PARTS
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
@@ -164,8 +165,7 @@ def check_rows(
             same[name] = torch.stack(equal).all()
     for name, layer in expert_layers(model):
         if adopted := getattr(layer, "adopted", None):
-            firsts = (linears.get(f"{name}.0.{part}") for parts in EXPERT_PARTS.values() for part in parts)
-            same[name] = adopted.holds([*filter(None, firsts)])
+            same[name] = adopted.holds([linears[f"{name}.0.{part}"] for part in PARTS])
         elif hasattr(layer, "loaded_sums"):
             same[name] = expert_sums(layer).eq(layer.loaded_sums).all()
     for name, weight in (routers or {}).items():
@@ -190,13 +190,19 @@ def note_experts(model: nn.Module) -> None:
 
 
 def expert_sums(layer: nn.Module) -> Tensor:
-    """Return a checksum for each parameter of a layer and each of its E experts, [parameters * E] int64: the sum of the
-    parameter's bits, read as integer words. A single changed word changes a sum, and so do weights exchanged between
-    two experts whose sums differ; words exchanged within one expert change none."""
-    bits = (parameter.detach().flatten(1) for parameter in layer.parameters(recurse=False) if parameter.ndim > 1)
-    factors = (parameter.detach().unsqueeze(1) for parameter in layer.parameters(recurse=False) if parameter.ndim == 1)
-    words = [part.view(torch.int32 if part.element_size() == 4 else torch.uint8) for part in (*bits, *factors)]
-    return torch.cat([part.sum(1, dtype=torch.int64) for part in words])
+    """Return a checksum for each parameter of a layer and each of its E experts, [parameters * E] int64
+    (``bit_sums``)."""
+    return bit_sums(parameter.detach() for parameter in layer.parameters(recurse=False))
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a checksum for each tensor, [E, ...], and each of its E experts, [tensors * E] int64: the sum of the
+    expert's bits, read as 32-bit words, or as bytes where they are no whole words. A single changed word changes a sum,
+    and so do weights exchanged between two experts whose sums differ; words exchanged within one expert change none."""
+    rows = (tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1) for tensor in tensors)
+    sizes = ((row, row.shape[1] * row.element_size()) for row in rows)
+    words = (row.view(torch.uint8 if size % 4 else torch.int32) for row, size in sizes)
+    return torch.cat([word.sum(1, dtype=torch.int64) for word in words])
 
 
 def packed_codes(layer: Any) -> Any:
