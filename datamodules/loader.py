@@ -37,6 +37,12 @@ def drawn_order(num: int, seed: int) -> list[int]:
     return torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def check_batch_size(batch_size: int, num_prompts: int) -> None:
+    """Raise ValueError if there are fewer training prompts than a batch needs."""
+    if batch_size > num_prompts:
+        raise ValueError(f"data.batch_size is {batch_size} but there are only {num_prompts} training prompts")
+
+
 @dataclass(eq=False)
 class TrainLoader:
     """Endless loader of batches of training prompts: each iteration over it yields one epoch, in an order that depends
@@ -60,12 +66,11 @@ class TrainLoader:
     next_batch: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        size, num = self.batch_size, len(self.prompts)
-        if size > num:
-            raise ValueError(f"data.batch_size is {size} but there are only {num} training prompts")
-        if size % self.num_ranks:
+        check_batch_size(self.batch_size, len(self.prompts))
+        if self.batch_size % self.num_ranks:
             raise ValueError(
-                f"data.batch_size {size} counts the prompts of all ranks and is no multiple of {self.num_ranks}"
+                f"data.batch_size {self.batch_size} counts the prompts of all ranks and is no multiple of "
+                f"{self.num_ranks}"
             )
 
     def __len__(self) -> int:

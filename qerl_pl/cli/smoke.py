@@ -3,14 +3,11 @@ size."""
 
 import itertools
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jsonargparse import Namespace
-
-from qerl_pl.quant.families import check_positions, longest_with_short_factors
 
 MOST_TOKENS = 64  # of a completion
 MOST_COMPLETIONS = 4  # per prompt
@@ -31,19 +28,9 @@ class WholeRun(NamedTuple):
     longest: int
     """Most tokens of a prompt and its completion together."""
 
-    def check_model(self, config: Mapping[str, Any]) -> None:
-        """Raise ValueError if a model, given its config.json, has too few positions for the longest sequence."""
-        positions, short = config.get("max_position_embeddings"), longest_with_short_factors(config)
-        check_positions(positions, short, longest=self.longest)
-
-    def check_data(self, num_prompts: int) -> None:
-        """Raise ValueError if there are fewer training prompts than a rollout needs."""
-        if self.batch_size > num_prompts:
-            raise ValueError(f"data.batch_size is {self.batch_size} but there are only {num_prompts} training prompts")
-
 
 def shorten(config: Namespace) -> WholeRun:
-    """Change the parsed configuration of ``fit``, in place, into that of a smoke test; returns what it was before."""
+    """Change the parsed configuration of ``fit``, in place, into that of a smoke test; returns its sizes before."""
     trainer, model, data = config.trainer, config.model, config.data
     completions = [sampling.max_tokens for sampling in filter(None, (model.sampling, model.val_sampling))]
     whole = WholeRun(data.batch_size, data.max_prompt_tokens + max(completions))

@@ -26,6 +26,7 @@ from callbacks.graceful_stop import GracefulStop
 from callbacks.process import CloseEngine, RunLock, StopTogether
 from callbacks.rng_state import RNGState
 from callbacks.signal_report import SignalReport
+from datamodules.loader import check_batch_size
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder, check_base
 from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups, check_run_is_new, usable_callbacks
@@ -44,6 +45,7 @@ from qerl_pl.common.phases import phase
 from qerl_pl.common.program import quoted_from_environment
 from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
+from qerl_pl.quant.families import check_length
 from qerl_pl.settings.changes import keep_old_config
 from qerl_pl.settings.trainer import check_trainer
 
@@ -158,6 +160,8 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger is true; expected a logger by its class_path, or leave it out")
         check_trainer(config.trainer, command=command)
         config.trainer.callbacks = usable_callbacks(config.trainer.callbacks, always=ALWAYS)
+        if config.ckpt_path:
+            config.ckpt_path = os.path.expanduser(config.ckpt_path)
         self._whole: WholeRun | None = None
         if config.pop("smoke"):
             if command != "fit":
@@ -165,12 +169,10 @@ class QeRLCLI(LightningCLI):
                     f"--smoke works with fit, not with {command}; to evaluate few problems: --data.val_limit 4"
                 )
             check_places(Path(config.run_dir))
-            check_checkpoint(config.ckpt_path and os.path.expanduser(config.ckpt_path), words=("last",))
+            check_checkpoint(config.ckpt_path, words=("last",))
             self._whole = shorten(config)
         check_places(Path(config.run_dir))
         check_groups(self._parser(command).groups or (), config)
-        if config.ckpt_path:
-            config.ckpt_path = os.path.expanduser(config.ckpt_path)
         if start := getattr(config.model.lora, "start", None):
             config.model.lora.start = os.path.expanduser(start)
         if command == "fit":
@@ -197,13 +199,13 @@ class QeRLCLI(LightningCLI):
     def before_fit(self) -> None:
         """Check that the model supports the lengths of the run that a smoke test stands for."""
         if self._whole:
-            self._whole.check_model(check_base(self.model.settings.folder))
+            check_length(check_base(self.model.settings.folder), longest=self._whole.longest)
 
     def after_fit(self) -> None:
         """Report that a smoke test finished, after checking that there are enough prompts for the run that it stands
         for."""
         if self._whole and not self.trainer.interrupted:
-            self._whole.check_data(self.datamodule.num_train_prompts)
+            check_batch_size(self._whole.batch_size, self.datamodule.num_train_prompts)
             rank_zero_info(
                 f"smoke: {self.trainer.global_step} optimizer steps with validation and checkpoint finished without an "
                 f"error; see {self.config[str(self.subcommand)].run_dir}"

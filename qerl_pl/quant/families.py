@@ -118,6 +118,12 @@ def check_positions(positions: int | None, short: int | None, *, longest: int) -
         )
 
 
+def check_length(config: Mapping, *, longest: int) -> None:
+    """Check the length of the longest prompt and completion together, as ``check_positions`` does, for a model that is
+    given by its config.json."""
+    check_positions(config.get("max_position_embeddings"), longest_with_short_factors(config), longest=longest)
+
+
 def longest_with_short_factors(config: Mapping) -> int | None:
     """Return the length, in tokens, of the longest sequence for which LongRoPE uses its short factors. Returns None for
     other rotary embeddings, and if config.json does not give this length, in which case transformers never uses the

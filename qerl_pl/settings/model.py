@@ -24,7 +24,7 @@ from qerl_pl.policy.lora import LoraSettings, open_settings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.policy.recompute import Setting, recompute_of
 from qerl_pl.policy.start import check_fits, is_of_other_base
-from qerl_pl.quant.families import check_positions, longest_with_short_factors
+from qerl_pl.quant.families import check_length
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.dynamic_sampling import DynamicSampling
 from qerl_pl.settings.teacher import TeacherSettings
@@ -150,9 +150,7 @@ class ModuleSettings:
             )
         recompute_of(self.gradient_checkpointing, config["num_hidden_layers"], self.offload_checkpoints)
         fused_wanted(self.fused_elementwise)
-        check_positions(
-            config.get("max_position_embeddings"), longest_with_short_factors(config), longest=self.max_model_len
-        )
+        check_length(config, longest=self.max_model_len)
 
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
         """Return whether training uses the experts that the engine chose for each token, as ``model.router_replay``
