@@ -26,9 +26,10 @@ def even_tokens(prompts: Sequence[Prompt], completions: Sequence[Completion]) ->
     return [sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens) for completion in completions]
 
 
-def half(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-    """Give completions half of what ``low_tokens`` does, so none is right."""
-    return [(score or 0.0) / 2 for score in low_tokens(prompts, completions)]
+def half_of_a_batch(prompts: list[Any], completions: list[Any]) -> list[float]:
+    """Reward completions of the first half of a batch by their place, up to 0.4, and all others equally."""
+    half = len(prompts) // 2
+    return [0.1 * (index % 4 + 1) if index < half else 0.5 for index in range(len(prompts))]
 
 
 def undecided(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
@@ -214,9 +215,3 @@ class Fails(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.global_rank, pl_module.rollout_index) == (self.rank, self.at):
             raise RuntimeError(f"rank {self.rank} fails at {self.at}")
-
-
-def half_of_a_batch(prompts: list[Any], completions: list[Any]) -> list[float]:
-    """Reward completions of the first half of a batch by their place, up to 0.4, and all others equally."""
-    half = len(prompts) // 2
-    return [0.1 * (index % 4 + 1) if index < half else 0.5 for index in range(len(prompts))]
