@@ -131,6 +131,12 @@ def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -
     return tokens.to(device), pad_sequence(real, batch_first=True, padding_side=side).to(device)
 
 
+def row_of_each_token(completions: Sequence[Completion]) -> Tensor:
+    """Return, for each of the N tokens of completions in order, the position of its completion: [N] int64."""
+    lengths = torch.tensor([len(completion.tokens) for completion in completions])
+    return torch.arange(len(completions)).repeat_interleave(lengths)
+
+
 class Pass(NamedTuple):
     """Inputs of a forward pass that computes log-probabilities of completions."""
 

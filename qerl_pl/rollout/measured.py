@@ -1,7 +1,6 @@
 """Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the rollout
 engine."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from qerl_pl.policy.evidence import in_shares
 from qerl_pl.policy.margins import draw_evidence, is_audited
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
-from qerl_pl.rollout.common import passes
+from qerl_pl.rollout.common import passes, row_of_each_token
 from qerl_pl.rollout.comparison import trainers_engine
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -96,7 +95,7 @@ def measure_some(
                 shaken_of.update(zip(part.rows, logprobs[:, 0].double().cpu().split(part.lengths), strict=True))
     chosen = [batch.completions[row] for row in places]
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
-    rows = _repeated([len(row.tokens) for row in chosen])
+    rows = row_of_each_token(chosen)
     reported = sampler.new_zeros(len(chosen)).index_add(0, rows, sampler)
     under_others = torch.stack([logprobs_of[place][:, 1:].sum(dim=0) for place in which])  # [rows, K]
     trainer = torch.cat([logprobs_of[place][:, 0] for place in which])
@@ -105,16 +104,10 @@ def measure_some(
     once = range(len(firsts))
     own, margins = (torch.cat([values[place] for place in once]) for values in (logprobs_of, margins_of))
     audited = is_audited(own[:, 0]) & (seeds is not None)
-    drawn = own.new_zeros(len(firsts)).index_add(
-        0, _repeated([len(first.tokens) for first in firsts]), audited * draw_evidence(margins, own[:, 0])
-    )
+    of_tokens = audited * draw_evidence(margins, own[:, 0])
+    drawn = own.new_zeros(len(firsts)).index_add(0, row_of_each_token(firsts), of_tokens)
     evidence, draws = (
         torch.tensor(ranks.gather_values(in_shares(values).tolist()), dtype=torch.float64).sum(dim=0)
         for values in ((under_others - reported.unsqueeze(1)).T, drawn[None])
     )
     return Measured(trainer, sampler, others, rows, evidence, places, margins[audited], draws)
-
-
-def _repeated(lengths: Sequence[int]) -> Tensor:
-    """Return the index of each row as often as ``lengths`` says."""
-    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

@@ -27,7 +27,7 @@ from qerl_pl.policy.other_policy import (
     token_evidence,
 )
 from qerl_pl.policy.policy import Policy
-from qerl_pl.rollout.common import PEFT_PREFIX, different, passes, trained_norms
+from qerl_pl.rollout.common import PEFT_PREFIX, different, passes, row_of_each_token, trained_norms
 from qerl_pl.rollout.measured import Measured
 from qerl_pl.rollout.scored import ScoredBatch
 
@@ -84,7 +84,7 @@ def measure_others(
     places = _distinct(batch, measured, max_tokens / ranks.num_ranks())
     chosen = [measured.chosen[place] for place in places]
     texts = [(batch.prompts[row].tokens, batch.completions[row].tokens) for row in chosen]
-    rows = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(completion) for _, completion in texts]))
+    rows = row_of_each_token([batch.completions[row] for row in chosen])
     of_rows = torch.cat([(measured.rows == place).nonzero()[:, 0] for place in places])
     trainer, sampler = measured.trainer[of_rows], measured.sampler[of_rows]
     counted = torch.tensor(list(chain.from_iterable(is_first(texts)))) & (trainer < math.log(MOST_CERTAIN))
