@@ -112,6 +112,9 @@ class ModelShape:
     fitting_bytes: int
     """Bytes of those of vLLM's 4-bit weights that this project's NVFP4 kernels can read from the trainer's memory, so
     that vLLM needs no copy; included in ``engine_packed_bytes``."""
+    unfit: tuple[str, ...]
+    """The NVFP4 linear layers of a block that this project's kernels do not support, as vLLM fuses them, with their
+    sizes N x K, each once, e.g. ``o_proj (896 x 1000)``. vLLM has a copy of these layers and runs its own kernels."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
@@ -230,6 +233,7 @@ def _shape(
     experts = ExpertSizes(*map(max, sizes), layers=len(mixtures), shared=shared)
     outside = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     stacked = experts.num * experts.inner * config.hidden_size if len(outside) < len(packed) else 0
+    fitting_bytes, unfit = _native_part(packed) if fmt is NVFP4 else (0, ())
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -248,7 +252,8 @@ def _shape(
         linear_bytes=linear_bytes,
         engine_linear_bytes=sum(dense.values()) if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
-        fitting_bytes=_fitting_bytes(packed) if fmt is NVFP4 else 0,
+        fitting_bytes=fitting_bytes,
+        unfit=unfit,
         embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
         other_bytes=sum(held(name, tensor) for name, tensor in model.state_dict().items() if tensor.ndim != 2),
         largest_packed=max((stacked, *(linears[name].weight.numel() for name in packed))),
@@ -282,10 +287,17 @@ def _widest_linears(blocks: nn.Module, names: Collection[str]) -> tuple[tuple[st
     return tuple((name, *sizes) for name, sizes in widest.items())
 
 
-def _fitting_bytes(packed: Mapping[str, FrozenLinear]) -> int:
+def _native_part(packed: Mapping[str, FrozenLinear]) -> tuple[int, tuple[str, ...]]:
+    """Compute ``ModelShape.fitting_bytes`` and ``ModelShape.unfit`` of an NVFP4 model's 4-bit linear layers."""
     linears = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     experts = [packed[name] for name in packed.keys() - linears.keys()] if native.is_installed() else []
-    groups = fused_groups(list(linears), present=linears.keys()).values()
-    parts = ([linears[name] for name in group] for group in groups)
-    whole = (group for group in parts if native.fits([(linear.out_features, linear.in_features) for linear in group]))
-    return sum(linear.codes.nbytes + linear.block_scale.nbytes for group in (*whole, experts) for linear in group)
+    fitting, unfit = sum(linear.codes.nbytes + linear.block_scale.nbytes for linear in experts), {}
+    for names in fused_groups(list(linears), present=linears.keys()).values():
+        group = [linears[name] for name in names]
+        if native.fits([(linear.out_features, linear.in_features) for linear in group]):
+            fitting += sum(linear.codes.nbytes + linear.block_scale.nbytes for linear in group)
+        else:
+            fused = "+".join(name.rpartition(".")[2] for name in names)
+            sizes = f"{sum(linear.out_features for linear in group)} x {group[0].in_features}"
+            unfit[f"{fused} ({sizes})"] = None
+    return fitting, tuple(unfit)

@@ -30,7 +30,7 @@ from qerl_pl.memory.shape import ModelShape
 from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
 from qerl_pl.settings.model import check_run_length
-from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of
+from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of, without_native_kernels
 
 GIB = 2**30
 SCORED = 8
@@ -203,7 +203,8 @@ def _memory(config: dict[str, Any]) -> str:
     peak = fitted(shape, run, card).peak
     if peak > usable(card):
         raise ValueError(f"the peak is {peak / GIB:.1f} GiB of {usable(card) / GIB:.1f}; `plan` says what to change")
-    return f"peak of {peak / GIB:.1f} GiB as planned, {usable(card) / GIB:.1f} GiB may be used"
+    within = f"peak of {peak / GIB:.1f} GiB as planned, {usable(card) / GIB:.1f} GiB may be used"
+    return "; ".join(filter(None, [within, without_native_kernels(shape)]))
 
 
 def _disk(config: dict[str, Any]) -> str:

@@ -214,7 +214,21 @@ def print_choices(plan: Plan, shape: ModelShape) -> None:
         print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
     kernels = "norms, rotary embeddings and SwiGLU by liger-kernel" if run.fused else "by transformers' own modules"
     print(f"element-wise work: {kernels}")
+    if slower := without_native_kernels(shape):
+        print(slower)
     print(f"model.gradient_checkpointing: {plan.why.removeprefix('gradient_checkpointing is ') or 'as given'}")
+
+
+def without_native_kernels(shape: ModelShape) -> str:
+    """Name the 4-bit linear layers of a model that this project's kernels for Hopper GPUs do not support, and say what
+    this costs; empty if there are none."""
+    if not (native.is_installed() and shape.unfit):
+        return ""
+    copied = (shape.engine_packed_bytes - shape.fitting_bytes) / GIB
+    return (
+        f"no native kernels, which need N and K that are multiples of 64, for {', '.join(shape.unfit)}: on Hopper, "
+        f"vLLM's own, slower kernels compute these layers from a second copy of {copied:.2f} GiB"
+    )
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:

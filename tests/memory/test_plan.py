@@ -31,6 +31,7 @@ from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.tools.plan import without_native_kernels
 from tests.families import tiny_config
 from tests.memory.conftest import small_config
 from tests.random_models import model_config
@@ -170,9 +171,14 @@ def test_an_engine_that_dequantises_has_a_dense_copy_of_its_widest_linear():
     assert largest(other, dequantises=True) == largest(other, dequantises=False)
 
 
-def test_linears_that_do_not_fit_the_native_kernels_have_two_copies():
-    shape = config_shape(small_config(), NVFP4, torch.bfloat16)
+def test_linears_that_do_not_fit_the_native_kernels_have_two_copies_and_are_named():
+    shape = config_shape(small_config(intermediate_size=528), NVFP4, torch.bfloat16)
     assert shape.fitting_bytes < shape.engine_packed_bytes
+    assert shape.unfit == ("gate_proj+up_proj (1056 x 128)", "down_proj (128 x 528)")
+    assert "down_proj (128 x 528)" in without_native_kernels(shape)
+    whole = config_shape(small_config(), NVFP4, torch.bfloat16)
+    assert whole.unfit == ()
+    assert without_native_kernels(whole) == ""
     assert config_shape(small_config(), None, torch.bfloat16).fitting_bytes == 0
 
 
