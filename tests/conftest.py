@@ -6,6 +6,7 @@ import ast
 import gc
 import math
 import time
+from collections.abc import Generator
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -49,6 +50,15 @@ _typehints.implements_protocol = cache(_typehints.implements_protocol)
 
 OWN_BYTES = 3 * 2**30
 """Most GPU memory that this process holds in addition to torch's: contexts, and vLLM's memory pool."""
+TEST_BYTES, REAL_MODEL_BYTES = 16 * 2**30, 32 * 2**30
+"""GPU memory that suffices for any test, and for one with a real model."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests of a GPU first, those of real models and those that start vLLM, so that the processes that
+    share the tests end at about the same time."""
+    if torch.cuda.is_available():
+        items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("real", "vllm")])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,6 +99,36 @@ def _gpu_of_its_own(request: pytest.FixtureRequest) -> None:
         mine = torch.cuda.memory_reserved() + OWN_BYTES
         if max(held) > mine or max(held) - min(held) > 2**20:
             pytest.skip(f"other processes use this GPU: {max(held) / 2**30:.1f} GiB of it are held; stop them first")
+
+
+def lacks_room(item: pytest.Item) -> str:
+    """Say how much memory other processes leave free on the GPU, if it is too little for a test; else return ""."""
+    if not item.get_closest_marker("gpu") or not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    needed = min(REAL_MODEL_BYTES if item.get_closest_marker("real") else TEST_BYTES, total // 2)
+    return "" if free >= needed else f"{free / 2**30:.1f} GiB of the GPU are free; {needed / 2**30:.0f} are needed"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the time limit of the test, which the wait does not use up
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Before a test that needs a GPU, wait up to ten minutes until other processes leave enough of its memory. After
+    the test, free the memory that torch keeps cached, which other processes may need."""
+    until = time.monotonic() + 600
+    while lacks_room(item) and time.monotonic() < until:
+        time.sleep(1)
+    result = yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _room_on_the_gpu(request: pytest.FixtureRequest) -> None:
+    """Skip a test for which other processes leave too little memory of the GPU."""
+    if reason := lacks_room(request.node):
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
