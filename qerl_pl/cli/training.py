@@ -39,10 +39,10 @@ from qerl_pl.cli.run_date import run_date
 from qerl_pl.cli.smoke import HELP, WholeRun, shorten
 from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml_files, config_files, plain_settings, with_paths
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
-from qerl_pl.common.files import in_words, write_whole
+from qerl_pl.common.files import in_words, traceback_file, write_whole
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
-from qerl_pl.common.program import quoted_from_environment
+from qerl_pl.common.program import called_as, quoted_from_environment
 from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
 from qerl_pl.module import QeRLModule
 from qerl_pl.quant.families import check_length
@@ -289,6 +289,17 @@ def command_line(args: list[str]) -> list[str]:
     return spelt_out(args)
 
 
+def out_of_memory(error: RuntimeError) -> str:
+    """Explain in one line that a run ended because the GPU's memory ran out. The traceback is written to a file that
+    the message names."""
+    text = " ".join(str(error).split())[:600]
+    return (
+        f"error: {text}. `{called_as('plan')}` predicts what a run takes if other programs leave it so much; "
+        "model.gpu_memory limits a run to what they leave. The same command with --ckpt_path last "
+        f"continues from the last checkpoint (traceback in {traceback_file(error)})"
+    )
+
+
 def exit_status(args: list[str]) -> int | str:
     """Run a training command and return its exit status: 0, 4 if a check of the rollouts ended the run, or 128 plus the
     number of the signal that ended it. After an error that the user can correct, the error message is returned instead,
@@ -307,6 +318,8 @@ def exit_status(args: list[str]) -> int | str:
     except RuntimeError as error:
         if "on metric" in str(error) and "is not available" in str(error):  # EarlyStopping's, for its `monitor`
             return f"error: trainer.callbacks: {error}"
+        if "out of memory" in str(error):  # torch's for a tensor, vLLM's when it wakes up, or ours with an advice
+            return out_of_memory(error)
         raise
     except ModuleNotFoundError as error:
         if how := not_installed(error.name or ""):

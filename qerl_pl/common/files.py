@@ -2,9 +2,11 @@
 
 import errno
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from qerl_pl.common.checks import shortened
 
@@ -34,6 +36,13 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
     # splitlines would also split at characters such as U+2028, which a JSON string of a completion may contain
     lines = path.read_text(encoding="utf-8", errors=errors).split("\n")
     return lines[:-1] if lines[-1] == "" else lines
+
+
+def traceback_file(error: BaseException) -> str:
+    """Write an error's traceback to a new file in the folder for temporary files; returns the path."""
+    with NamedTemporaryFile("w", prefix="qerl-", suffix=".log", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    return file.name
 
 
 def replaceable(path: Path) -> Path:

@@ -2,8 +2,10 @@
 settings that differ when a run is started again."""
 
 import fcntl
+import re
 import shutil
 import signal
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -26,6 +28,21 @@ def test_a_signal_ends_the_step_saves_and_is_the_exit_status(run, bases, finishe
     assert load_last(run_dir)["global_step"] == 3
     assert train.exit_status(arguments("fit", base, run_dir, *UNCHECKED, "--ckpt_path", "last")) == 0
     assert differences(load_last(run_dir)["state_dict"], load_last(finished)["state_dict"]) == []
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+def test_a_run_whose_gpu_memory_runs_out_ends_with_one_line_and_a_checkpoint(run, bases, tmp_path, vllm):
+    callback = ("--trainer.callbacks+=tests.integration.toy.OutOfMemory", "--trainer.callbacks.at=1")
+    options = (*UNCHECKED, *callback, f"--trainer.callbacks.vllm={vllm}")
+    stopped = str(train.exit_status(arguments("fit", bases["nvfp4"], tmp_path, *options)))
+    assert stopped.startswith("error: CUDA ")
+    assert "\n" not in stopped
+    assert "--ckpt_path last" in stopped
+    written = re.search(r"traceback in (\S+)\)$", stopped)
+    assert written is not None
+    assert "in training_step" in Path(written[1]).read_text()
+    Path(written[1]).unlink()
+    assert load_last(tmp_path)["global_step"] == 1
 
 
 def test_ctrl_c_before_the_first_rollout_ends_the_program_in_one_line(bases, tmp_path, monkeypatch, capfd):

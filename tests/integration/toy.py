@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -143,6 +144,24 @@ class CtrlC(Callback):
         if pl_module.rollout_index == self.at:
             for _ in range(self.times):
                 signal.raise_signal(self.number)
+
+
+class OutOfMemory(Callback):
+    """Fails after rollout ``at`` is sampled as PyTorch, or vLLM when it wakes up (``vllm``), does without free
+    memory."""
+
+    def __init__(self, at: int, vllm: bool = False) -> None:
+        self.at = at
+        self.vllm = vllm
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        def fail(rollout: Any) -> None:
+            if pl_module.rollout_index == self.at and self.vllm:
+                raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163")
+            if pl_module.rollout_index == self.at:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nGPU 0 has 139.80 GiB.")
+
+        pl_module.loop.observers.append(fail)
 
 
 class CtrlCAtTheStart(Callback):

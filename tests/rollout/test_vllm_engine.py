@@ -189,7 +189,7 @@ def test_starts_that_fail_before_or_after_vllm_runs_are_none_and_do_not_spoil_th
     adapter = random_adapter(policy, seed=1)
     policy.load_adapter_state(adapter)
     too_small = VLLMEngine(block_size=BLOCK_SIZE, kv_cache_bytes=1024)
-    with pytest.raises(ValueError, match=r"(?i)^[^\n]*cache[^\n]*qerl-vllm-\w+\.log") as refused:
+    with pytest.raises(ValueError, match=r"(?i)^[^\n]*cache[^\n]*qerl-\w+\.log") as refused:
         too_small.start(policy, max_model_len=MAX_MODEL_LEN)
     assert "\n" not in str(refused.value)
     with pytest.raises(RuntimeError, match="not running"):

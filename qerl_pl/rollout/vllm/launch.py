@@ -3,17 +3,16 @@ variables and process groups, are undone."""
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from qerl_pl import native
+from qerl_pl.common.files import traceback_file
 from qerl_pl.common.isolation import any_algorithm, preserved_rng, preserved_torch_settings
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.memory.settings import EngineMemory
@@ -99,10 +98,8 @@ def launch(
 def refusal(error: Exception) -> ValueError:
     """Turn the error with which vLLM failed to start into a ValueError with a message of one line, and write the
     error's traceback to a file that the message names."""
-    with NamedTemporaryFile("w", prefix="qerl-vllm-", suffix=".log", delete=False) as file:
-        file.write("".join(traceback.format_exception(error)))
     text = " ".join(str(error).split())[:500]
     return ValueError(
         f"vLLM does not start with this model and these settings: {type(error).__name__}: {text} (traceback in "
-        f"{file.name})"
+        f"{traceback_file(error)})"
     )
