@@ -38,7 +38,7 @@ NO_WINDOW = (
 
 
 class Due(NamedTuple):
-    """Comparisons of log-probabilities between engine and trainer that a check makes."""
+    """Choice of the comparisons of log-probabilities between engine and trainer that a check makes."""
 
     samples: bool
     scores: bool

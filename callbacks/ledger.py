@@ -1,5 +1,5 @@
-"""Split the difference between the trainer's and the sampler's log-probabilities of sampled tokens into terms by
-cause."""
+"""Measure how much each cause, such as other kernels or noise, contributes to the difference between the trainer's and
+the sampler's log-probabilities of sampled tokens."""
 
 from functools import partial
 from typing import Any

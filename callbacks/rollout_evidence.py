@@ -1,4 +1,4 @@
-"""Stop the run when rollouts are not independent draws from the current policy."""
+"""Stop the run when the completions of a rollout are not independent samples from the current policy."""
 
 import math
 from collections import defaultdict
@@ -37,11 +37,12 @@ from qerl_pl.training.metrics import gap
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # nats; docs/correctness.md has the gaps of correct engines
 GAP_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # nats; smaller gaps never count as a jump
-# For each kind of gap, the multiple of GAP_FLOOR below which it never counts as a jump: a mean over one row varies more
-# than a mean over a rollout, and logits vary more than log-probabilities.
+# Factors of GAP_FLOOR for each kind of gap (difference between the log-probabilities of trainer and sampler): smaller
+# values never count as a sudden increase. A mean over one row varies more than a mean over a rollout, and logits vary
+# more than log-probabilities.
 FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
-# For each kind of gap, the factor by which the setting max_jump is multiplied: from rollout to rollout, gaps of single
-# rows vary most, and gaps of logits least.
+# Factors of the setting max_jump for each kind of gap: from rollout to rollout, gaps of single rows vary most, and gaps
+# of logits least.
 JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
 FIRST = 2.0  # factor of the limits while most values in a median are estimates from the trainer's rounding errors
@@ -83,7 +84,7 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
 
 
 class RolloutEvidence(Callback):
-    """Stops the run when completions are not independent draws from the current policy.
+    """Stops the run when completions are not independent samples from the current policy.
 
     A row is a prompt with one completion, a group has all completions of a prompt, and the sampler is the rollout
     engine. In rollouts chosen by ``every``, before the update, randomly chosen rows of up to ``max_tokens`` tokens go
@@ -113,10 +114,10 @@ class RolloutEvidence(Callback):
       (``evidence/other_policy``): without the adapter, with the adapter of the previous rollout or, in rollouts with
       noise, without the noise. These policies are found even where they change a token's log-probability less than
       rounding errors do, because the engine's errors then go the same way as the change
-      (``qerl_pl.policy.other_policy``). ``evidence/part_*`` is the fraction of the change that the errors of all rows
-      contain, 1 if all were sampled with the other policy. For each of these policies two more passes are made with
-      rows of up to ``policy_tokens`` tokens. The adapter of the previous rollout is kept in host memory and, so that a
-      resumed run makes the same tests, in checkpoints.
+      (``qerl_pl.policy.other_policy``). ``evidence/part_*`` says how much of this change the engine's errors contain:
+      about 0 for a correct engine, 1 if all rows were sampled with the other policy. For each of these policies two
+      more passes are made with rows of up to ``policy_tokens`` tokens. The adapter of the previous rollout is kept in
+      host memory and, so that a resumed run makes the same tests, in checkpoints.
 
     In every rollout, all completions are tested as well. The run stops
 
@@ -374,9 +375,9 @@ class RolloutEvidence(Callback):
         self._seen = seen[max(0, len(seen) - self.remembered) :]
 
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
-        """Add a rollout's log-likelihood ratios (of faults to independent draws, in nats) to the running sums of the
-        test ``name``, and bound the probability, per rollout, that a correct run reaches such sums. Returns the bound
-        in words if it is below the setting ``false_alarm``, else None."""
+        """Add a rollout's log-likelihood ratios, of faults to independent draws and in nats, to the sums of the test
+        ``name`` over all rollouts. Returns None while a correct run may have such sums by chance; otherwise, if the
+        probability of that per rollout is below the setting ``false_alarm``, a text with this probability."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])
@@ -417,8 +418,8 @@ class RolloutEvidence(Callback):
                 raise CheckFailed(f"{differ}, more than {limit:.2g}: {ADVICE}")
             history = self._gaps.get(name, [])
             ratio, sigmas = jump(value, history, floor=floor)
-            # If fewer gaps have been measured, most of the history consists of estimates from the trainer's rounding
-            # errors, which may be smaller or larger than gaps.
+            # The history of a run's first rollouts begins with estimates from the trainer's rounding errors, which may
+            # be smaller or larger than gaps. Limits are therefore wider until most of the history is measured.
             known = len(history) >= min(4, self.window)
             if ratio > self.warn_jump and sigmas > SURE_SIGMAS:
                 if not rounding:  # gaps that the trainer's own rounding errors cause in some completions

@@ -1,5 +1,5 @@
-"""Print, at the end of training, how many groups of completions had different rewards, and which scores each reward
-gave."""
+"""Print, at the end of training, how many groups (the completions of one prompt) had different rewards, and which
+scores each reward gave."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""CUDA graphs for those parts of a decoding step that vLLM launches kernel by kernel.
+"""CUDA graphs for those parts of a decoding step for which vLLM launches single kernels instead of a graph.
 
 vLLM replays the model's decoder blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block
 tables and the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them.

@@ -1,5 +1,5 @@
-"""Guard of speculative decoding: after each rollout it decides for which numbers of running sequences the next rollout
-verifies drafted tokens.
+"""Decide after each rollout whether speculative decoding pays, separately for each number of sequences that decode at
+the same time; where it does not, the next rollout drafts no tokens.
 
 Speculation slows down a policy of high entropy, whose tokens are rarely guessed, because a decoding step with drafts
 takes longer. So there are no drafts at those numbers of sequences at which, in recent rollouts, a decoding step with

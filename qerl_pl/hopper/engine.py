@@ -1,4 +1,5 @@
-"""Functions that the vLLM engine calls through ``qerl_pl.native``."""
+"""Entry points of this folder: functions that make a vLLM engine faster on Hopper GPUs, by patches, NVFP4 kernels, CUDA
+graphs and speculative decoding. The engine calls them through ``qerl_pl.native``."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,9 +26,9 @@ def install() -> None:
 
 @contextmanager
 def loading(policy: Policy) -> Iterator[None]:
-    """Make vLLM compute the NVFP4 linear layers that it loads within this context by ``NativeLinear``, experts by
-    ``NativeExperts``, and from the trainer's weights in GPU memory instead of a second copy. The layers stay so after
-    the context."""
+    """Make vLLM use the kernels of this project for the NVFP4 layers of the model that it loads within this context
+    (``NativeLinear`` for linear layers, ``NativeExperts`` for experts), and let these kernels read the trainer's
+    weights, so that vLLM needs no copy. The layers keep these kernels after the context."""
     from qerl_pl.hopper import native_linear, one_copy
 
     packed = policy.packed_linears()
@@ -56,10 +57,10 @@ def loader_hooks() -> Any:
 
 
 def spare(scheduler: Any) -> None:
-    """Reduce the time that vLLM's scheduler takes on the host. Its KV-cache manager returns early for tokens that
-    neither need a new block of the cache nor fill one, which are 15 of 16 tokens with blocks of 16; and the scheduler
-    uses faster code for decoding (``RolloutScheduler.is_lean``). Schedulers of models with layers other than full
-    attention are not changed."""
+    """Reduce the CPU time that vLLM's scheduler takes per decoding step. The calls to its KV-cache manager return early
+    for tokens that neither need a new block of the cache nor fill one, which are 15 of 16 tokens with blocks of 16; and
+    the scheduler uses faster code for decoding (``RolloutScheduler.is_lean``). Schedulers of models with layers other
+    than full attention are not changed."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len
@@ -92,8 +93,8 @@ def spare(scheduler: Any) -> None:
 
 
 def use_graphs(worker: Any) -> None:
-    """Run the launches of a decoding step before and after the model's decoder blocks as CUDA graphs
-    (``decoding_graphs``)."""
+    """Make vLLM replay CUDA graphs for the kernels that a decoding step launches before and after the model's decoder
+    blocks (``decoding_graphs``)."""
     from qerl_pl.hopper import decoding_graphs
 
     decoding_graphs.use_graphs(worker)

@@ -1,5 +1,5 @@
-"""Triton kernel of speculative decoding that accepts a draft if it equals the token that would have been sampled
-without drafts.
+"""Verification of speculative decoding, as a Triton kernel: a drafted token is accepted if it equals the token that
+would have been sampled without drafts.
 
 vLLM's sampler on a GPU takes the token with the largest sum of logit and Gumbel noise, and the noise is a hash of the
 request's seed, the position and the token. A step that computes logits for the last token of a sequence and for k

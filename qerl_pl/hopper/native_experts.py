@@ -90,11 +90,11 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
 
     @staticmethod
     def activation_format() -> modular.FusedMoEActivationFormat:
-        """Say that inputs are [T, H], not sorted by expert."""
+        """Tell vLLM that ``apply`` takes inputs [T, H] in the order of the tokens, not sorted by expert."""
         return modular.FusedMoEActivationFormat.Standard
 
     def finalize_weight_and_reduce_impl(self) -> modular.TopKWeightAndReduce:
-        """Say that ``apply`` multiplies by the experts' weights and adds the experts' outputs."""
+        """Tell vLLM that ``apply`` itself multiplies the experts' outputs by their weights and adds them up."""
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(

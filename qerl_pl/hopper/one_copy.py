@@ -1,6 +1,5 @@
-"""Sharing of one copy of the 4-bit base model by trainer and engine, on GPUs where this project's CUDA kernels compute
-vLLM's linear layers. Experts of a mixture are shared by ``native_experts``, in the order in which the trainer stores
-them; the rest of this module is about all other linear layers.
+"""Let trainer and vLLM use one copy of the 4-bit weights of the base model's linear layers, on GPUs where the CUDA
+kernels of this project compute vLLM's linear layers. (``native_experts`` does the same for the experts of mixtures.)
 
 The copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps, closes,
 fails to start or starts again. Before vLLM loads its model, the trainer's weights are put into tile order, the order

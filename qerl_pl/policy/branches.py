@@ -1,5 +1,5 @@
-"""Sequential test of whether a rollout engine samples more completions than it returns, and selects them by a property
-that each of them has, such as its length."""
+"""Sequential test of whether a rollout engine samples more completions than it returns, and selects those that it
+returns by a property such as their length."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ def branch_evidence(
         numbers: F properties of each completion of each group.
 
     Returns:
-        Log-likelihood ratios, [len(SHARES) * F * 2 * len(ODDS)] fp64 in nats: one for each share of groups in which the
-        engine selects (``evidence.SHARES``), property, direction (low or high) and o.
+        Log-likelihood ratios of an engine that selects to one that does not, [len(SHARES) * F * 2 * len(ODDS)] fp64 in
+        nats: one for each share of groups in which the engine selects (``evidence.SHARES``), property, direction (low
+        or high) and o.
     """
     num_numbers = len(numbers[0][0]) if numbers else 0
     evidence = torch.zeros(num_numbers * 2 * len(ODDS), len(groups), dtype=torch.float64)

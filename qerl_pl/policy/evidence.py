@@ -103,18 +103,19 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
 
 
 def in_shares(evidence: Tensor) -> Tensor:
-    """Combine the evidence for K alternatives, [K, N] log-likelihood ratios in nats, that N independent units
-    (completions or groups of completions) give, for the case that a unit was sampled from the alternative only with
-    probability s, and from the policy otherwise. Returns [len(SHARES) * K] in nats: for each s of ``SHARES`` in order,
-    the K values."""
+    """Add up log-likelihood ratios, [K, N] in nats, of K alternatives to the policy over N independent units
+    (completions or groups of completions), for hypotheses by which each unit was sampled from the alternative with
+    probability s and from the policy otherwise. Returns [len(SHARES) * K] in nats: K sums for each s of ``SHARES`` in
+    order."""
     shares = torch.tensor(SHARES, dtype=evidence.dtype).reshape(-1, 1, 1)
     return torch.logaddexp((1 - shares).log(), shares.log() + evidence).sum(dim=2).flatten()
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
-    """Update the evidence that sampling changed, at this or an earlier rollout, from the distribution p that the engine
-    reports to an alternative. ``evidence`` [K] has this rollout's log-likelihood ratios of K alternatives to p, in
-    nats; ``before`` [K] is what this function returned for the previous rollout, -inf at first.
+    """Update K sequential tests by the results of one rollout. Each tests the hypothesis that, from this or an earlier
+    rollout on, completions are sampled from an alternative and no longer from the distribution p that the engine
+    reports. ``evidence`` [K] has this rollout's log-likelihood ratios of the alternatives to p, in nats; ``before`` [K]
+    is what this function returned for the previous rollout, -inf at first.
 
     The result is log M_n [K] of the Shiryaev-Roberts sum M_n = (1 + M_{n-1}) exp(evidence_n) over the rollouts at which
     the change may have begun (an e-detector, arXiv 2203.03532). M_n - n is a martingale under draws from p, so the
@@ -151,8 +152,8 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
     almost no evidence if p(x) is nearly 1, because then they are expected.
 
     Returns:
-        Evidence for each share and alternative, [len(SHARES) * (len(COPY_RATES) * len(COPIED) + len(REDRAW_RATES))]
-        fp64 in nats.
+        Log-likelihood ratio of each hypothesis to independent draws, for each share, [len(SHARES) * (len(COPY_RATES) *
+        len(COPIED) + len(REDRAW_RATES))] fp64 in nats.
     """
     seen = [draw for draw in draws if not all(map(math.isnan, draw.equal))]
     if not seen:
@@ -211,7 +212,8 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: [F, P, G], independent uniform draws from [0, 1), which break ties.
 
     Returns:
-        Evidence for each share and alternative, [len(SHARES) * (len(SLOPES) + 2) * F] fp64 in nats.
+        Log-likelihood ratio of each alternative density to the uniform one, for each share and property, [len(SHARES) *
+        (len(SLOPES) + 2) * F] fp64 in nats.
     """
     slopes = torch.tensor(SLOPES, dtype=torch.float64).reshape(-1, 1, 1)
     evidence = values.new_zeros(len(SLOPES) + 2, *values.shape[:2], dtype=torch.float64)
@@ -226,7 +228,8 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def log_false_alarm(evidence: Tensor) -> float:
-    """Return the natural logarithm of an upper bound on the probability that independent draws reach this evidence, [K]
-    log-likelihood ratios of K alternatives in nats. The bound is Ville's inequality for the mixture of the alternatives
-    with equal weights. If ``accumulated`` returned the evidence, multiply the bound by the number of rollouts."""
+    """Return the natural logarithm of an upper bound on the probability that independent draws give log-likelihood
+    ratios as large as ``evidence``, [K] in nats for K alternatives. The bound is Ville's inequality for the mixture of
+    the alternatives with equal weights. If ``accumulated`` returned the evidence, multiply the bound by the number of
+    rollouts."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

@@ -1,5 +1,5 @@
-"""Compare statistics of a rollout with those of earlier rollouts, and the trainer's log-probabilities with the
-sampler's."""
+"""Detect sudden changes: functions that compare statistics of a rollout with those of earlier rollouts, and the
+trainer's log-probabilities with the sampler's."""
 
 import math
 from collections.abc import Sequence

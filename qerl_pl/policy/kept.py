@@ -53,9 +53,9 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Call ``compute`` in the forward pass, and return ``instead`` when torch.utils.checkpoint runs the block again
-        in backward. The value may be read only by functions passed to ``whole``, which are not called in the second run
-        either."""
+        """Call ``compute`` in the forward pass; when torch.utils.checkpoint runs the block again in backward, return
+        ``instead`` without calling it. Use this for a value that only functions passed to ``whole`` read: these are not
+        called in the second run, so the value is not needed then."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):

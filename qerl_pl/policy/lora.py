@@ -86,7 +86,8 @@ class LoraSettings:
             raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
 
     def filled_in(self) -> tuple[int, float, tuple[str, ...], bool]:
-        """Return rank, alpha, targets and rslora, which the constructor has filled in."""
+        """Return rank, alpha, targets and rslora. None of them is None, because the constructor has replaced unset
+        values by those of the adapter ``start`` or by defaults."""
         assert self.rank is not None
         assert self.alpha is not None
         assert self.targets is not None

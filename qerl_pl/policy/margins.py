@@ -1,4 +1,5 @@
-"""Audit of sampled tokens by the noise that the sampler must have added.
+"""Check that sampled tokens are those that vLLM's sampler must have chosen, given the noise that it must have added to
+the logits.
 
 vLLM's sampler on a GPU (its model runner V2) samples by the Gumbel-max trick: it takes the token with the largest sum
 of logit and noise, and the noise is a hash of the request's seed, the position and the token. So the trainer can
@@ -59,12 +60,12 @@ def is_audited(logprobs: Tensor) -> Tensor:
 
 
 def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
-    """Compute the evidence that each token was sampled with noise that is independent of ``keyed_noise``: the
-    log-likelihood ratio of this hypothesis to correct sampling, given whether the token's margin exceeds log ``FAR``.
+    """Compute, for each token, the log-likelihood ratio of the hypothesis that it was sampled with noise independent of
+    ``keyed_noise`` to the hypothesis of correct sampling, given only whether the token's margin exceeds log ``FAR``.
 
     For a correct engine, the probability of such a margin is assumed to be at most ``MAX_FAR_SHARE`` at every token,
     given the tokens before it. The likelihood ratio then has a mean of at most 1, so products of these ratios are
-    evidence in the sense of ``policy.evidence``.
+    seldom large for a correct engine (``policy.evidence``).
 
     Args:
         margins: [N] in nats; not read for tokens that ``is_audited`` excludes.

@@ -5,8 +5,8 @@ For each sampled token, the error r is the engine's log-probability minus the tr
 the other policy, such as the one without the adapter, would change the log-probability. If the engine used the other
 policy, r is d plus rounding errors. If the engine is correct, r is rounding errors alone, which are as likely positive
 as negative whatever d is. The likelihood ratio of the first case to the second has mean 1 for a correct engine, for
-rounding errors of any size and any symmetric distribution, so products of such ratios are evidence in the sense of
-``policy.evidence``.
+rounding errors of any size and any symmetric distribution, so products of such ratios over tokens are seldom large for
+a correct engine (``policy.evidence``).
 
 The test is valid only if the rounding errors of the trainer's log-probability, which are in r, are not also in d. So d
 is the central difference of two passes that do not use the current policy itself: one with the policy moved towards the
@@ -78,10 +78,11 @@ def rounding_scale(trainer: Tensor, sampler: Tensor) -> Tensor:
 
 
 def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
-    """Compute the evidence that each token was sampled with the other policy, as a log-likelihood ratio, [N] in nats.
+    """Compute, for each token, the log-likelihood ratio of the hypothesis that it was sampled with the other policy to
+    the hypothesis that it was sampled with the current one, [N] in nats.
 
     Let r be the error, d the effect, f the density of the logistic distribution of the given scale, and m =
-    ``TOLERATED`` d. The evidence is log(2 f(r - d) / (f(r - d) + f(r - m + d - m))), where the second density is the
+    ``TOLERATED`` d. The result is log(2 f(r - d) / (f(r - d) + f(r - m + d - m))), where the second density is the
     first, reflected about m. The mean of the ratio is therefore 1 if r is distributed symmetrically about m. It is at
     most 1 if r is symmetric about a value between -infinity and m in the direction of d, because the ratio increases
     with r in this direction (f is log-concave). The ratio is at most 2.
@@ -101,9 +102,9 @@ def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
 
 
 def part(error: Tensor, effect: Tensor, scale: Tensor) -> float:
-    """Estimate which fraction of another policy's effect the errors of N tokens contain, by weighted least squares:
-    about 0 if the engine is correct, 1 if it sampled all tokens with the other policy. Arguments are as in
-    ``token_evidence``. Returns 0 if the other policy has no effect."""
+    """Estimate by weighted least squares the factor x for which the errors of N tokens are x times the effect of the
+    other policy, plus rounding errors: about 0 if the engine is correct, 1 if it sampled all tokens with the other
+    policy. Arguments are as in ``token_evidence``. Returns 0 if the other policy has no effect."""
     weight = effect / scale.square()
     return (error * weight).sum().item() / max((effect * weight).sum().item(), 1e-12)
 

@@ -296,15 +296,16 @@ class Policy(nn.Module):
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute numbers that show in which way each of the N masked tokens, in row-major order, was sampled.
-        ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``; ``end_tokens`` are the tokens
-        that end a completion. ``seeds`` [B] int64 are the seeds of rows that vLLM sampled with ``margins.keyed_noise``;
-        None for other engines.
+        """Compute, for each of the N masked tokens in row-major order, its log-probability under the policy and under
+        other ways of sampling, such as another temperature, and how far it is from the token that the noise of its
+        row's seed selects. ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``;
+        ``end_tokens`` are the tokens that end a completion. ``seeds`` [B] int64 are the seeds of rows that vLLM sampled
+        with ``margins.keyed_noise``; None for other engines.
 
         Returns:
-            ``evidence.alternative_logprobs``, [N, 1 + K] in nats, log-probabilities under the policy and under K
-            alternatives; and ``margins.margins``, [N] fp32 in nats, 0 without seeds and for tokens that ``is_audited``
-            excludes.
+            Log-probabilities under the policy and under K other ways of sampling, [N, 1 + K] in nats
+            (``evidence.alternative_logprobs``); and distances in logits from the selected token, [N] fp32 in nats
+            (``margins.margins``), 0 without seeds and for tokens that ``margins.is_audited`` excludes.
         """
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         row, column = mask.nonzero(as_tuple=True)

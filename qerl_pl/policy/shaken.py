@@ -50,9 +50,9 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
 def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute N log-probabilities, and by how much rounding errors change each. Returns two tensors [N] in nats: the
-    log-probabilities of a pass without added errors, and the root mean square of the changes from it in ``SHAKES``
-    passes with random rounding errors of ``dtype``.
+    """Compute N log-probabilities, and estimate by how much rounding errors change each of them. Returns two tensors
+    [N] in nats: the log-probabilities of a pass without added errors, and the root mean square of their changes in
+    ``SHAKES`` passes with random rounding errors of ``dtype``.
 
     ``score(copies)`` has to compute the log-probabilities by ``model`` in one batch of ``copies`` equal rows, and
     return them as [copies, N]. Each of the rows gets other random errors.

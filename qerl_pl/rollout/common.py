@@ -65,11 +65,12 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 def with_due_seeds(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], seed: int | Sequence[int]
 ) -> list[list[Completion]]:
-    """Replace the seeds that an engine reports with its completions by those that the completions should have been
+    """Replace the seeds in the completions that an engine has returned by the seeds that its requests were to be
     sampled with (``request_seeds``). If no completion has a seed, all are returned as they are.
 
-    From these seeds, the trainer later computes which tokens the engine must have sampled. With the reported seeds, it
-    would not notice an engine that answers other requests than it is asked to, or that selects among completions.
+    From its seed, the trainer later computes which tokens of a completion the engine must have sampled. If it took the
+    seeds that the engine reports, it would not notice an engine that answers other requests than those it was given, or
+    that returns only some of the completions that it samples.
     """
     rows = [row for group in groups for row in group]
     if all(row.seed is None for row in rows):

@@ -42,7 +42,8 @@ it, so that no single token decides the mean."""
 
 
 class Gap(NamedTuple):
-    """Difference between the log-probabilities of engine and trainer; all values are means over tokens."""
+    """Difference between the log-probabilities of the same tokens by rollout engine and trainer; all values are means
+    over tokens."""
 
     nats: float
     """Absolute difference |engine - trainer| in nats."""
@@ -54,8 +55,8 @@ class Gap(NamedTuple):
     """Absolute change of the trainer's log-probability by the probe adapter, in nats; nan without a probe adapter."""
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Return whether the difference is a fault of the engine: it is NaN, or more than ``tolerance`` nats and also
-        more than ``MARGIN`` times the rounding errors."""
+        """Return whether the difference is too large for a correct engine: NaN, or more than ``tolerance`` nats and
+        also more than ``MARGIN`` times what rounding errors cause."""
         return not (self.nats <= tolerance or self.excess <= MARGIN)
 
 
@@ -71,8 +72,8 @@ def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = ma
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Return the last ``num_tokens`` tokens of a text that consists of all rows in reverse order, so that it ends with
-    the first row. If all rows together are shorter, the text repeats them."""
+    """Concatenate the rows in reverse order, so that the first row is last, and return the last ``num_tokens`` tokens
+    of the result. If all rows together are shorter, they are repeated."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 

@@ -112,8 +112,8 @@ class TransformersEngine:
     def score_next(
         self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int], *, copies: int = 1
     ) -> Tensor:
-        """Compute the log-probability in nats of one token after each of N prefixes of a sequence: of ``following[i]``
-        after the first ``lengths[i]`` tokens. Returns [copies, N] fp32 on the CPU.
+        """Compute, for N prefixes of a sequence, the log-probability in nats of one token after each: of token
+        ``following[i]`` after the first ``lengths[i]`` tokens of the sequence. Returns [copies, N] fp32 on the CPU.
 
         The lengths must be distinct and less than the sequence's. The tokens ``following`` need not be the sequence's
         own. One pass computes ``copies`` copies of the sequence, whose results differ only by the errors that hooks may
@@ -141,7 +141,8 @@ class TransformersEngine:
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute ``Policy.sampled_as`` with this engine's adapter and noise."""
+        """Compute log-probabilities of sampled tokens under several ways of sampling, with this engine's adapter and
+        noise (``Policy.sampled_as``)."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             how = {"temperature": temperature, "routes": routes, "seeds": seeds}

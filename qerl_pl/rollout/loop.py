@@ -99,9 +99,10 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """Sample and score one rollout of training data. Every rank must call this method, each with P different
-        prompts but all with the same seed and the same further prompts (for dynamic sampling). ``watch`` adds up the
-        seconds of "sync", "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
+        """Sample and score one rollout of training data. Every rank must call this method with P prompts of its own,
+        and all ranks with the same seed and the same further prompts, which dynamic sampling takes if it needs them.
+        ``watch`` adds up the seconds of "sync", "rollout", "reward", "wait" (for slower ranks) and, if there are
+        observers, "check".
 
         Raises CheckFailed if too many completions could not be scored, if dynamic sampling did not fill the batch and
         its setting ``when_short`` is "error", or if completions do not end as the engine reports.
@@ -149,9 +150,10 @@ class RolloutLoop:
         watch: Stopwatch,
         baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
-        """Sample completions of prompts with the engine's current adapter and noise, and score them. The rule
-        ``baseline`` computes the advantages that decide which groups have a signal, that is, can change the policy
-        (``ScoredBatch.of``); the default also supports groups of one completion."""
+        """Sample completions of prompts with the engine's current adapter and noise, and score them by the rewards.
+        ``baseline`` is the rule that computes advantages from the rewards of a group. A group in which all advantages
+        are 0 cannot change the policy and is marked as such (``ScoredBatch.of``). The default rule also works for
+        groups of one completion."""
         seeds: int | list[int] = seed
         if any(prompt.copy for prompt in prompts):
             seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]

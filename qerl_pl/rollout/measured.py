@@ -1,5 +1,5 @@
-"""Compute the log-probabilities of some sampled completions with the trainer's model, for checks of the rollout
-engine."""
+"""Score some of a rollout's completions with the trainer's model, and compare the results with what the rollout engine
+reported, to find a faulty engine."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 
 class Measured(NamedTuple):
-    """Log-probabilities, in nats, of the N tokens of some completions, and evidence that the engine did not sample them
-    from the distribution that it reports."""
+    """Log-probabilities, in nats, of the N tokens of some completions, and log-likelihood ratios of the hypotheses that
+    the engine did not sample these tokens from the distribution that it reports."""
 
     trainer: Tensor
     """[N] fp64 in nats, log-probabilities that the trainer computed."""
@@ -32,16 +32,17 @@ class Measured(NamedTuple):
     rows: Tensor
     """[N] int64, for each token the position of its completion in ``chosen``."""
     evidence: Tensor
-    """[len(SHARES) * K] fp64 in nats, evidence from the completions of all ranks for K other ways of sampling
-    (``policy.evidence``)."""
+    """[len(SHARES) * K] fp64 in nats, log-likelihood ratios of K other ways of sampling to sampling from the reported
+    distribution, from the completions of all ranks (``policy.evidence``)."""
     chosen: list[int]
     """Indices of the chosen completions in this rank's batch."""
     margins: Tensor
-    """[M] fp32 in nats, margins (``policy.margins``) of those tokens that ``is_audited`` selects, in the chosen
-    completions, equal ones once; empty if the engine does not sample with noise that the trainer can compute."""
+    """[M] fp32 in nats, by how much the trainer's logits would have to change so that the request's random numbers
+    select the sampled token (``policy.margins``), for those tokens of the chosen completions that ``is_audited``
+    selects. Equal completions count once. Empty if the trainer cannot compute the engine's random numbers."""
     draws: Tensor
-    """[len(SHARES)] fp64 in nats, evidence from all ranks that completions were sampled with other noise than their
-    seeds give (``policy.margins.draw_evidence``); 0 if there are no margins."""
+    """[len(SHARES)] fp64 in nats, log-likelihood ratios of the hypothesis that completions were sampled with other
+    random numbers than those of their seeds (``policy.margins.draw_evidence``), over all ranks; 0 without margins."""
 
 
 def measure_some(
@@ -56,9 +57,10 @@ def measure_some(
     seed: int,
     other_rounding: bool = False,
 ) -> Measured:
-    """Choose some of this rank's completions at random, and compute with the trainer's model their log-probabilities
-    under the policy with the rollout's noise and under the alternatives ``evidence.ALTERNATIVES``; also the margins of
-    their tokens (``policy.margins``), if the completions have seeds. Every rank must call this function.
+    """Choose some of this rank's completions at random, and compute with the trainer's model the log-probabilities of
+    their tokens, under the policy with the rollout's noise and under other ways of sampling
+    (``evidence.ALTERNATIVES``). If the completions have seeds, compute also how far each token is from the one that its
+    seed's random numbers select (``policy.margins``). Every rank must call this function.
 
     ``max_tokens`` limits the number of tokens in the chosen prompts and completions of all ranks together, where equal
     rows of a rank count once. Each rank may exceed its equal share of the limit by at most one row. With

@@ -1,5 +1,5 @@
-"""Compute how much policies that a faulty engine might use would change the log-probabilities of sampled completions,
-and the evidence that the engine sampled some of the completions with one of them."""
+"""Test whether the rollout engine sampled some completions with another policy than the current one: without the
+adapter, with the adapter of the previous rollout, or without the noise on the norms."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,11 +38,11 @@ OTHER_POLICIES = (WITHOUT_ADAPTER, OF_BEFORE, WITHOUT_NOISE)
 
 
 class Others(NamedTuple):
-    """Evidence that the engine sampled completions with another policy than the current one."""
+    """Results of the tests of whether the engine sampled completions with another policy than the current one."""
 
     evidence: Tensor
-    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, evidence from the completions of all ranks
-    (``policy.evidence``); 0 for policies that do not differ from the current one."""
+    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, log-likelihood ratios of the other policies to the current one,
+    from the completions of all ranks (``policy.evidence``); 0 for policies that equal the current one."""
     strengths: dict[str, float]
     """Strength for the next test of each other policy: the multiple of its distance by which to move the current policy
     (``other_policy.next_strength``)."""
@@ -63,8 +63,8 @@ def measure_others(
     micro_batch_tokens: int,
     max_tokens: int,
 ) -> Others:
-    """Compute the evidence that the engine sampled some of the completions with one of ``OTHER_POLICIES`` instead of
-    the current policy. Every rank must call this function.
+    """Compute the log-likelihood ratios of the hypotheses that the engine sampled some of the completions with one of
+    ``OTHER_POLICIES`` instead of the current policy. Every rank must call this function.
 
     Two forward passes are made for each policy that differs from the current one, on completions that ``measured`` has:
     the first ones, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal completions of a

@@ -43,8 +43,8 @@ class ModuleSettings:
 
     Args:
         base: folder of a checkpoint, or a model's name on the Hugging Face hub (Qwen/Qwen3-8B), dense or quantised.
-        base_format: use the copy of the base in this format, which ``python -m qerl_pl quantize`` wrote to the folder
-            BASE-FORMAT (``models/qwen2.5-7b-nvfp4``); null: use the base itself.
+        base_format: nvfp4, mxfp4 or nf4: load the base from the folder BASE-FORMAT (``models/qwen2.5-7b-nvfp4`` for
+            ``base: models/qwen2.5-7b``), which ``python -m qerl_pl quantize`` has written; null: load ``base`` itself.
         quantize: quantise a dense base at the first start and cache the result: nvfp4, mxfp4 or nf4, or a mapping of
             the quantiser's settings (format, method, calibration, samples, length, ignore); null: do not quantise.
         sampling: settings for sampling training rollouts.
@@ -70,7 +70,8 @@ class ModuleSettings:
         gradient_checkpointing: activations that backward recomputes instead of keeping them. none: keep all; selective:
             results of element-wise operations (with lora.dropout, of linear layers too); a number n: all activations of
             n blocks, and selective in the other blocks; blocks: all activations of all blocks; offload: as blocks, with
-            the blocks' inputs kept in host memory; auto: the choice that trains fastest on this GPU, and none on a CPU.
+            the blocks' inputs kept in host memory; auto: the fastest of these that fits into the GPU's memory, and none
+            on a CPU.
         offload_checkpoints: true is another spelling of ``gradient_checkpointing: offload``.
         router_replay: in a mixture of experts, train with the experts that the sampler chose for each token, instead of
             those that the trainer's routers would choose; auto: on if the base is a mixture and the engine returns its
@@ -219,8 +220,8 @@ class ModuleSettings:
 
     @property
     def first_micro_batch(self) -> int:
-        """Limit on the tokens of one forward and backward pass, for a run whose limit is not chosen by a prediction of
-        GPU memory."""
+        """Limit on the tokens of one forward and backward pass for a run without a memory plan, which would otherwise
+        choose the limit."""
         return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
 
     @property
@@ -253,7 +254,7 @@ def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, eng
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError if the sampling settings do not suit training: greedy sampling, top_p or top_k, or only one
+    """Raise ValueError for sampling settings that training cannot use: greedy sampling, top_p or top_k, or only one
     completion per prompt."""
     if sampling.temperature == 0:
         raise ValueError("model.sampling.temperature is 0; training explores by sampling: set it above 0, e.g. 1.0")

@@ -21,8 +21,10 @@ class TeacherSettings:
         base: folder of a checkpoint, a GGUF file or a model's name on the hub, dense or quantised, with the policy's
             tokenizer; "dense": ``model.base`` before it is quantised, so that a 4-bit policy recovers the behaviour of
             the unquantised model.
-        base_format: use the copy of the teacher in this format, as ``model.base_format`` does for the policy.
-        quantize: quantise the teacher at the first start, as ``model.quantize`` does for the policy.
+        base_format: nvfp4, mxfp4 or nf4: load the teacher from the folder BASE-FORMAT (``models/qwen2.5-32b-nvfp4`` for
+            ``base: models/qwen2.5-32b``), which ``python -m qerl_pl quantize`` has written; null: load ``base`` itself.
+        quantize: quantise a dense teacher at the first start and keep the result in a cache: nvfp4, mxfp4 or nf4, or a
+            mapping of the quantiser's settings; null: do not quantise.
         keep: where the teacher's weights are while it does not score: on the "gpu", or in "host" memory, from which
             they are copied once per rollout; "auto": on the GPU, if the run then still fits into its memory.
 

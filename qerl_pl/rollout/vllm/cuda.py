@@ -103,9 +103,10 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         the k experts of each, ``topk_ids`` [T, k]. Gate and up have one A [1, E, R, K] and one B [1, E, n, R] each, for
         E experts and rank R.
 
-        Returns the first four of the arguments ``rest`` of ``add_lora_w2``. vLLM's method, which is called for many
-        tokens and in cases that ``lora_experts`` does not support, returns rows sorted by expert there. Without
-        sorting, the first value is None and the second has the experts' ids [T k].
+        Returns four values, which vLLM passes to ``add_lora_w2`` as the first of its arguments ``rest``. For many
+        tokens, and in cases that ``lora_experts`` does not support, vLLM's own method is called, and they describe the
+        rows sorted by expert. Otherwise rows are not sorted: the first value is None, and the second has the experts'
+        ids [T k].
         """
         sorts = expert_map is not None or self.lora_config.fully_sharded_loras or not add_inputs
         if sorts or not lora_experts.is_faster(topk_ids, lora_a_stacked[0][0]):

@@ -70,11 +70,12 @@ class VLLMEngine:
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
         sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: also the weights, which are
             kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
-        decoding_kernel: what computes the linears of an NVFP4 base. "native": this project's kernels
-            (`docs/kernels.md`). In steps of more than 2048 tokens, that is, with many prompts, they dequantise each
-            linear to scratch memory, 0.3 GB for a model of 7B parameters. "humming": the kernels that vLLM chooses; on
-            Hopper these are Humming's, which decode slower. "auto": native if they can run, that is, on Hopper in
-            bfloat16 with cuda-bindings and a tested vLLM; else humming.
+        decoding_kernel: which kernels multiply by the weights of an NVFP4 base. "native": the CUDA kernels of this
+            project (`docs/kernels.md`), which need a Hopper GPU, bfloat16, cuda-bindings and a tested version of vLLM.
+            In forward passes of more than 2048 tokens, that is, of many prompts, the weight of each linear layer is
+            dequantised to scratch memory (0.3 GB for a 7B). "humming": the kernels that vLLM chooses; on Hopper they
+            are those of the library Humming, which decode slower. "auto": native if those kernels can run, else
+            humming.
         speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
             repeats what the sequence or another completion of its prompt says. The tokens are those that are sampled
             with "off", up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
@@ -171,8 +172,8 @@ class VLLMEngine:
         setup.log_started(self.start_s, self._call(worker.linear_kernels))
 
     def _speculative_arguments(self, policy: Policy) -> dict[str, Any]:
-        """Build the arguments of ``vllm.LLM`` for speculative decoding; empty if it is not used. ValueError: the
-        setting ``speculation`` is "on" and machine or model does not support it."""
+        """Build the arguments of ``vllm.LLM`` for speculative decoding; empty if it is off. ValueError: the setting
+        ``speculation`` is "on", and this machine or model does not support speculative decoding."""
         if self.speculation == "off":
             return {}
         lacks = self._lacks() + ["a model without recurrent layers"] * (num_recurrent_layers(policy.config) > 0)

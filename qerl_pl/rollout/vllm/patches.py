@@ -82,11 +82,11 @@ def experts_in_torch() -> None:
 def routers_in_fp32() -> None:
     """Make vLLM compute the logits of routers of mixtures of experts in fp32, as the trainer does.
 
-    Symptom: more tokens are computed by other experts than in the trainer; on a CPU, vLLM's router weights cannot be
-    compared with the trainer's.
-    Cause: vLLM rounds the router logits of Qwen3-MoE to 16 bits. For one token of 18, the last expert that is chosen
-    and the first that is not then have equal logits. On a CPU, vLLM also rearranges the weights of linears, except of
-    layers with the attribute that this patch sets.
+    Symptom: for many tokens, vLLM's routers choose other experts than the trainer's; on a CPU, vLLM's router weights
+    cannot be compared with the trainer's.
+    Cause: vLLM rounds the router logits of Qwen3-MoE to 16 bits, after which, for one token in 18, the least likely
+    expert that is chosen and the likeliest that is not have equal logits. On a CPU, vLLM also rearranges the weights of
+    linears, except of layers with the attribute that this patch sets.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.routers import in_fp32

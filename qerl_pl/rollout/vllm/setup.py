@@ -96,9 +96,9 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Return whether vLLM 0.32 has no kernels on this machine for a weight format (None: not quantised) with 16-bit
-    activations. This is so for NF4, and for MXFP4 on a CPU and on Blackwell, where vLLM's kernels for MXFP4 quantise
-    activations as well."""
+    """Return whether vLLM 0.32 lacks kernels on this machine that multiply 16-bit activations by weights of the given
+    format (None: not quantised). It lacks them for NF4, and for MXFP4 on a CPU and on Blackwell GPUs, where its kernels
+    for MXFP4 also quantise activations."""
     from vllm.platforms import current_platform
 
     if fmt is None or fmt is NVFP4:
@@ -109,8 +109,8 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Resolve the setting ``decoding_kernel``, without importing vLLM: "auto" becomes "native" (this project's CUDA
-    kernels) if they can run, else "humming" (the kernels that vLLM chooses)."""
+    """Replace the value "auto" of the setting ``decoding_kernel`` by "native" (the CUDA kernels of this project) if
+    these can run, else by "humming" (the kernels that vLLM chooses), without importing vLLM."""
     if wanted != "auto":
         return wanted
     return "humming" if native.lacks(fmt, dtype) else "native"
@@ -129,9 +129,9 @@ def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Log that equal calls may give different results, and why, if vLLM's own kernels compute linears with 4-bit
-    weights on a GPU. Of these, Humming's kernels add partial sums in varying order, and others may do so; cuBLAS and
-    this project's CUDA kernels use a fixed order."""
+    """Log that equal calls may sample different tokens, if vLLM's own kernels multiply by 4-bit weights on a GPU, and
+    why: the kernels of the library Humming add partial sums in an order that varies, and others of vLLM's kernels may
+    do so too. cuBLAS and the CUDA kernels of this project use a fixed order."""
     if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
     missing = native.lacks(fmt, dtype)
