@@ -124,10 +124,10 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose evenly spread completions of this rank to score, as many as its share of the limits allows but at least
-    one, and return their indices. ``num_rows`` and ``max_tokens`` limit the completions, and the tokens of these with
-    their prompts, of all ranks together; ``lengths`` [B] has the number of tokens of each completion of this rank with
-    its prompt."""
+    """Choose completions of this rank to score, spread evenly over its batch, and return their indices: as many as this
+    rank's share of the limits allows, but at least one. All ranks together may score ``num_rows`` completions, with
+    ``max_tokens`` tokens including prompts. ``lengths`` [B] has the number of tokens of each completion of this rank
+    with its prompt."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
     return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])

@@ -10,8 +10,8 @@ import torch
 from qerl_pl.hopper import driver
 from qerl_pl.quant.nvfp4 import NVFP4
 
-# Files of vLLM that ``native_linear`` and ``patches.native_nvfp4_linears`` depend on: the one that defines the base
-# class of NVFP4 kernels, and the two that call the function which chooses among the kernel classes.
+# Files of vLLM without which this folder cannot add a class of NVFP4 kernels to vLLM: the first defines the base class
+# of such classes, and the other two choose among them.
 EXTENDED = (
     "model_executor/kernels/linear/nvfp4/base.py",
     "model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
@@ -20,8 +20,8 @@ EXTENDED = (
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List the requirements of this project's CUDA kernels for Hopper that are not met by the machine, by the format
-    ``fmt`` of the base model's weights, or by the compute dtype; empty if the kernels can run."""
+    """List what the CUDA kernels of this project need and do not have: a Hopper GPU, certain packages, base weights in
+    NVFP4 (``fmt``), bfloat16 as compute dtype. The list is empty if the kernels can run."""
     vllm = find_spec("vllm")
     folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = driver.is_available(torch.device("cuda"))

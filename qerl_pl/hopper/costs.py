@@ -1,5 +1,5 @@
-"""Constants by which the schedules of this project's CUDA kernels for Hopper are chosen, measured on an NVIDIA H200
-(132 SMs, 1.755 GHz).
+"""Measured constants, such as times and numbers of clusters of an NVIDIA H200 (132 SMs, 1.755 GHz), by which the CUDA
+kernels of this project choose how to divide their work among thread blocks (their schedules).
 
 No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. They
 decide which of several correct schedules of a kernel runs, and therefore only its speed. Each constant is either

@@ -69,8 +69,8 @@ class Step:
 
 
 class DecodingGraphs:
-    """Replacement of methods of vLLM's model runner that replays CUDA graphs. For a batch whose launches have been
-    captured, its methods replay the graphs; for other batches, they call vLLM's methods.
+    """Replacements of methods of vLLM's model runner. For a batch whose kernel launches have been captured, they replay
+    CUDA graphs; for other batches, they call vLLM's methods.
 
     The first step with a new number of sequences is launched by vLLM, which compiles the kernels; then the same
     launches are captured. All graphs are replayed in order on vLLM's stream, so graphs for different numbers of

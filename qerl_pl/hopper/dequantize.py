@@ -48,12 +48,13 @@ def _tile_kernel(
     scaled_down = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True).to(tl.float64)
     scale = (scaled_down * (tl.load(global_scale).to(tl.float64) * 2.0**120)).to(tl.float32)
     scale = tl.where((bits & 0x7F) == 0x7F, float("nan"), scale)
-    # A tile has 64 scales per k-block; that of output 8 j + g is at position 8 g + j (g and j from 0 to 7). In the
-    # shape below, j = 2 word + half.
+    # A tile has 64 scales per k-block, one for each output. The scale of output 8 j + g is at position 8 g + j (g and j
+    # from 0 to 7). The shape below splits j into ``word`` (0 to 3) and ``half`` (0 or 1): j = 2 word + half.
     scale = tl.reshape(scale, (BLOCKS, 8, 1, 4, 1, 2, 1))  # [block, g, c, word, odd, half, upper]
-    # A tile has 8 x 4 x 4 words (g, c, word) per k-block. In each word, code 4 odd + 2 half + upper is that of output
-    # 16 word + 8 half + g and input 8 upper + 2 c + odd. Two codes, of odd 0 and 1, are moved at a time, to bits 15 and
-    # 8 to 6 and to bits 31 and 24 to 22, as ``dequantize`` in `nvfp4.cuh` does.
+    # A tile has 8 x 4 x 4 words of 32 bits (g, c, word) per k-block, each with eight 4-bit codes. Code number 4 odd + 2
+    # half + upper of a word belongs to output 16 word + 8 half + g and input 8 upper + 2 c + odd, where odd, half and
+    # upper are 0 or 1. Two codes, of odd 0 and 1, are moved at a time, to bits 15 and 8 to 6 and to bits 31 and 24 to
+    # 22, as ``dequantize`` in `nvfp4.cuh` does.
     word = packed.to(tl.uint32, bitcast=True)
     lower = tl.join(word, word >> 6 | word << 26)  # [BLOCKS, 128, half]
     upper = tl.join(word >> 3 | word << 29, (word & 0x001B001B) * 0x4108)

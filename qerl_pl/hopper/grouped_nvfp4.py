@@ -64,8 +64,8 @@ class Tile(NamedTuple):
 
 
 def choose_tile(num_rows: int, num_experts: int) -> Tile:
-    """Return the tile for a number of rows. Its rows are a power of 2 that few experts exceed, because a thread block
-    reads its weights again for further rows."""
+    """Choose the tile for ``num_rows`` rows that are divided among ``num_experts`` experts. It has enough rows for most
+    experts, because for the further rows of an expert the weights are read again."""
     average = num_rows / num_experts
     if num_rows <= num_experts // 4:  # so few thread blocks have rows that smaller ones are needed to use every SM
         return Tile(16, 64)
@@ -281,8 +281,9 @@ def _columns_of_x(tile):
 
 @triton.jit
 def _unpack(words, scales, ASM: tl.constexpr):
-    """Return the weights of words [N, K / 8] int32 and bits of block scales [N, K / 16] uint8, [N, K] times 2^-14, with
-    columns in the order of ``_columns_of_x``: bf16 if ``ASM``, else fp32."""
+    """Dequantise a tile of NVFP4 weights. ``words`` [N, K / 8] int32 have eight 4-bit codes each, and ``scales`` [N, K
+    / 16] uint8 are the bits of the E4M3 block scales. Returns 2^-14 times the weights, without the tensor scale: [N, K]
+    bf16 if ``ASM``, else fp32, with the columns in the order of ``_columns_of_x``."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     GROUPS: tl.constexpr = WORDS // 16

@@ -1,5 +1,5 @@
-"""Experts of mixtures in vLLM that have NVFP4 weights: ``grouped_nvfp4`` computes them from the trainer's weights, so
-vLLM needs no copy.
+"""Let vLLM compute the experts of a mixture from the trainer's NVFP4 weights, by the kernels of ``grouped_nvfp4``, so
+that vLLM needs no copy of these weights.
 
 The trainer stores the weights of one linear layer (gate, up or down) of all experts of a block as one stacked tensor in
 row order (``quant.experts.StackedLinear``). ``lend`` gives these tensors to vLLM's layers before vLLM converts its own
@@ -184,15 +184,16 @@ def is_supported(layer: RoutedExperts) -> bool:
 
 
 def unread(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> set[str]:
-    """Return the names of the trainer's modules whose experts' codes and block scales vLLM need not read from the
-    checkpoint."""
+    """Return the names of the trainer's modules of experts whose 4-bit codes and block scales vLLM need not read from
+    the checkpoint."""
     return {parent for parent, _, _ in lent_layers(model, linears)}
 
 
 def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Collection[str]) -> None:
-    """Store the trainer's weights, for ``install``, in each layer of vLLM whose experts are in ``unread``, the names of
-    experts' linear layers (``Fused.name``). The parameters that vLLM has not read become tensors on the GPU that take
-    no memory, so that vLLM copies nothing between devices."""
+    """Store a reference to the trainer's weights, which ``install`` uses later, in each of vLLM's layers of experts
+    that are in ``unread``, names of experts' linear layers (``Fused.name``) that vLLM does not read from the
+    checkpoint. Their parameters become placeholders on the GPU that take no memory, so that vLLM has nothing to copy
+    there."""
     for parent, layer, stacks in lent_layers(model, linears):
         if f"{parent}.0.down_proj" in unread:
             layer.trainers_experts = stacks
@@ -201,8 +202,9 @@ def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Colle
 
 
 def install(method: Any, layer: Any) -> bool:
-    """Let ``NativeExperts`` compute a layer of vLLM to which ``lend`` has given the trainer's weights, and free the
-    layer's own; return whether it does. Called instead of vLLM's conversion of the layer's weights.
+    """Replace vLLM's kernel for a layer of experts by ``NativeExperts``, which reads the trainer's weights, and free
+    the weights that vLLM has allocated for the layer. Called before vLLM converts the layer's weights, which it then
+    skips. Returns False, and changes nothing, if ``lend`` has not given the trainer's weights to the layer.
 
     The trainer's tensors become parameters of the layer, so that the end of the engine drops the references to them
     (``rollout.vllm.memory.free``), as it does for linear layers."""
@@ -237,8 +239,8 @@ def install(method: Any, layer: Any) -> bool:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors of equal shapes as one tensor with a further first dimension that shares their memory; None if
-    they do not lie one after another."""
+    """View tensors of equal shapes that lie one after another in memory as one tensor with a further first dimension;
+    None if they do not."""
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         place = first.data_ptr() + number * first.nbytes

@@ -66,9 +66,9 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Find the linear layers of vLLM's model, and the experts, whose codes and scales vLLM need not read from the
-    checkpoint, because the trainer has them in GPU memory. Returns, by the name of each, the names of the trainer's
-    layers that it fuses."""
+    """Find the linear layers and experts of vLLM's model whose 4-bit codes and block scales vLLM need not read from the
+    checkpoint, because the trainer has them in GPU memory. Returns, by the name of vLLM's layer, the names of the
+    trainer's layers that are fused in it."""
     found = {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
@@ -82,9 +82,9 @@ def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
 
 
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
-    """Store in each linear layer of vLLM a reference to the trainer's weight in tile order, for ``give`` and ``adopt``.
-    The parameters of layers in ``unread`` become tensors on the trainer's device that take no memory until ``give``, so
-    that vLLM copies nothing between devices."""
+    """Store in each linear layer of vLLM a reference to the trainer's weight in tile order, which ``give`` and
+    ``adopt`` use later. ``unread`` names layers whose weights vLLM does not read from the checkpoint: their parameters
+    become placeholders that take no memory, on the trainer's device, so that vLLM has nothing to copy to the GPU."""
     for name, layer, _, parts in fused_linears(model, linears):
         layer.trainers_weight = whole = whole_of([part.packed for part in parts])
         if name in unread and whole is not None:
@@ -96,8 +96,8 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
 
 
 def give(layer: Any) -> None:
-    """Copy the trainer's weight, in row order, to a linear layer of vLLM whose weight vLLM has not read from the
-    checkpoint. Called before vLLM converts the layer's weight to the kernels' order."""
+    """Copy the trainer's weight, in the row order of checkpoints, to a linear layer of vLLM whose weight vLLM has not
+    read. Called before vLLM converts the layer's weight to tile order."""
     if vars(layer).pop("is_empty", False):
         rows = to_row_order(layer.trainers_weight)
         codes, scales = packed_codes(layer), layer.weight_scale
@@ -106,7 +106,7 @@ def give(layer: Any) -> None:
 
 def adopt(layer: Any) -> bool:
     """Make a linear layer of vLLM use the trainer's memory for its weight, if the trainer's weight has the same bits;
-    return whether it does. Called after vLLM has converted the layer's weight to the kernels' order."""
+    return whether it does. Called after vLLM has converted the layer's weight to tile order."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
         return False
@@ -122,9 +122,9 @@ def adopt(layer: Any) -> bool:
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
     """Complete a model whose weights vLLM has loaded and converted: move parameters to the GPU, and let linear layers
-    prefetch the next layer's weight. If ``one_adapter``, vLLM has one adapter slot, and the operator of gate and up
-    also adds the adapter, so it may compute silu(gate) * up too. With several slots, vLLM adds adapters to the
-    operator's output, so it may not."""
+    prefetch the next layer's weight. If vLLM has only ``one_adapter`` slot, the operator of gate and up adds the
+    adapter itself, and therefore also computes silu(gate) * up. With several slots, vLLM adds adapters to the
+    operator's output, so silu(gate) * up has to be computed afterwards."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:

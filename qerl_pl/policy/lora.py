@@ -118,9 +118,10 @@ class LoraSettings:
 
 
 def open_settings() -> LoraSettings:
-    """Create ``LoraSettings`` with the fields' default values, mostly None, without running its constructor, which
-    would replace None by fixed numbers. So a command line that sets only ``start`` takes all other settings from that
-    adapter: ``dataclasses.replace`` with this ``start`` runs the constructor, which fills in every None."""
+    """Create ``LoraSettings`` whose unset fields are still None, by not running the constructor, which would replace
+    None by default numbers. This is the default of the command line: if a user sets only ``start``, the command line
+    calls ``dataclasses.replace`` with it, which runs the constructor and takes every field that is None from the
+    adapter ``start``."""
     settings = object.__new__(LoraSettings)
     for field in fields(LoraSettings):
         object.__setattr__(settings, field.name, field.default)

@@ -110,10 +110,10 @@ def part(error: Tensor, effect: Tensor, scale: Tensor) -> float:
 
 
 def next_strength(strength: float, change: float, gap: float) -> float:
-    """Choose the strength of the next test, 1 to ``STRONGEST``, such that the change of logits is ``LARGER`` times the
-    gap, but at most ``LINEAR``. ``change`` is the mean difference of logits (``jumps.logit_gap``) between the policies
-    that were moved by the current ``strength`` towards the other policy and away from it; ``gap`` is that between
-    engine and trainer."""
+    """Choose the strength of the next test, 1 to ``STRONGEST``: the one with which the policies that are moved towards
+    the other policy and away from it differ by ``LARGER`` times as much as engine and trainer, but by at most
+    ``LINEAR``, as mean differences of logits (``jumps.logit_gap``). ``change`` is the difference of the two moved
+    policies with the current ``strength``, ``gap`` that of engine and trainer."""
     return min(max(1.0, strength * min(LARGER * gap, LINEAR) / max(change, 1e-12)), STRONGEST)
 
 

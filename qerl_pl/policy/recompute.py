@@ -94,8 +94,8 @@ def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = 
 
 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Set what the blocks of a model recompute in backward, from the next forward pass on. The level "offload" here
-    only recomputes all blocks; the caller has to move the blocks' inputs to host memory."""
+    """Set which activations of a model's blocks are recomputed in backward, from the next forward pass on. For the
+    level "offload", this recomputes all blocks; the caller has to keep the blocks' inputs in host memory."""
     decoder: Any = model.model
     last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):

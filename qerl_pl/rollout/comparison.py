@@ -110,12 +110,12 @@ def score_gaps(
     """Compare log-probabilities of the loop's engine with those of ``oracle``, an engine with the trainer's model and
     the same noise. Returns the differences by the names of the comparisons.
 
-    With ``scores``, the log-probabilities of the text ``tokens`` are compared, with and without the adapter. Unless
-    ``strength`` is 0 or None, both engines then get a random probe adapter of this strength, which they still have
-    afterwards, and the log-probabilities of tokens sampled after prefixes of the text are compared, too. Rounding
-    errors are those of ``dtype``, the less precise of the two engines' dtypes. ``seed`` determines the probe adapter
-    and the random rounding errors. It must differ from the seed of the previous check, whose prefixes may still be
-    cached.
+    With ``scores``, both engines score the text ``tokens``, with and without the adapter. Unless ``strength`` is 0 or
+    None, both then get a random adapter of this strength (probe adapter), which they still have afterwards; the loop's
+    engine samples one token for each of several prefixes of the text, and the two engines' log-probabilities of these
+    tokens are compared, too. Rounding errors are those of ``dtype``, the less precise of the two engines' dtypes.
+    ``seed`` determines the probe adapter and the random rounding errors. It must differ from the seed of the previous
+    check, whose prefixes may still be cached.
     """
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())

@@ -123,8 +123,8 @@ class TransformersEngine:
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=device)
-        # Tokens before a row's first masked token are its prompt, which the policy may compute once for equal rows.
-        # Each copy needs other random errors, so with several copies all tokens but the first are masked.
+        # The policy takes the tokens before a row's first masked token as its prompt, and may compute equal prompts
+        # only once. Each copy needs other random errors, so with several copies all tokens but the first are masked.
         mask[:, at if copies == 1 else slice(1, None)] = True
         targets = rows.clone()
         targets[:, at] = torch.tensor(following, device=device)

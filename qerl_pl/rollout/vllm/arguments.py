@@ -52,8 +52,9 @@ def llm_arguments(
     if unpacked:
         overrides["quantization_config"] = None
         log_unpacked(unpacked, dtype)
-    # If "norms" is not in ``elementwise``, the norms of the model's family multiply by the weight before they round to
-    # 16 bits. All of vLLM's implementations of such norms support fp32 weights, so no argument is needed.
+    # Norms that round the normalised input to 16 bits before they multiply by the weight ("norms" is in
+    # ``elementwise``) need arguments that select an implementation for fp32 weights. Norms of other families multiply
+    # first, and all of vLLM's implementations of these support fp32 weights.
     if "norms" in policy.family.elementwise:
         arguments |= norms.arguments(compiled=not (on_cpu or memory.enforce_eager))
     arguments |= platform_arguments(policy.config, memory, dtype=dtype, max_model_len=max_model_len, on_cpu=on_cpu)

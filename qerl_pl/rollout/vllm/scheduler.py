@@ -165,8 +165,8 @@ class RolloutScheduler(AsyncScheduler):
     def _keep(
         self, scheduled: Mapping[str, int], sampled: list[list[int]], rows: Mapping[str, int], values: list[float]
     ) -> dict[str, int]:
-        """Append sampled tokens to their running requests, as vLLM does, and keep them for later output. Requests that
-        end with this token, or that only vLLM can process, are left out.
+        """Append the sampled tokens of a step to their running requests, as vLLM does, and keep them until the requests
+        end. Requests that end with this token, and others that need vLLM's own code, are not changed.
 
         Args:
             scheduled: the number of tokens of each request in this step.
@@ -175,7 +175,7 @@ class RolloutScheduler(AsyncScheduler):
             values: the log-probability in each row, in nats.
 
         Returns:
-            The entries of ``scheduled`` of the requests that were left out.
+            The entries of ``scheduled`` of the requests that were not changed.
         """
         others, size = {}, self.block_size
         for name, number in scheduled.items():

@@ -53,12 +53,12 @@ def prepare_environment() -> None:
         )
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # By default vLLM has a separate Triton cache for each of its configurations, so each new configuration would
+    # By default vLLM uses a separate Triton cache for each configuration of an engine, so every new configuration would
     # compile all Triton kernels again.
     os.environ.setdefault("TRITON_CACHE_DIR", cache_folder())
-    # Inductor sets this variable before it compiles its first kernel. Triton's cache has the version of ptxas in its
-    # keys, so a later start, which loads compiled graphs and does not set the variable, would not find the Triton
-    # kernels that the first start has cached.
+    # Inductor sets TRITON_PTXAS_PATH before it compiles its first kernel, and does not set it in a later start that
+    # loads compiled graphs. Triton's cache has the version of ptxas in its keys, so the later start would not find the
+    # Triton kernels that the first one has cached.
     if os.access(TORCHS_PTXAS, os.X_OK):
         os.environ.setdefault("TRITON_PTXAS_PATH", str(TORCHS_PTXAS))
 
