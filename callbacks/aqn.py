@@ -36,9 +36,6 @@ class AdaptiveQuantizationNoise(Callback):
             removes most of the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that
             remains).
 
-    Raises:
-        ValueError: a setting is out of range, or the settings contradict each other.
-
     Example:
         trainer:
           callbacks+:

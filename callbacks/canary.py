@@ -90,9 +90,6 @@ class SyncCanary(Callback):
         tolerance: mean difference of log-probabilities, in nats per token, up to which the run is never stopped; null:
             1e-4 if engine and trainer compute in float32, 0.02 if one of them computes in bfloat16.
 
-    Raises:
-        ValueError: a value is out of range.
-
     Example:
         trainer:
           callbacks+:

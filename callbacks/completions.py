@@ -36,9 +36,6 @@ class CompletionLogger(Callback):
             difference between the log-probabilities of trainer and sampler and, with a teacher, between those of
             teacher and trainer: ten or twelve bytes per token. 0 writes none.
 
-    Raises:
-        ValueError: ``every`` is less than 1, or ``num_text`` or ``tokens_every`` less than 0.
-
     Example:
         trainer:
           callbacks+:

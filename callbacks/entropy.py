@@ -20,9 +20,6 @@ class EntropyLogger(Callback):
     Args:
         quantiles: quantiles over tokens, in [0, 1]; 0.9 is logged as ``policy/entropy_p90``.
 
-    Raises:
-        ValueError: a quantile outside [0, 1].
-
     Example:
         trainer:
           callbacks+:

@@ -37,9 +37,6 @@ class GradientGuard(Callback):
         min_steps: number of earlier steps with a gradient that a comparison needs; before that, only non-finite
             gradients stop the run.
 
-    Raises:
-        ValueError: a value is out of range.
-
     Example:
         trainer:
           callbacks+:

@@ -42,9 +42,6 @@ class LastCheckpoint(ModelCheckpoint):
         background_bytes: a checkpoint whose tensors take at least this many bytes is written in the background, from a
             copy in host memory that is kept until the run ends.
 
-    Raises:
-        ValueError: ``every_n_rollouts`` is less than 1, or ``background_bytes`` is negative.
-
     Example:
         trainer:
           callbacks+:

@@ -57,9 +57,6 @@ class MismatchLedger(Callback):
         every: rollouts from one measured rollout to the next; the first one of a run is measured. A measurement takes
             about a tenth of the time of a step (part of `time/check_s`).
 
-    Raises:
-        ValueError: a value is less than 1.
-
     Example:
         trainer:
           callbacks+:

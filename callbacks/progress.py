@@ -37,9 +37,6 @@ class Progress(Callback):
     Args:
         every: rollouts from one line to the next if the output is no terminal. The last rollout always has a line.
 
-    Raises:
-        ValueError: ``every`` is less than 1.
-
     Example:
         trainer:
           callbacks+:

@@ -163,9 +163,6 @@ class RolloutEvidence(Callback):
             that ``max_tokens`` limits. 0: other policies are not tested. That is the default, because too few rollouts
             of pretrained models have been measured with this test so far (``docs/correctness.md``).
 
-    Raises:
-        ValueError: a value is out of range.
-
     Example:
         trainer:
           callbacks+:

@@ -69,9 +69,6 @@ class QeRLModule(LightningModule):
         engine: samples the rollouts, e.g. qerl_pl.rollout.vllm.VLLMEngine.
         rewards: score the completions; each has a name and a weight.
         settings: the fields of ``ModuleSettings``. Only ``base`` has no default.
-
-    Raises:
-        ValueError: a setting is out of range or contradicts another.
     """
 
     def __init__(self, engine: RolloutEngine, rewards: list[WeightedReward], **settings: Any) -> None:

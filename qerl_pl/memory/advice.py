@@ -126,8 +126,7 @@ def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
     if "model.micro_batch_tokens" in changes:
         run = replace(run, micro_batch_tokens=changes["model.micro_batch_tokens"])
     if "model.gradient_checkpointing" in changes:
-        setting = changes["model.gradient_checkpointing"]
-        run = replace(run, gradient_checkpointing=setting, offload_checkpoints=False)
+        run = replace(run, gradient_checkpointing=changes["model.gradient_checkpointing"])
     if "model.optimizer" in changes:
         run = replace(run, state_bytes=state_bytes(changes["model.optimizer"]))
     if tokens := changes.get("model.sampling.max_tokens"):

@@ -55,7 +55,7 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     chosen = min(fitting, key=lambda option: option.time, default=offered[-1])
     why = chosen.why(offered[0], gpu_bytes) if run.recompute(shape.num_layers) is None else ""
     if why:
-        run = replace(run, gradient_checkpointing=chosen.how.setting(shape.num_layers), offload_checkpoints=False)
+        run = replace(run, gradient_checkpointing=chosen.how.setting(shape.num_layers))
     run = replace(run, micro_batch_tokens=chosen.tokens)
     engine = run.engine
     if engine is not None and engine.kv_cache_bytes is None:
@@ -104,7 +104,7 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
     options = []
     for how in ladder(shape.num_layers) if setting is None else (setting,):
         setting = how.setting(shape.num_layers)
-        tried = replace(run, engine=engine, gradient_checkpointing=setting, offload_checkpoints=False)
+        tried = replace(run, engine=engine, gradient_checkpointing=setting)
         tokens = run.micro_batch_tokens or _micro_batch(shape, tried, gpu_bytes)
         train = plan(shape, replace(tried, micro_batch_tokens=tokens)).train
         time = time_per_token(

@@ -99,7 +99,6 @@ class RunMemory:
     gradient_checkpointing: Setting = "none"
     """Level of gradient checkpointing, that is, which activations backward recomputes (``policy.recompute``); "auto"
     means the fastest level that fits."""
-    offload_checkpoints: bool = False
     fused: bool = False
     """Whether norms, rotary embeddings and SwiGLU are computed by fused kernels, which keep fewer bytes for
     backward."""
@@ -117,7 +116,7 @@ class RunMemory:
     def recompute(self, num_layers: int) -> Recompute | None:
         """Return the level of gradient checkpointing that the settings name, or None for "auto"; errors are those of
         ``recompute_of``."""
-        return recompute_of(self.gradient_checkpointing, num_layers, self.offload_checkpoints)
+        return recompute_of(self.gradient_checkpointing, num_layers)
 
     def rank_of_experts(self, shape: ModelShape) -> int:
         """Return the LoRA rank of the adapters on a model's experts; 0 if the model has no experts or they get no

@@ -104,9 +104,6 @@ class Objective:
         top_entropy_share: share of the tokens that have a policy loss, those with the highest entropies in the batch.
         teacher: term of the loss that draws the policy towards ``model.teacher`` on the policy's own samples
             (distillation), with or without rewards; null: no such term.
-
-    Raises:
-        ValueError: a value is out of range, or contradicts another.
     """
 
     preset: Preset | None = None

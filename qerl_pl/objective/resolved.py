@@ -68,9 +68,6 @@ class LossInputs(NamedTuple):
 class ResolvedObjective:
     """The settings of ``Objective``, with values in place of nulls and functions in place of import paths, and the loss
     that they define.
-
-    Raises:
-        ValueError: a value is out of range, contradicts another, or has no effect in combination with another.
     """
 
     surrogate: Callable[..., PolicyLoss]

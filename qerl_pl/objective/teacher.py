@@ -32,9 +32,6 @@ class TeacherTerm:
         beta: share of the teacher in the mixture of "jensen_shannon", between 0 (forward) and 1 (reverse); null: 0.5.
         rollouts: RL iterations over which the coefficient falls linearly to 0, after which rewards alone train the
             policy; null: the coefficient stays.
-
-    Raises:
-        ValueError: a value is out of its range or has no effect.
     """
 
     coefficient: float = 1.0

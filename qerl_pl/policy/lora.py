@@ -41,9 +41,6 @@ class LoraSettings:
             at least 1, where k experts compute each token.
         start: folder of an adapter that PEFT wrote, with which the run starts, for example after supervised
             fine-tuning; it is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
-
-    Raises:
-        ValueError: a value is out of its range, ``start`` cannot be read, or a value contradicts it.
     """
 
     rank: int | None = None

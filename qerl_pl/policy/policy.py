@@ -383,7 +383,6 @@ def make_policy(
     lora: LoraSettings,
     seed: int,
     gradient_checkpointing: Setting = "none",
-    offload_checkpoints: bool = False,
     fused_elementwise: FusedSetting = False,
 ) -> Policy:
     """Build a policy by adding a fresh LoRA adapter to a loaded base model.
@@ -395,14 +394,13 @@ def make_policy(
         lora: settings of the adapter. LoRA's B starts at 0, so a fresh policy equals the base, unless ``start`` is set.
         seed: seed of the adapter's initial values; torch's global random state is not changed.
         gradient_checkpointing: what backward recomputes, see ``policy.recompute``; "auto" begins without recomputation.
-        offload_checkpoints: keep the inputs of recomputed blocks in host memory.
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
 
     Raises:
         ValueError: a setting does not fit the base, another setting or this machine.
     """
     family = family_of(model.config.model_type, path=base)
-    how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers, offload_checkpoints)
+    how = recompute_of(gradient_checkpointing, model.config.num_hidden_layers)
     assert lora.targets is not None
     targets = family.targets(lora.targets)
     check_targets(model, targets, family)

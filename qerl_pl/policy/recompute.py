@@ -61,19 +61,11 @@ def ladder(num_layers: int) -> tuple[Recompute, ...]:
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
-def recompute_of(setting: Setting, num_layers: int, offload_checkpoints: bool = False) -> Recompute | None:
-    """Return the level of gradient checkpointing that the settings ``model.gradient_checkpointing`` and
-    ``model.offload_checkpoints`` mean for a model of ``num_layers`` blocks; None for "auto", with which the memory plan
-    chooses the level. ValueError: the setting is unknown, names more blocks than the model has, or contradicts
-    offload_checkpoints."""
+def recompute_of(setting: Setting, num_layers: int) -> Recompute | None:
+    """Return the level of gradient checkpointing that ``model.gradient_checkpointing`` means for a model of
+    ``num_layers`` blocks; None for "auto", with which the memory plan chooses the level. ValueError: the setting is
+    unknown, or names more blocks than the model has."""
     wanted = {True: "blocks", False: "none"}.get(setting, setting) if isinstance(setting, bool) else setting
-    if offload_checkpoints:
-        if wanted not in ("auto", "blocks", "offload"):
-            raise ValueError(
-                f"model.offload_checkpoints is set, but with model.gradient_checkpointing {setting!r} there is nothing "
-                "to offload: say gradient_checkpointing: offload"
-            )
-        wanted = "offload"
     if wanted == "auto":
         return None
     whole = partial(Recompute, selective=True)

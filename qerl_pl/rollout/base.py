@@ -41,9 +41,6 @@ class Sampling:
         stop: strings that end a completion. The last token of the completion is the one that completes the string, and
             the completion counts as finished. In a configuration, set ``data.stop`` instead of this field; it applies
             to training and evaluation.
-
-    Raises:
-        ValueError: a value is out of its range, or has no effect with temperature 0.
     """
 
     num_completions: int = 8

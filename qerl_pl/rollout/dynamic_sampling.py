@@ -41,9 +41,6 @@ class DynamicSampling:
             estimate is the batch size; later ones use the share of groups with a signal so far. If 30 % of groups have
             a signal and a batch has 8 prompts, oversample 1 takes 4.0 sequential rounds of sampling and 29 groups on
             average, oversample 2 takes 2.2 rounds and 32 groups, oversample 3 takes 1.6 rounds and 36 groups.
-
-    Raises:
-        ValueError: ``max_refills`` is less than 1, or ``oversample`` is not 1 to 100.
     """
 
     max_refills: int = 8

@@ -43,9 +43,6 @@ class TransformersEngine:
     Args:
         batch_tokens: largest number of tokens, padding included, in the KV cache of one batch of sequences. A sequence
             that is longer gets a batch of its own.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     def __init__(self, batch_tokens: int = 16384) -> None:

@@ -72,7 +72,6 @@ class ModuleSettings:
             n blocks, and selective in the other blocks; blocks: all activations of all blocks; offload: as blocks, with
             the blocks' inputs kept in host memory; auto: the fastest of these that fits into the GPU's memory, and none
             on a CPU.
-        offload_checkpoints: true is another spelling of ``gradient_checkpointing: offload``.
         router_replay: in a mixture of experts, train with the experts that the sampler chose for each token, instead of
             those that the trainer's routers would choose; auto: on if the base is a mixture and the engine returns its
             experts, as vLLM does.
@@ -86,9 +85,6 @@ class ModuleSettings:
         max_prompt_tokens: limit on the tokens of a prompt (set by data.max_prompt_tokens).
         stop: strings that end a completion (set by data.stop).
         seed: seed of all random numbers (set by seed_everything).
-
-    Raises:
-        ValueError: a value is out of its range, or values contradict each other or the base.
     """
 
     base: str
@@ -108,7 +104,6 @@ class ModuleSettings:
     micro_batch_tokens: int | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     gradient_checkpointing: Setting = "auto"
-    offload_checkpoints: bool = False
     router_replay: Literal["auto", "on", "off"] = "auto"
     fused_elementwise: FusedSetting = "auto"
     gpu_memory: float | None = None
@@ -149,7 +144,7 @@ class ModuleSettings:
                 f"model.lora.rank is {self.lora.rank}; expected at most the model's hidden_size "
                 f"({config['hidden_size']}), the largest rank that its linears can have"
             )
-        recompute_of(self.gradient_checkpointing, config["num_hidden_layers"], self.offload_checkpoints)
+        recompute_of(self.gradient_checkpointing, config["num_hidden_layers"])
         fused_wanted(self.fused_elementwise)
         check_length(config, longest=self.max_model_len)
 
@@ -237,7 +232,6 @@ class ModuleSettings:
             "dtype": self.compute_dtype,
             "lora": self.lora,
             "gradient_checkpointing": self.gradient_checkpointing,
-            "offload_checkpoints": self.offload_checkpoints,
             "fused_elementwise": self.fused_elementwise,
         }
 

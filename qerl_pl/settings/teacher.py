@@ -27,9 +27,6 @@ class TeacherSettings:
             mapping of the quantiser's settings; null: do not quantise.
         keep: where the teacher's weights are while it does not score: on the "gpu", or in "host" memory, from which
             they are copied once per rollout; "auto": on the GPU, if the run then still fits into its memory.
-
-    Raises:
-        ValueError: settings contradict each other.
     """
 
     base: str

@@ -76,9 +76,6 @@ class Study:
             allow.
         attempts: number of failed starts after which a run is given up.
         analysis: settings of the analysis, see ``Analysis``.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     output: Path

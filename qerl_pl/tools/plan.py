@@ -136,7 +136,6 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
         optimizer=optimizer if isinstance(optimizer, str) else optimizer["class_path"],
         micro_batch_tokens=model["micro_batch_tokens"],
         gradient_checkpointing=model["gradient_checkpointing"],
-        offload_checkpoints=model["offload_checkpoints"],
         fused_elementwise=model["fused_elementwise"],
         engine=engine,
         teacher=_teacher(model),

@@ -69,9 +69,7 @@ def variants() -> dict[str, Build]:
         "bf16": lambda config: ours(base(config, packed=False), gradient_checkpointing=True),
         "bf16+peft": lambda config: peft(base(config, packed=False), fp32=False),
         "bf16+peft-fp32": lambda config: peft(base(config, packed=False), fp32=True),
-        "nvfp4-offload": lambda config: ours(
-            base(config, packed=True), gradient_checkpointing=True, offload_checkpoints=True
-        ),
+        "nvfp4-offload": lambda config: ours(base(config, packed=True), gradient_checkpointing="offload"),
     }
 
 

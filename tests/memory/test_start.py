@@ -102,7 +102,6 @@ def test_a_limit_of_no_memory_is_refused(gib, bases):
     [
         {"gradient_checkpointing": 99},
         {"gradient_checkpointing": -1},
-        {"gradient_checkpointing": 0, "offload_checkpoints": True},
     ],
     ids=str,
 )

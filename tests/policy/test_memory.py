@@ -82,7 +82,7 @@ def test_a_packed_base_takes_one_dense_weight_more_than_a_dense_one(checkpointin
 
 def test_checkpoints_are_all_that_outlives_a_forward_pass_and_host_memory_can_take_them():
     on_device = step(make(packed=True, gradient_checkpointing=True))
-    on_host = step(make(packed=True, gradient_checkpointing=True, offload_checkpoints=True))
+    on_host = step(make(packed=True, gradient_checkpointing="offload"))
     assert on_device[1] <= (LAYERS + 4) * CHECKPOINT + SLACK  # the final norm and the head keep the rest
     assert on_host[1] <= 3 * CHECKPOINT + SLACK
     assert on_host[0] <= on_device[0] - LAYERS // 2 * CHECKPOINT

@@ -135,24 +135,18 @@ def test_the_ladder_goes_down_in_small_steps_from_nothing_to_everything(num_laye
 
 
 def test_words_numbers_and_switches_name_rungs():
-    def named(setting: Any, **more: Any) -> Recompute | None:
-        return recompute_of(setting, num_layers=4, **more)
+    def named(setting: Any) -> Recompute | None:
+        return recompute_of(setting, num_layers=4)
 
     assert named("auto") is None
     assert named(False) == named("none") == Recompute()
     assert named(True) == named("blocks") == named(4)
     assert named(1) == Recompute(selective=True, blocks=1)
     assert named(0) == named("selective")
-    assert named(True, offload_checkpoints=True) == named("offload") == named("auto", offload_checkpoints=True)
+    assert named("offload") == Recompute(selective=True, blocks=4, offload=True)
 
 
 @pytest.mark.parametrize("setting", [-1, 5, "some", 2.5, None])
 def test_what_names_no_rung_is_refused(setting):
     with pytest.raises(ValueError, match=r"gradient_checkpointing is .*auto, none, selective.*0 to 4"):
         recompute_of(setting, num_layers=4)
-
-
-@pytest.mark.parametrize("setting", [False, "none", "selective", 2])
-def test_offloading_what_is_not_there_is_refused(setting):
-    with pytest.raises(ValueError, match="nothing to offload"):
-        recompute_of(setting, num_layers=4, offload_checkpoints=True)

@@ -80,9 +80,6 @@ class VLLMEngine:
             repeats what the sequence or another completion of its prompt says. The tokens are those that are sampled
             with "off", up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
             (`docs/speculation.md`). "auto": on if all of this is there and the GPU is a Hopper.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
