@@ -47,7 +47,9 @@ class GracefulStop(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        if trainer.strategy.reduce_boolean_decision(bool(self._asked) or _time_is_over(trainer), all=False):
+        timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # pyright: ignore[reportAttributeAccessIssue]
+        is_over = any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers)
+        if trainer.strategy.reduce_boolean_decision(bool(self._asked) or is_over, all=False):
             trainer.should_stop = True  # LastCheckpoint saves when this is set
             every = trainer.val_check_batch or float("inf")
             due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % every == 0
@@ -82,9 +84,3 @@ def end_if_terminated(trainer: Trainer) -> None:
     if trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False):
         rank_zero_info("stopped by SIGTERM before the first step")
         raise SIGTERMException
-
-
-def _time_is_over(trainer: Trainer) -> bool:
-    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    left = [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
-    return any(seconds is not None and seconds <= 0 for seconds in left)

@@ -25,7 +25,12 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
     """
     if base:
         base = os.path.expanduser(base)
-        check_kinds_of_files(Path(base))
+        path = Path(base)
+        for file in (path, *path.iterdir()) if path.is_dir() else (path,):
+            if file.exists() and not (file.is_dir() or file.is_file()):  # reading e.g. a named pipe may never end
+                raise ValueError(
+                    f"model.base: {file} is no regular file; expected a checkpoint's folder with its files"
+                )
     if is_gguf(base):
         if base_format is not None:
             raise ValueError(
@@ -43,14 +48,6 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
             f"--model.base_format null --model.quantize {base_format}"
         )
     return folder
-
-
-def check_kinds_of_files(base: Path) -> None:
-    """Raise ValueError if the base checkpoint is, or its folder contains, a named pipe, a device or a socket, because
-    reading it might never end."""
-    for path in (base, *base.iterdir()) if base.is_dir() else (base,):
-        if path.exists() and not (path.is_dir() or path.is_file()):
-            raise ValueError(f"model.base: {path} is no regular file; expected a checkpoint's folder with its files")
 
 
 def check_base(path: str | Path) -> Mapping:

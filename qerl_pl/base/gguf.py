@@ -21,7 +21,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from qerl_pl.base.cache import made_once
@@ -130,9 +129,10 @@ def _dequantize(path: Path, output: Path) -> None:
         config = getattr(transformers, "GgufConfig", None)
         unpack = {} if config is None else {"quantization_config": config(dequantize=True)}
         model = _unquantized(AutoModelForCausalLM.from_pretrained(**where, **unpack, dtype=torch.bfloat16))
-        model.generation_config = GenerationConfig(
-            eos_token_id=_end_tokens(reader, tokenizer), pad_token_id=tokenizer.pad_token_id
-        )
+        known, fields = tokenizer.get_vocab(), reader.fields
+        named = [fields[key].contents() for key in END_KEYS if key in fields]
+        ends = sorted({*named, *(known[token] for token in ENDS if token in known)})
+        model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         write_whole(temporary / RECORD, json.dumps(_record(reader, path), indent=1) + "\n")
@@ -142,12 +142,6 @@ def _dequantize(path: Path, output: Path) -> None:
         raise ValueError(f"model.base: {path}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _end_tokens(reader: GGUFReader, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    named = [reader.fields[key].contents() for key in END_KEYS if key in reader.fields]
-    known = tokenizer.get_vocab()
-    return sorted({*named, *(known[token] for token in ENDS if token in known)})
 
 
 def _check_contents(reader: GGUFReader, path: Path) -> None:

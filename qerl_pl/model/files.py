@@ -83,9 +83,10 @@ class Checkpoint:
     def _file_names(self) -> list[str]:
         if (self.path / INDEX).is_file():
             weight_map = read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
+            names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+            if not names or not all(isinstance(name, str) and name and "/" not in name for name in names):
                 raise ValueError(f"{self.path / INDEX} has no weight_map of names of tensors to names of files")
-            return sorted(set(weight_map.values()))
+            return sorted(set(names))
         names = sorted(file.name for file in self.path.glob("*.safetensors"))
         if not names:
             raise ValueError(f"{self.path} has no .safetensors files; weights in other formats are not read")
@@ -187,10 +188,6 @@ def read_json(path: Path) -> Mapping:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object")
     return value
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and bool(name) and "/" not in name
 
 
 def _open(path: Path) -> safe_open:

@@ -308,28 +308,20 @@ class Policy(nn.Module):
             (``margins.margins``), 0 without seeds and for tokens that ``margins.is_audited`` excludes.
         """
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
-        row, column = mask.nonzero(as_tuple=True)
-        alternatives, audited, first = [], [], 0
-        for logits, targets in self._logits(tokens, mask, temperature, routes):
-            part = slice(first, first := first + len(targets))
+        (row, column), hidden, _ = self._predicting(tokens, mask, routes)
+        head = self.head(temperature)
+        size = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [size, V] at a time
+        of_tokens = (hidden, tokens[row, column], row, column)
+        alternatives, audited = [], []
+        for states, targets, rows, columns in zip(*(values.split(size) for values in of_tokens), strict=True):
+            logits = soft_capped(fp32_logits(states, head.weight), head.logit_cap) / head.temperature
             alternatives.append(alternative_logprobs(logits, targets, ends))
             audited.append(logits.new_zeros(len(targets)))
             if seeds is not None:
                 some = is_audited(alternatives[-1][:, 0])
-                noise = keyed_noise(seeds[row[part][some]], column[part][some] - 1, logits.shape[1])
+                noise = keyed_noise(seeds[rows[some]], columns[some] - 1, logits.shape[1])
                 audited[-1][some] = margins(logits[some], noise, targets[some])
         return torch.cat(alternatives), torch.cat(audited)
-
-    def _logits(
-        self, tokens: Tensor, mask: Tensor, temperature: float, routes: Tensor | None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for n masked tokens at a time in row-major order, the fp32 logits divided by the temperature, [n, V],
-        from which each token was sampled, and the tokens, [n] int64."""
-        wanted, hidden, _ = self._predicting(tokens, mask, routes)
-        head = self.head(temperature)
-        rows = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [rows, V] at a time
-        for part, targets in zip(hidden.split(rows), tokens[wanted].split(rows), strict=True):
-            yield soft_capped(fp32_logits(part, head.weight), head.logit_cap) / head.temperature, targets
 
     @property
     def shares_prompts(self) -> bool:

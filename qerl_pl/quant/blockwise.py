@@ -5,8 +5,7 @@ Letters: S sequences, L tokens per sequence, H hidden size, K inputs of a linear
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,7 @@ class BlockStream:
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):
             inputs = self.hidden[i : i + rows].to(self.device)
-            hook = block and block.register_forward_pre_hook(partial(_with_first, inputs))
+            hook = block and block.register_forward_pre_hook(lambda _, others, inputs=inputs: (inputs, *others[1:]))
             out[i : i + rows] = self.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
             if hook is not None:
                 hook.remove()
@@ -129,10 +128,6 @@ def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
         for name in names:
             sums[name].add_(mean, alpha=PRIOR_ROWS)
             counts[name] += PRIOR_ROWS
-
-
-def _with_first(hidden: Tensor, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return hidden, *inputs[1:]
 
 
 class _PassOver(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,6 @@ class Replay(NamedTuple):
     others: Tensor
     """[...] uint8, output: per token, the number of used experts that the router would not have chosen."""
 
-    def of_layer(self, number: int) -> Self:
-        """Return the choices for one block, given those for all L blocks that have experts; ``number`` counts only
-        these blocks. The result's tensors are views."""
-        return type(self)(self.ids[:, number], self.others[:, number])
-
 
 def choose(scores: Tensor, chosen: int) -> Tensor:
     """Return the indices of each token's k = ``chosen`` experts with the highest ``scores`` [T, E], as [T, k] int64; of
@@ -78,12 +73,6 @@ def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) 
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights if scale == 1 else weights * scale
-
-
-def count_others(ids: Tensor, own: Tensor) -> Tensor:
-    """Count, for each token, the experts in ``ids`` [T, k] that are not among the router's own choices ``own`` [T, k];
-    returns [T] uint8."""
-    return (ids.unsqueeze(2) != own.unsqueeze(1)).all(dim=2).sum(dim=1).to(torch.uint8)
 
 
 class _Unset(nn.Linear):
@@ -226,7 +215,7 @@ class Mixture(nn.Module):
         ids = own = choose(corrected, self.chosen)
         if self.replay is not None:
             ids = self.replay.ids.long()
-            self.replay.others.copy_(count_others(ids, own))
+            self.replay.others.copy_((ids.unsqueeze(2) != own.unsqueeze(1)).all(dim=2).sum(dim=1))
         weights = weigh(scores, ids, normalised=self.normalised, scale=self.scale)
         routed = self.experts(tokens, weights, sort_rows(ids, scores.shape[1])).view(x.shape)
         if self.shared_experts is not None:
@@ -260,7 +249,7 @@ def use_replay(model: Any) -> None:
 
     def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         replay: Replay | None = kwargs.get("replay")
-        mixture.replay = replay and replay.of_layer(number)
+        mixture.replay = replay and Replay(replay.ids[:, number], replay.others[:, number])
 
     for number, (block, mixture) in enumerate(found):
         block.register_forward_pre_hook(partial(hand_over, mixture, number), with_kwargs=True)

@@ -94,8 +94,4 @@ class NVFP4Experts(UnquantizedFusedMoEMethod):
 def in_torch(select: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], tuple[Any, Any]]:
     """Make a replacement of the function by which vLLM chooses the kernel class of unquantised experts; it always
     chooses ``TorchExperts``."""
-
-    def select_in_torch(moe_config: Any) -> tuple[Any, Any]:
-        return UnquantizedMoeBackend.CPU, TorchExperts
-
-    return select_in_torch
+    return lambda moe_config: (UnquantizedMoeBackend.CPU, TorchExperts)

@@ -208,14 +208,9 @@ def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "h
     """Prepare the use of vLLM's kernels before vLLM starts on a GPU: check the base's tensor scales, load Humming if it
     is used, and log if equal calls may give different results."""
     check_fused_scales(policy.base)
-    if by_vllms_kernels(policy.packed_format, kernel):
-        load_humming()
-    log_any_order(policy.packed_format, dtype, kernel)
-
-
-def load_humming() -> None:
-    """Register the operators of the library Humming with torch, if it is installed and the GPU is a Hopper. Otherwise
-    vLLM would load cached graphs that call these operators before Humming registers them, fail, and compile the graphs
-    again."""
-    if find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0):
+    by_humming = find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0)
+    if by_humming and by_vllms_kernels(policy.packed_format, kernel):
+        # Registers Humming's operators with torch. Otherwise vLLM would load cached graphs that call these operators
+        # before Humming registers them, fail, and compile the graphs again.
         import_module("humming.ops.utils").init_humming_launcher()
+    log_any_order(policy.packed_format, dtype, kernel)

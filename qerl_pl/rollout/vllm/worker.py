@@ -23,7 +23,6 @@ from qerl_pl.policy.lora_product import scaled
 from qerl_pl.rollout.common import PEFT_PREFIX
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.worker.worker_base import WorkerBase
@@ -173,7 +172,9 @@ def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
-    keys_only = _blocks_without_values(config) if FAMILIES[config.model_type].keys_as_values else set()
+    # numbers of the blocks that have no v_proj and use their attention keys as values
+    kinds = config.layer_types if FAMILIES[config.model_type].keys_as_values and config.attention_k_eq_v else ()
+    keys_only = {str(number) for number, kind in enumerate(kinds) if kind == "full_attention"}
     slots: dict[str, list[Slot]] = {}
     for name, module in manager.modules.items():
         if hasattr(module, "adapter_enabled"):
@@ -197,9 +198,3 @@ def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
                 slots.setdefault(PEFT_PREFIX + part, []).append(Slot(a[index, 0], b[index, 0], first))
                 first += b.shape[2]
     return slots
-
-
-def _blocks_without_values(config: PretrainedConfig) -> set[str]:
-    """Return the numbers of the decoder blocks that have no v_proj and use their attention keys as values."""
-    kinds = enumerate(config.layer_types) if config.attention_k_eq_v else ()
-    return {str(number) for number, kind in kinds if kind == "full_attention"}
