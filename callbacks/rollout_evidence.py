@@ -25,13 +25,7 @@ from qerl_pl.policy.branches import branch_evidence
 from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE, change, far_share, high_gap, jump, logit_gap
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import Measured, measure_some
-from qerl_pl.rollout.other_policies import (
-    OF_BEFORE,
-    OTHER_POLICIES,
-    WITHOUT_ADAPTER,
-    WITHOUT_NOISE,
-    measure_others,
-)
+from qerl_pl.rollout.other_policies import OF_BEFORE, OTHER_POLICIES, WITHOUT_ADAPTER, WITHOUT_NOISE, measure_others
 from qerl_pl.rollout.scored import ScoredBatch
 from qerl_pl.training.metrics import gap
 
@@ -372,9 +366,10 @@ class RolloutEvidence(Callback):
         self._seen = seen[max(0, len(seen) - self.remembered) :]
 
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
-        """Add a rollout's log-likelihood ratios, of faults to independent draws and in nats, to the sums of the test
-        ``name`` over all rollouts. Returns None while a correct run may have such sums by chance; otherwise, if the
-        probability of that per rollout is below the setting ``false_alarm``, a text with this probability."""
+        """Add a rollout's log-likelihood ratios, in nats, to the sums of the test ``name`` over all rollouts. Each
+        ratio compares one kind of fault with correct sampling. Computes a bound on the probability that a correct run
+        reaches such sums by chance, per rollout; returns a text with the bound if it is below the setting
+        ``false_alarm``, else None."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])

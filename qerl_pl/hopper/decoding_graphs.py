@@ -174,7 +174,8 @@ class DecodingGraphs:
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
         """Capture the launches that vLLM has just made for the running step as CUDA graphs. If GPU memory runs out,
-        torch's cached memory is freed, which cannot be done within a capture, and the next such step tries again."""
+        free torch's cached memory, which is impossible during a capture; the next step of this kind is then captured
+        again."""
         try:
             step = self.step
             if self.uncaptured:

@@ -162,15 +162,7 @@ def _check(x: Tensor, weights: Sequence[PackedWeight], num_rows: int, chosen: in
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _find_kernel(
-    experts,
-    counts,
-    rows,
-    ids,
-    num_rows,
-    num_experts,
-    PER_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    experts, counts, rows, ids, num_rows, num_experts, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     slot = tl.program_id(0)
     if PDL:

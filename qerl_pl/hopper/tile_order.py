@@ -50,8 +50,8 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
 def _words(codes: Tensor, blocks: int) -> Tensor:
     """Arrange 4-bit codes in row order as int32 words of eight codes each, with the words in tile order and, inside a
     word, every code in four consecutive bits."""
-    # In row order a byte has the codes of inputs 2c and 2c + 1 of a k-block of 16 inputs; g is the index of an output
-    # among 8. Letters are as in ``fragments``.
+    # In row order, a k-block of 16 inputs has 8 bytes: byte c, for c from 0 to 3, has the codes of inputs 2c and 2c +
+    # 1, and byte 4 + c (``upper``) those of inputs 2c + 8 and 2c + 9. g is the index of an output among 8.
     parts = codes.view(-1, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
     lower, upper = parts.unbind(5)  # inputs 2c, 2c + 1 and inputs 2c + 8, 2c + 9
     even, odd = (lower & 0xF) | (upper << 4), (lower >> 4) | (upper & 0xF0)  # [tile, word, half, g, k-block, c]

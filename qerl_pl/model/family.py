@@ -134,8 +134,7 @@ class Family:
 
 
 _NORMS_AFTER = Family(
-    noise_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    elementwise=frozenset({"mlp"}),
+    noise_norms=("post_attention_layernorm", "post_feedforward_layernorm"), elementwise=frozenset({"mlp"})
 )
 # Gemma has norms both before and after attention and MLP.
 _GEMMA = Family(
@@ -151,10 +150,7 @@ _GEMMA4 = replace(
         ("num_kv_shared_layers", "layers that share keys and values (E2B, E4B)"),
     ),
 )
-_MERGED = Family(
-    projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    elementwise=frozenset({"norms"}),
-)
+_MERGED = Family(projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), elementwise=frozenset({"norms"}))
 # In Qwen3.5 three of four layers are gated delta nets instead of attention.
 _QWEN35 = Family(
     projections=(*PROJECTIONS, *INSTEAD),

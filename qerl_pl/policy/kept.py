@@ -54,8 +54,8 @@ class Kept:
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
         """Call ``compute`` in the forward pass; when torch.utils.checkpoint runs the block again in backward, return
-        ``instead`` without calling it. Use this for a value that only functions passed to ``whole`` read: these are not
-        called in the second run, so the value is not needed then."""
+        ``instead`` without calling it. Use this for an input of ``compute`` functions that are passed to ``whole``,
+        such as rotated queries and keys: they are not called in the second run, so nothing reads the value then."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):

@@ -199,8 +199,10 @@ def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     other devices, ``HEAD_ROWS`` rows of the head at a time are converted to fp32.
     """
     accumulator = _accumulator(hidden)
-    if hidden.is_cuda or hidden.dtype == accumulator:
-        logits = _product(hidden, weight.t())
+    if hidden.dtype == accumulator:
+        logits = hidden @ weight.t()
+    elif hidden.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=accumulator)
     else:
         wide = hidden.to(accumulator)
         logits = torch.cat([wide @ part.to(accumulator).t() for part in weight.split(HEAD_ROWS)], dim=1)
@@ -215,13 +217,6 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 def per_token(hidden: Tensor) -> Tensor:
     """Make an uninitialised tensor [T] for T hidden states [T, H], in the dtype in which their logits are computed."""
     return hidden.new_empty(len(hidden), dtype=_accumulator(hidden))
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    accumulator = _accumulator(a)
-    if a.is_cuda and a.dtype != accumulator:
-        return torch.mm(a, b, out_dtype=accumulator)
-    return (a @ b).to(accumulator)
 
 
 def _accumulator(tensor: Tensor) -> torch.dtype:

@@ -240,10 +240,10 @@ def predicting(
     """Run a model over the tokens that are needed to predict N masked tokens. ``tokens`` is [B, S] int64, and ``mask``
     [B, S] bool is True for the tokens to predict.
 
-    Returns the indices of the masked tokens, the hidden states [N, H] from which they are predicted, and None. If
-    ``routes`` [B, S, L, k] names the k experts to use in each of the model's L mixtures, the third result counts, for
-    each token and mixture, how many of them the router would not have chosen: [B, S, L] uint8, ``UNSEEN`` for tokens
-    that were not computed.
+    Returns the indices of the masked tokens, the hidden states [N, H] from which they are predicted, and a third
+    result, which is None without ``routes``. ``routes`` [B, S, L, k] names the k experts that compute each token in
+    each of the model's L mixtures. The third result [B, S, L] uint8 then counts how many of these the router would not
+    have chosen; it is ``UNSEEN`` for tokens that were not computed.
     """
     packed, before = pack_for(tokens, mask, share=shares_prompts(model))
     if routes is None:

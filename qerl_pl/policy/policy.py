@@ -194,23 +194,21 @@ class Policy(nn.Module):
                 module.training = training
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Return by name the norms of all blocks to whose weights AQN, noise on norm weights during rollouts, is added
-        (``Family.noise_norms``). If these norms are trained, they are PEFT's trainable copies."""
+        """Return the norms of all blocks to whose weights AQN, noise on norm weights during rollouts, is added
+        (``Family.noise_norms``), by names of weights such as ``model.layers.0.input_layernorm.weight``. If these norms
+        are trained, they are PEFT's trainable copies."""
         modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
                 module = getattr(block, attribute)
                 if hasattr(module, "modules_to_save"):  # PEFT's wrapper around a module that is trained in full
                     module = module.modules_to_save[ADAPTER]
-                modules[f"model.layers.{index}.{attribute}"] = module
+                modules[f"model.layers.{index}.{attribute}.weight"] = module
         return modules
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """Return the weights of ``norm_modules`` without noise, [H] each for hidden size H, by names such as
-        ``model.layers.0.input_layernorm.weight``."""
-        return {
-            f"{name}.weight": module.get_parameter("weight").detach() for name, module in self.norm_modules().items()
-        }
+        """Return by name the weights of ``norm_modules`` without noise, [H] each for hidden size H."""
+        return {name: module.get_parameter("weight").detach() for name, module in self.norm_modules().items()}
 
     def embedding_weights(self) -> dict[str, Tensor]:
         """Return by name the input embedding [V, H] and, unless it is the same tensor, the output head [V, H]; both

@@ -330,7 +330,7 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
     """Return the norms that get noise, by the names of their weights. If norms are trained, these are PEFT's trained
     copies if ``adapter`` is True, and the base's modules otherwise."""
-    modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
+    modules = policy.norm_modules()
     if not adapter:
         for name in modules:
             module = policy.causal_lm.get_submodule(name.removesuffix(".weight"))

@@ -165,8 +165,7 @@ def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise,
         clean = policy.norm_weights() | trained_norms(adapter)
         norms = noisy_norms(clean, noise, dtype=noise.kept_in(policy.dtype))
         norms = moved(norms, clean, by=by) if other is None else norms
-    modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
-    with policy.evaluating(), policy.with_adapter(adapter), weights_replaced(modules, norms):
+    with policy.evaluating(), policy.with_adapter(adapter), weights_replaced(policy.norm_modules(), norms):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ class ScoredBatch:
         return {
             "mean length of completions": [sum(len(row.tokens) for row in group) / size for group in groups],
             "log of the spread of lengths in groups": [
-                _log_spread([len(row.tokens) for row in group]) for group in groups
+                math.log1p(statistics.pstdev(len(row.tokens) for row in group)) for group in groups
             ],
             "share of finished completions": [sum(row.finished for row in group) / size for group in groups],
             "mean reward": [reward[scored].double().mean().item() for reward, scored in rewards if scored.any()],
@@ -157,12 +158,6 @@ class ScoredBatch:
             }
             for row, completion in enumerate(self.completions)
         ]
-
-
-def _log_spread(values: Sequence[int]) -> float:
-    """Return log(1 + standard deviation)."""
-    mean = sum(values) / len(values)
-    return math.log1p(math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)))
 
 
 def collate(

@@ -58,7 +58,7 @@ def test_noisy_norm_weights_act():
     policy = make()
     tokens, mask = torch.randint(256, (2, 9)), torch.arange(9).expand(2, 9) > 1
     noisy = noisy_norms(policy.norm_weights(), NormNoise(0.3, 1))
-    modules = {f"{name}.weight": module for name, module in policy.norm_modules().items()}
+    modules = policy.norm_modules()
     with torch.no_grad():
         clean = policy.token_stats(tokens, mask, temperature=1.0).logprobs
         with weights_replaced(modules, noisy):
