@@ -171,22 +171,17 @@ def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     return choices[max(0, number - 1)]
 
 
-def extra_work(how: Recompute, num_layers: int, *, fused: bool = False, dropout: bool = False) -> float:
-    """Return the time that gradient checkpointing adds to a training pass, as a share of the time of a pass without
-    it."""
-    if not how.selective:
-        return 0.0
-    whole = how.blocks / num_layers
-    all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if fused else (WHOLE, SELECTIVE)
-    # With LoRA dropout, a block that recomputes selectively repeats all of its forward pass except attention. It counts
-    # as recomputed completely, which is a little too much; times with dropout were not measured.
-    extra = whole * all_blocks + (1 - whole) * (all_blocks if dropout else selective)
-    return (1 + extra) * (1 + OFFLOAD) - 1 if how.offload else extra
-
-
 def time_per_token(
     how: Recompute, num_layers: int, tokens: int, *, fused: bool = False, dropout: bool = False
 ) -> float:
     """Return the time per token of a training pass of ``tokens`` tokens. The unit is the time per token of an
     infinitely long pass without gradient checkpointing, in which the fixed overhead of a pass does not count."""
-    return (1 + extra_work(how, num_layers, fused=fused, dropout=dropout)) * (1 + OVERHEAD / tokens)
+    time = 1 + OVERHEAD / tokens
+    if not how.selective:
+        return time
+    whole = how.blocks / num_layers
+    all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if fused else (WHOLE, SELECTIVE)
+    # With LoRA dropout, a block that recomputes selectively repeats all of its forward pass except attention. It counts
+    # as recomputed completely, which is a little too much; times with dropout were not measured.
+    extra = whole * all_blocks + (1 - whole) * (all_blocks if dropout else selective)
+    return time * (1 + extra) * (1 + OFFLOAD if how.offload else 1)
