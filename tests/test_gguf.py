@@ -16,6 +16,7 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.base.folder import base_folder, check_base
 from qerl_pl.base.gguf import described, gguf_folder, is_gguf
 from qerl_pl.base.prepared import prepared_base
+from qerl_pl.common import phases
 from qerl_pl.memory.shape import planned_shape
 from qerl_pl.model.quantization import Quantization
 from tests.quant.conftest import make_checkpoint
@@ -110,6 +111,13 @@ def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(mo
     assert gguf_folder(moved).name.rpartition("-")[2] == folder.name.rpartition("-")[2], "found by its content"
     assert is_gguf(moved)
     assert folder.stat().st_mtime_ns == written
+
+
+def test_dequantising_is_shown_while_it_lasts(model, tmp_path, monkeypatch, capsys):
+    for name in ("FIRST_S", "LINE_S"):
+        monkeypatch.setattr(phases, name, 0.05)
+    gguf_folder(write_gguf(model, tmp_path / "small.gguf"))
+    assert "dequantising small.gguf ..." in capsys.readouterr().err
 
 
 def test_a_head_stored_at_another_precision_is_the_embeddings_and_another_head_is_not(model, tmp_path):

@@ -26,6 +26,7 @@ from transformers import (
 from qerl_pl.base.cache import made_once
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.packages import not_installed
+from qerl_pl.common.phases import phase
 from qerl_pl.model.files import read_json
 from qerl_pl.quant.families import check_family
 
@@ -69,7 +70,9 @@ def gguf_folder(file: str | Path) -> Path:
     template; create the folder if it does not exist. Logs the bits per weight of the file."""
     path = Path(file)
     _check(path)
-    folder = made_once(path, path.stem, {"from": "gguf", "version": VERSION}, lambda output: _dequantize(path, output))
+    with phase(f"dequantising {path.name}"):
+        how = {"from": "gguf", "version": VERSION}
+        folder = made_once(path, path.stem, how, lambda output: _dequantize(path, output))
     _say_once(f"{path} is read from {folder}: {described(folder)}")
     return folder
 
