@@ -6,13 +6,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from qerl_pl.common.program import Stopped
-
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+from qerl_pl.common.program import SIGNALS, Stopped
 
 
 class GracefulStop(Callback):
@@ -20,8 +17,8 @@ class GracefulStop(Callback):
 
     A second signal ends the run at once. After either, the exit status of the program is 128 plus the signal's number,
     so that a scheduler does not take the run for a finished one. When trainer.max_time is over, the run also ends after
-    the current iteration with a checkpoint, but with exit status 0. A SIGTERM before the first iteration ends the run
-    at once, because there is nothing to save.
+    the current iteration with a checkpoint, but with exit status 0. A signal before the first iteration ends the run at
+    once, because there is nothing to save.
     """
 
     def __init__(self) -> None:
@@ -42,8 +39,7 @@ class GracefulStop(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._asked = 0
-        self._previous = {number: signal.signal(number, self._handle) for number in NAMES}
-        end_if_terminated(trainer)
+        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -70,17 +66,5 @@ class GracefulStop(Callback):
         if self._asked:
             raise Stopped(128 + signum)
         self._asked = signum
-        name = NAMES[signal.Signals(signum)]
+        name = SIGNALS[signal.Signals(signum)]
         print(f"\n{name}: finishing this step, then writing a checkpoint (again: stop at once)", flush=True)
-
-
-def end_if_terminated(trainer: Trainer) -> None:
-    """Raise Lightning's SIGTERMException on all ranks if any rank has received a SIGTERM. Every rank must call this
-    function.
-
-    Call it before training starts: until then, Lightning's handler of SIGTERM only sets ``trainer.received_sigterm``,
-    and does not end the run. GracefulStop installs its own handler when training starts.
-    """
-    if trainer.strategy.reduce_boolean_decision(trainer.received_sigterm, all=False):
-        rank_zero_info("stopped by SIGTERM before the first step")
-        raise SIGTERMException

@@ -3,24 +3,17 @@
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
-
-from callbacks.graceful_stop import end_if_terminated
 
 
 class ValidateFirst(Callback):
     """Runs a validation when a fresh run starts and after the last step, even if ``trainer.val_check_interval`` does
-    not ask for one there.
-
-    A SIGTERM before the first validation, or while the rollout engine starts for it, ends the run without a validation.
-    """
+    not ask for one there."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > 0 or not trainer.enable_validation:
             return
-        end_if_terminated(trainer)
         trainer.validating = True  # selects the loop that `log` writes to
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
@@ -29,8 +22,3 @@ class ValidateFirst(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True  # Lightning validates when a run stops
-
-    @override
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0:  # and the engine has just started
-            end_if_terminated(trainer)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +10,17 @@ from types import ModuleType
 
 from qerl_pl.common.files import in_words
 from qerl_pl.common.phases import phase
-from qerl_pl.common.program import called_as, kept_for_good, quoted_from_environment, use_expandable_segments
+from qerl_pl.common.program import (
+    SIGNALS,
+    Stopped,
+    called_as,
+    end_at_once,
+    end_by_signals,
+    ended_at_once,
+    kept_for_good,
+    quoted_from_environment,
+    use_expandable_segments,
+)
 
 TRAINING = {
     "fit": "train a policy",
@@ -39,20 +50,28 @@ CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names, and return its exit status, which is 130 after Ctrl-C. If a
-    command of ``COMMANDS`` raises ValueError, its message is printed, and the status is 2.
+    """Run the command that the first argument names, and return its exit status, which is 128 plus the number of the
+    signal that ended it, e.g. 130 after Ctrl-C. If a command of ``COMMANDS`` raises ValueError, its message is printed,
+    and the status is 2.
 
     Args:
-        argv: the words of the command line after the program's name; None: those of this process (``sys.argv[1:]``).
+        argv: the words of the command line after the program's name; None: those of this process (``sys.argv[1:]``),
+            which Ctrl-C and SIGTERM then end.
     """
+    if argv is None:
+        end_by_signals()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        print("\nstopped by Ctrl-C", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Stopped) as stop:
+        status = int(stop.code or 0) if isinstance(stop, Stopped) else 128 + signal.SIGINT
+        print(f"\nstopped by {SIGNALS[signal.Signals(status - 128)]}", file=sys.stderr)
+        return status
     except OSError as error:
         print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
+    finally:
+        if argv is None:
+            end_at_once()
 
 
 def _run(argv: list[str]) -> int:
@@ -116,6 +135,7 @@ def _imported(module: str, command: str) -> ModuleType:
     if module in sys.modules:
         return sys.modules[module]
     with (
+        ended_at_once(),
         kept_for_good(),
         phase(f"{called_as(command)}: loading packages", at_once=command not in QUICK and "torch" not in sys.modules),
     ):

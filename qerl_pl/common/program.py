@@ -5,11 +5,16 @@ import argparse
 import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
+
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+"""Signals that end the program, with their names in messages."""
 
 
 def called_as(command: str) -> str:
@@ -22,6 +27,46 @@ class Stopped(SystemExit):
     """Exception that a signal handler raises when a signal asks the program to end, with exit status 128 plus the
     signal's number. A separate class lets ``rewards.guard`` distinguish it from a SystemExit that a reward function
     raises."""
+
+
+class _Ending:
+    at_once = False
+    """Whether the next signal ends the process without cleaning up."""
+
+
+def end_by_signals() -> None:
+    """Let Ctrl-C and SIGTERM end this process, unless it was started with them ignored. The first of them raises
+    KeyboardInterrupt or ``Stopped``, so that temporary files are removed; the next one ends the process at once."""
+    _Ending.at_once = False
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if _Ending.at_once:
+        with suppress(OSError):
+            os.write(2, f"\nstopped by {SIGNALS[signal.Signals(number)]}\n".encode())
+        os._exit(128 + number)
+    _Ending.at_once = True
+    raise KeyboardInterrupt if number == signal.SIGINT else Stopped(128 + number)
+
+
+def end_at_once() -> None:
+    """Let the next signal that ``end_by_signals`` handles end the process at once. The program calls this when it has
+    done its work, because code that Python runs at its exit would print a traceback."""
+    _Ending.at_once = True
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Let a signal that ``end_by_signals`` handles end the process at once inside the context. Imports need this,
+    because packages print a traceback of KeyboardInterrupt, ignore it, or raise another error instead."""
+    before, _Ending.at_once = _Ending.at_once, True
+    try:
+        yield
+    finally:
+        _Ending.at_once = before
 
 
 @contextmanager

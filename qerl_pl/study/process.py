@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_pl.__main__ import main as program
+from qerl_pl.common.program import end_by_signals
 from qerl_pl.study import state
 from qerl_pl.study.study_file import Command
 
@@ -43,4 +44,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_by_signals()
     sys.exit(main(sys.argv[1:]))

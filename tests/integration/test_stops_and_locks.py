@@ -61,21 +61,21 @@ def test_ctrl_c_before_the_first_rollout_ends_the_program_in_one_line(bases, tmp
 
 
 @pytest.mark.parametrize(
-    ("hook", "is_validated"),
+    ("subcommand", "hook"),
     [
-        pytest.param("on_train_start", False, marks=pytest.mark.long),
-        ("on_validation_start", False),
-        ("on_validation_batch_start", True),
+        pytest.param("fit", "on_train_start", marks=pytest.mark.long),
+        ("fit", "on_validation_batch_start"),
+        pytest.param("test", "on_test_start", marks=pytest.mark.long),
+        ("predict", "on_predict_batch_start"),
     ],
 )
-def test_sigterm_before_the_first_step_ends_the_program_without_one(bases, tmp_path, hook, is_validated):
+def test_sigterm_outside_of_training_steps_ends_the_program_at_once(bases, tmp_path, subcommand, hook):
     early = ("--trainer.callbacks+=tests.integration.toy.SigtermEarly", f"--trainer.callbacks.hook={hook}")
-    process = launch("fit", bases["nvfp4"], tmp_path, *early)
+    process = launch(subcommand, bases["nvfp4"], tmp_path, *early)
     output, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert "stopped by SIGTERM before the first step" in output
-    written = [path.name for path in tmp_path.glob("completions/*.jsonl")]
-    assert written == (["validate-000000.jsonl"] if is_validated else [])
+    assert output.endswith("\nstopped by SIGTERM\n")
+    assert list(tmp_path.rglob("*.jsonl")) == []
     assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
