@@ -36,6 +36,8 @@ PREFIXES = {
 """Maps prefixes that the language model's tensors have in a checkpoint of a vision-language model to the prefixes that
 they have in a checkpoint of the language model alone."""
 NOT_USED = "its vision part is not used"
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+"""Endings of the names of files that torch writes, which are pickles."""
 _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 
@@ -89,7 +91,9 @@ class Checkpoint:
             return sorted(set(names))
         names = sorted(file.name for file in self.path.glob("*.safetensors"))
         if not names:
-            raise ValueError(f"{self.path} has no .safetensors files; weights in other formats are not read")
+            pickles = sorted(file.name for kind in PICKLES for file in self.path.glob(f"*{kind}"))
+            hint = f": {pickles[0]} is a pickle that may run code; save the model as safetensors" if pickles else ""
+            raise ValueError(f"{self.path} has no .safetensors files; weights in other formats are not read{hint}")
         if len(names) > 1 and "model.safetensors" not in names:
             raise ValueError(f"{self.path} has {len(names)} safetensors files but no {INDEX} that says what they hold")
         return ["model.safetensors"] if "model.safetensors" in names else names

@@ -19,6 +19,9 @@ from qerl_pl.model.files import CONFIG, model_config, read_json
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+MOST = 2000
+"""Largest accepted number of blocks, and of experts in a block, because a model with a million of them would be built
+for minutes before its weights are found to be missing."""
 WORDS = (
     "tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm",
 )  # fmt: skip
@@ -148,6 +151,7 @@ def _check_values(file: Path, config: Mapping) -> None:
             raise ValueError(f"{file} has no {name}; take the file from the model's original folder")
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
+    _check_number_of(file, "num_hidden_layers", config["num_hidden_layers"])
     for name in WORDS:
         if not isinstance(config.get(name), bool | None):
             raise ValueError(f"{file}: {name} is {config[name]!r}; expected true or false")
@@ -168,6 +172,11 @@ def _check_values(file: Path, config: Mapping) -> None:
         _check_ends(generation, read_json(generation), config["vocab_size"])
 
 
+def _check_number_of(file: Path, name: str, value: int) -> None:
+    if value > MOST:
+        raise ValueError(f"{file}: {name} is {value}; expected at most {MOST}")
+
+
 def _check_experts(file: Path, config: Mapping, names: Experts) -> None:
     other = CONFIG_MAPPING[config["model_type"]].attribute_map  # other keys that transformers may use for a name
     needed = (names.number, names.chosen, names.inner, *filter(None, (names.shared, names.shared_number)))
@@ -175,6 +184,7 @@ def _check_experts(file: Path, config: Mapping, names: Experts) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{file}: {name} is {value!r}; expected a whole number above 0")
+    _check_number_of(file, names.number, sizes[names.number])
     if config.get(names.normalised) is False and names.normalised not in _known(config):
         raise ValueError(
             f"{file}: {names.normalised} is false, which transformers ignores for {config['model_type']} and vLLM does "

@@ -39,6 +39,18 @@ def test_a_base_that_is_no_model_or_of_an_unknown_format_is_refused(run, bases, 
         run("fit", tmp_path / "b", "--model.base", str(odd))
 
 
+@pytest.mark.parametrize("kind", ["dense", "nvfp4"])
+def test_a_base_with_a_norm_in_whole_numbers_is_refused(run, bases, tmp_path, kind):
+    base = tmp_path / "base"
+    shutil.copytree(bases[kind], base)
+    for file in base.glob("*.safetensors"):
+        tensors = load_file(file)
+        whole = {name: tensor.to(torch.int8) for name, tensor in tensors.items() if name == "model.norm.weight"}
+        save_file(tensors | whole, file)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is (torch\.int8|I8) \[128\]"):
+        run("fit", tmp_path / "run", "--model.base", str(base))
+
+
 @pytest.mark.slow
 def test_another_run_is_not_resumed_and_everything_that_differs_is_listed(run, bases, finished):
     other = ("--model.lora.rank", "8", "--seed_everything", "1", "--model.base", str(bases["dense"]))

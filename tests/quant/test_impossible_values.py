@@ -179,6 +179,8 @@ GEMMA, MISTRAL = ("gemma3_text", "gemma4_text"), ("mistral", "ministral3", "phi3
 QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
 ROPE, NUMBER = "rope_parameters", "expected a finite number above 0"
 REFUSED = [
+    ({"num_hidden_layers": 10**6, "layer_types": None}, NAMES, "num_hidden_layers is 1000000; expected at most 2000"),
+    ({"num_experts": 10**6}, ("qwen3_moe",), "num_experts is 1000000; expected at most 2000"),
     ({"sliding_window": 0}, NAMES, "sliding_window is 0"),
     ({"sliding_window": -4}, NAMES, "sliding_window is -4"),
     ({"sliding_window": 4096}, ("llama", "granite", *QWEN35), "sliding_window is 4096, which"),

@@ -246,9 +246,13 @@ def test_a_folder_that_is_not_a_model_is_refused(make_checkpoint, tmp_path):
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         load(empty)
     (empty / "model.safetensors").unlink()
-    (empty / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ValueError, match=r"no \.safetensors files"):
+    with pytest.raises(ValueError, match=r"no \.safetensors files; weights in other formats are not read$"):
         load(empty)
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
+        (empty / name).write_bytes(b"pickle")
+        with pytest.raises(ValueError, match=rf"not read: {name} is a pickle that may run code; save .* safetensors"):
+            load(empty)
+        (empty / name).unlink()
     save_file({"a": torch.ones(1)}, empty / "model.safetensors")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         load(empty)
