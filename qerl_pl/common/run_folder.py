@@ -63,10 +63,10 @@ def run_folder(text: str) -> str:
     return os.path.normpath(path)
 
 
-def check_places(run: Path) -> None:
+def check_places(run: Path, *, trains: bool = True) -> None:
     """Check, before the model is loaded, that a run can write its files into its folder, which need not exist yet.
-    Raises ValueError, naming the path, if the folder cannot be written to, or if something other than the needed folder
-    or regular file exists where the run writes one."""
+    Raises ValueError, naming the path, if the folder cannot be written to, if something other than the needed folder or
+    regular file exists where the run writes one, or if the run ``trains`` and a folder in it cannot be written to."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
@@ -75,6 +75,8 @@ def check_places(run: Path) -> None:
     for name in FOLDERS:
         if os.path.lexists(run / name) and not (run / name).is_dir():
             raise ValueError(f"{run / name} is no folder, and the run needs one there: move it away")
+        if trains and (run / name).is_dir() and not os.access(run / name, os.W_OK | os.X_OK):
+            raise ValueError(f"{run / name} cannot be written to, and the run writes there: change its permissions")
     for path in (*(run / name for name in FILES), *run.glob("checkpoints/*.ckpt")):
         if os.path.lexists(path) and not path.is_file():
             raise ValueError(f"{path} is no regular file, and the run needs one there: move it away")

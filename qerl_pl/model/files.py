@@ -197,6 +197,7 @@ def read_json(path: Path) -> Mapping:
 def _open(path: Path) -> safe_open:
     if not path.is_file():
         raise ValueError(f"{path} is missing, though {INDEX} names it: copy or download it")
+    path.open("rb").close()  # of a file that this user may not read, safetensors says that it does not exist
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

@@ -64,6 +64,7 @@ def read_start(folder: str | Path) -> StartAdapter:
             )
         raise ValueError(f"{where}, which has no {WEIGHTS}; expected a folder that PEFT's save_pretrained wrote")
     try:
+        (folder / WEIGHTS).open("rb").close()  # of a file that may not be read, safetensors says that it does not exist
         stored = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{where}, whose {WEIGHTS} cannot be read: {error}") from error

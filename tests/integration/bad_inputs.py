@@ -9,7 +9,6 @@ outcome but ``refused`` is a fault of the program, and if there is one, the exit
 """
 
 import argparse
-import ctypes
 import importlib
 import io
 import json
@@ -17,7 +16,6 @@ import os
 import pickle
 import resource
 import shutil
-import struct
 import sys
 import tempfile
 import threading
@@ -31,6 +29,7 @@ import torch
 from qerl_pl.__main__ import COMMANDS
 from qerl_pl.__main__ import main as command
 from tests.integration.bad_cases import CASES, Bases, Case
+from tests.support import drop_privileges
 
 SECONDS = 60
 MOST_CPU = 10.0
@@ -77,7 +76,7 @@ def _called(case: Case, arguments: list[str]) -> tuple[str, str]:
         for stream in (1, 2):  # which loggers have, even where sys.stderr is replaced
             os.dup2(nowhere.fileno(), stream)
     if case.unprivileged:
-        _drop_privileges()
+        drop_privileges()
     if case.file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (case.file_bytes, case.file_bytes))
     try:
@@ -93,13 +92,6 @@ def _called(case: Case, arguments: list[str]) -> tuple[str, str]:
     if not status:
         return "ran", text
     return ("raw" if "Traceback" in text else "long" if text.count("\n") > MOST_LINES else "refused"), text
-
-
-def _drop_privileges() -> None:
-    """Give up all Linux capabilities of this process, so that file permissions hold for it even if it runs as root."""
-    version, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
-    if ctypes.CDLL(None, use_errno=True).capset(version, none):
-        raise OSError(ctypes.get_errno(), "capset")
 
 
 def try_cases(numbers: range, bases: Bases, folder: Path) -> list[dict[str, object]]:

@@ -6,14 +6,19 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentTypeError
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from datamodules.rows import Row
 from qerl_pl.base.folder import base_folder
 from qerl_pl.common.run_folder import check_places, run_files, run_folder
+from qerl_pl.model.files import Checkpoint
 from qerl_pl.tools.options import output_folder
+from tests.support import drop_privileges
 
 
 @pytest.mark.parametrize("place", ["base", "base/tokenizer.json", "base/config.json"])
@@ -38,6 +43,23 @@ def test_a_file_where_the_run_needs_a_folder_is_refused(tmp_path, name):
     (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match=f"{name} is no folder"):
         check_places(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "completions"])
+def test_a_folder_that_a_run_cannot_write_to_is_refused_for_training_alone(tmp_path, name):
+    (tmp_path / name).mkdir(mode=0o555)
+    with ProcessPoolExecutor(1, get_context("fork"), drop_privileges) as user:
+        user.submit(check_places, tmp_path, trains=False).result()
+        with pytest.raises(ValueError, match=f"{name} cannot be written to"):
+            user.submit(check_places, tmp_path).result()
+
+
+def test_weights_that_this_user_may_not_read_are_not_said_to_be_missing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").chmod(0)
+    with ProcessPoolExecutor(1, get_context("fork"), drop_privileges) as user, pytest.raises(PermissionError):
+        user.submit(Checkpoint, tmp_path).result()
 
 
 def test_a_run_below_a_file_is_refused(tmp_path):
