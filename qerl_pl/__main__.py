@@ -14,10 +14,12 @@ from qerl_pl.common.program import (
     SIGNALS,
     Stopped,
     called_as,
+    discard_output,
     end_at_once,
     end_by_signals,
     ended_at_once,
     kept_for_good,
+    open_streams,
     quoted_from_environment,
     use_expandable_segments,
 )
@@ -59,15 +61,22 @@ def main(argv: list[str] | None = None) -> int:
             which Ctrl-C and SIGTERM then end.
     """
     if argv is None:
+        open_streams()
         end_by_signals()
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            if argv is None:
+                sys.stdout.flush()
     except (KeyboardInterrupt, Stopped) as stop:
         status = int(stop.code or 0) if isinstance(stop, Stopped) else 128 + signal.SIGINT
         print(f"\nstopped by {SIGNALS[signal.Signals(status - 128)]}", file=sys.stderr)
         return status
     except OSError as error:
         print(f"error: {in_words(error)}", file=sys.stderr)
+        if argv is None:
+            discard_output()
         return 1
     finally:
         if argv is None:

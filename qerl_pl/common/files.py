@@ -26,6 +26,7 @@ ADVICE = {
     errno.ENOENT: "there is no such file or folder: check the path",
     errno.ENAMETOOLONG: "the name is too long: give a shorter path",
     errno.ELOOP: "its symbolic links refer to each other: give another path",
+    errno.EPIPE: "the program that reads it has ended",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
 }
 

@@ -69,6 +69,19 @@ def ended_at_once() -> Iterator[None]:
         _Ending.at_once = before
 
 
+def open_streams() -> None:
+    """Open the null device in place of each standard stream that is closed, so that no file gets its number, which
+    libraries would write their messages into."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def discard_output() -> None:
+    """Discard what could not be written to standard output; otherwise Python prints a traceback of it at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
 def restored_arguments() -> Iterator[None]:
     """Restore ``sys.argv`` at the end of the context, because ``cli.training.main``, called within it, replaces
