@@ -135,6 +135,7 @@ def test_a_size_has_three_digits_and_a_fitting_unit(count, text):
 def test_errors_say_what_to_do():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a.ckpt")
     assert in_words(full).startswith("/runs/a.ckpt: the disk is full: free some space")
+    assert in_words(OSError(errno.ENOSPC, "", b"/runs/a.ckpt")) == in_words(full)
     assert "the disk is full" in in_words(OSError(f"could not write the checkpoint: {full}"))
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "rows.jsonl")
     assert in_words(gone) == "rows.jsonl: there is no such file or folder: check the path"

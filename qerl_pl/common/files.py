@@ -108,5 +108,5 @@ def in_words(error: OSError) -> str:
     if not numbers:
         return str(error)
     advice = ADVICE[numbers[0]]
-    name = str(error.filename or "")
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename or "")
     return f"{shortened(name, MOST_LETTERS)}: {advice}" if name else f"{error}; {advice}"

@@ -46,7 +46,7 @@ class OutputFolder:
                 f"{self.partial} holds an unfinished run with other settings ({manifest['settings']}); "
                 "repeat those to continue it, or remove the folder"
             )
-        self.done = dict(manifest["files"])
+        self.done = {file: entry for file, entry in manifest["files"].items() if (self.partial / file).is_file()}
 
     def add(self, file: str, tensors: Mapping[str, Tensor], layers: Sequence[object] = ()) -> None:
         """Write one safetensors file and record it as finished in the manifest, together with ``layers``, the error
@@ -73,7 +73,10 @@ class OutputFolder:
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Complete the folder and rename it to ``OUTPUT``: write the index, the report and config.json with the content
-        ``config``, and copy the tokenizer and other ``carried_files`` of the folder ``source``."""
+        ``config``, and copy the tokenizer and other ``carried_files`` of the folder ``source``. FileNotFoundError:
+        somebody has removed a finished file."""
+        for file in self.done:
+            (self.partial / file).stat()
         carry(source, self.partial)
         weight_map = {name: file for file, entry in self.done.items() for name in entry["tensors"]}
         size = sum(nbytes for entry in self.done.values() for nbytes in entry["tensors"].values())

@@ -23,6 +23,7 @@ from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.loading import empty_model, load_base
 from qerl_pl.quant.nvfp4 import tensor_scale
+from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
 from qerl_pl.quant.selection import OutputFile, block_weights, fused_groups
 from tests.families import NAMES, SIZES, tiny_config
@@ -357,3 +358,14 @@ def test_the_command_calibrates(make_checkpoint, tmp_path, capsys):
     assert "relative output error on calibration data at most 0." in capsys.readouterr().out
     assert program([*command, "--output", str(tmp_path / "more"), "--method", "gptq", "--samples", "99"]) == 2
     assert "lower --samples or --length" in capsys.readouterr().err
+
+
+def test_a_finished_file_that_is_gone_is_an_error_and_is_not_counted_as_finished_again(tmp_path):
+    folder = OutputFolder(tmp_path / "out", {})
+    for name in ("a.safetensors", "b.safetensors"):
+        folder.add(name, {name: torch.ones(2)})
+    (folder.partial / "a.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a\.safetensors"), folder:
+        folder.finish(tmp_path, {})
+    assert not (tmp_path / "out").exists()
+    assert [*OutputFolder(tmp_path / "out", {}).done] == ["b.safetensors"]
