@@ -296,7 +296,7 @@ def out_of_memory(error: RuntimeError) -> str:
     return (
         f"error: {text}. `{called_as('plan')}` predicts what a run takes if other programs leave it so much; "
         "model.gpu_memory limits a run to what they leave. The same command with --ckpt_path last "
-        f"continues from the last checkpoint (traceback in {traceback_file(error)})"
+        f"continues from the last checkpoint (traceback: {traceback_file(error)})"
     )
 
 

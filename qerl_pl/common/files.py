@@ -4,7 +4,7 @@ import errno
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -40,10 +40,12 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
 
 
 def traceback_file(error: BaseException) -> str:
-    """Write an error's traceback to a new file in the folder for temporary files; returns the path."""
-    with NamedTemporaryFile("w", prefix="qerl-", suffix=".log", delete=False) as file:
+    """Write an error's traceback to a new file in the folder for temporary files. Returns its path, or words that there
+    is no such folder."""
+    with suppress(OSError), NamedTemporaryFile("w", prefix="qerl-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
-    return file.name
+        return file.name
+    return "there is no folder for it"
 
 
 def replaceable(path: Path) -> Path:

@@ -38,7 +38,7 @@ def test_a_run_whose_gpu_memory_runs_out_ends_with_one_line_and_a_checkpoint(run
     assert stopped.startswith("error: CUDA ")
     assert "\n" not in stopped
     assert "--ckpt_path last" in stopped
-    written = re.search(r"traceback in (\S+)\)$", stopped)
+    written = re.search(r"traceback: (\S+)\)$", stopped)
     assert written is not None
     assert "in training_step" in Path(written[1]).read_text()
     Path(written[1]).unlink()

@@ -16,3 +16,9 @@ def test_a_refusal_is_one_line_with_the_message_and_the_file_of_the_traceback():
     file = Path(said.rpartition(" ")[2].rstrip(")"))
     assert "test_refusals_of_vllm.py" in file.read_text()
     file.unlink()
+
+
+def test_a_refusal_is_shown_where_there_is_no_folder_for_the_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    said = str(refusal(ValueError("too long")))
+    assert said.endswith("ValueError: too long (traceback: there is no folder for it)")

@@ -100,6 +100,6 @@ def refusal(error: Exception) -> ValueError:
     error's traceback to a file that the message names."""
     text = " ".join(str(error).split())[:500]
     return ValueError(
-        f"vLLM does not start with this model and these settings: {type(error).__name__}: {text} (traceback in "
+        f"vLLM does not start with this model and these settings: {type(error).__name__}: {text} (traceback: "
         f"{traceback_file(error)})"
     )
