@@ -74,7 +74,9 @@ def open_streams() -> None:
     libraries would write their messages into."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+            stream = open(os.devnull, mode)  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)  # processes that this one starts need it, too
+            setattr(sys, name, stream)
 
 
 def discard_output() -> None:

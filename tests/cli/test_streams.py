@@ -35,7 +35,8 @@ def test_output_that_cannot_be_written_is_an_error_of_one_line(tmp_path, words, 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_command_with_closed_streams_does_its_work_and_no_file_gets_their_numbers(tmp_path, closed):
-    code = "from qerl_pl.__main__ import main; main(); file = open('more', 'w'); assert file.fileno() > 2"
+    code = "import os; from qerl_pl.__main__ import main; main(); assert open('more', 'w').fileno() > 2; "
+    code += "assert all(map(os.get_inheritable, range(3)))"
     command = f"'{sys.executable}' -c \"{code}\" init new {closed}"
     assert subprocess.run(command, shell=True, cwd=tmp_path, check=False).returncode == 0
     assert len(list((tmp_path / "new").iterdir())) == 3
