@@ -29,8 +29,13 @@ from qerl_pl.rewards.numbers import Number, decimal_places, is_decimal_of
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_BITS = 2**17  # bits; larger powers and factorials are not computed exactly (one of this size takes milliseconds)
+MAX_PARTS = 24  # limit on the intervals or inequalities of an answer, because sympy takes 20 ms for each
 MAX_PLACES = 100  # limit on the decimal places of an answer that is tested for being a rounded value
 MAX_DIGITS = 2000  # limit on the digits computed for a comparison; comparing 1 + 2^{-2024} with 1 needs 610
+MAX_PARSED_BITS = 2**22  # bits; a text with a larger power or factorial is not parsed
+_POWER = re.compile(
+    r"(?P<base>\d+)[)}\s]*(?:(?P<factorial>!)|\^\s*(?:(?P<digit>\d)|[{(\s]+(?P<exponent>\d+)\s*[)}][)}\s]*))"
+)
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _SAME_RATIO = 1e-6  # two quotients, computed to 15 digits, are different if their relative difference is larger
 # ``is_decimal_of`` accepts a rounded decimal only for a value with infinitely many decimals. An irrational number that
@@ -212,8 +217,10 @@ def _solution_set(text: str) -> Set | None:
     the text cannot be read or solved."""
     # "x is not 1 and not 2" excludes both numbers, also if a comma or "or" joins the two
     conjunction = re.search(r"\band\b", text) is not None or text.count("\\neq") > 1
-    union = None
-    for part in split_top(text, SEPARATOR):
+    union, parts = None, split_top(text, SEPARATOR)
+    if len(parts) > MAX_PARTS:
+        return None
+    for part in parts:
         part = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", part)
         parsed = _parse(part)
         if parsed is None:
@@ -231,8 +238,24 @@ def _solution_set(text: str) -> Set | None:
     return union
 
 
+def _is_huge(text: str) -> bool:
+    """Tell whether a text has a power or factorial of whole numbers, such as ``9^{9^9}``, that sympy could not compute
+    in a second; sympy computes them while it parses. 2^128 stands for all larger values, because no power with such an
+    exponent can be computed."""
+    while power := _POWER.search(text):
+        base, exponent = int(power["base"]), int(power["exponent"] or power["digit"] or 0)
+        bits = base.bit_length() * (base if power["factorial"] else exponent)
+        if bits > MAX_PARSED_BITS:
+            return True
+        value = math.factorial(base) if power["factorial"] and bits < 128 else base**exponent if bits < 128 else 2**128
+        text = f"{text[: power.start()]}({value}){text[power.end() :]}"
+    return False
+
+
 def _parse(text: str) -> Any:
     """Parse a whole text as one expression with math-verify's parser; None if that fails."""
+    if _is_huge(text):
+        return None
     text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # the parser takes E for Euler's number
     try:
         parsed: Any = latex2sympy(

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from qerl_pl.common.checks import require_at_least
+from qerl_pl.rewards.numbers import exact_number
 from qerl_pl.rewards.verdict import Verdict
 
 START_LIMIT = 120.0  # seconds that a worker process may take to start, i.e. to import math-verify, on a busy machine
@@ -95,10 +96,10 @@ class Verifier:
     def _blame(self, verdicts: dict[tuple[str, str], Verdict], progress: Callable[[int], object]) -> None:
         # If the known answer alone can be parsed, the completion's answer caused the failure.
         failed = [row for row, verdict in verdicts.items() if verdict.cause in ("hang", "crash", "memory")]
-        golds = list(dict.fromkeys(gold for gold, _ in failed))
+        golds = [gold for gold in dict.fromkeys(gold for gold, _ in failed) if exact_number(gold) is None]
         known = dict(zip(golds, self._run([(gold, None) for gold in golds], lambda count: progress(0)), strict=True))
         for row in failed:
-            if known[row[0]].score is not None:
+            if row[0] not in known or known[row[0]].score is not None:
                 verdicts[row] = Verdict(0.0, f"{verdicts[row].reason}; the known answer can be parsed by itself")
 
     def _run(self, rows: Sequence[tuple[str, str | None]], progress: Callable[[int], object]) -> list[Verdict]:

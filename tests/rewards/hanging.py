@@ -34,7 +34,7 @@ def draw(num_rows: int, num_hanging: int, seed: int) -> tuple[list[tuple[str, st
             rows.append((f"\\frac{{\\sqrt{{{n}}}}}{{3}}+x", f"x+{n + wrong}/(3\\sqrt{{{n}}})"))
         scores.append(float(not wrong))
     for index in sorted(rng.sample(range(num_rows), num_hanging)):
-        rows.insert(index, ("5", f"9^{{9^{{9^{{{index + 2}}}}}}}"))
+        rows.insert(index, ("5", f"(9999!)^{{{index + 9999}}}"))
         scores.insert(index, 0.0)
     return rows, scores
 

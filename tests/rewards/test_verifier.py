@@ -19,7 +19,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.math import MathAnswer
 from qerl_pl.rewards.verifier import Verifier
 
-HANGING = ("5", "9^{9^{9^{9}}}")
+HANGING = ("5", "(9999!)^{9999}")
 
 
 @pytest.fixture(scope="module")
