@@ -37,15 +37,15 @@ _HIDDEN = (
     r"|colorbox\s*\{\s*black\s*\}\s*|scalebox\s*\{\s*0[.0]*\s*\}|resizebox\s*\{\s*0[^{}]*\}\s*\{[^{}]*\}"
     r"|texttransparent\s*\{\s*0[.0]*\s*\}|textcolor\s*(?:\{\s*white|\[rgb\]\s*\{\s*1\s*,\s*1\s*,\s*1)\s*\})\s*\{"
 )
-_UNSEEN = re.compile(
-    rf"(?P<open>{_HIDDEN})"
-    r"|(?P<gone>~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>|(?m:^)[ \t]*%[^\n]*"
+_GONE = (
+    r"(?P<gone>~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>|(?m:^)[ \t]*%[^\n]*"
     r"|\\begin\{comment\}(?:(?!\\begin\{comment)(?s:.))*?\\end\{comment\}|\\iffalse\b(?:(?!\\iffalse)(?s:.))*?\\fi\b"
     r"|<(?P<element>\w+)[^<>]{0,200}?(?:\bhidden\b|display\s*:\s*none)[^<>]{0,200}>[^<]*</(?P=element)>"
     r"|\\(?:color\s*\{\s*white|fontsize\s*\{\s*0[^{}]*\}\s*\{[^{}]*|transparent\s*\{\s*0[.0]*)\s*\}[^{}]*(?:\{[^{}]*\})?"
     r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
-    r"|(?P<brace>\\.|[{}])"
 )
+_HAS_UNSEEN = re.compile(rf"{_HIDDEN}|{_GONE}")
+_UNSEEN = re.compile(rf"(?P<open>{_HIDDEN})|{_GONE}|(?P<brace>\\.|[{{}}])")
 # Matches a denial in front of a box, with at most four words between denial and box ("not equal to", "is not the
 # value"), or the start of a clause that is called false ("it is wrong that the answer is").
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
@@ -55,7 +55,8 @@ _NOT_TRUE = (
 )
 _CLAUSE = r"\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=$]+){0,7}"
 _DENIED_BEFORE = re.compile(
-    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard)|n't"
+    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard|rule out"
+    r"|eliminate)|n't"
     r"|\b(?:other|rather) than"
     r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
     rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260|(?<!or )\b{_FALSE}\s*:"
@@ -79,10 +80,12 @@ _DENIED_BEHIND = re.compile(
 )
 # The box is part of a formula that has another value. In "3 times [box] = 15", it fills in an equation and counts.
 _CHANGED_BEFORE = re.compile(
-    r"(?:(?<!-)-|[\w)}]\s*\\(?:cdot|times|div)\s*|\\sqrt\s*\{\s*"
+    r"(?:(?<!-)-|\d|[\w)}]\s*\\(?:cdot|times|div)\s*|\\(?:sqrt|[cdt]?frac)\s*\{\s*"
     r"|\b(?:answer|value|result) is (?:minus|half of|twice|(?:at|more|less|greater|fewer) (?:least|most|than)) )\$?$"
 )
-_CHANGED_BEHIND = re.compile(r"\s*\^\s*\{?\s*-?\d")
+_CHANGED_BEHIND = re.compile(
+    r"\s*\^\s*\{?\s*-?\d|(?:!|\d|[ ]*(?:[-+*/]|\\(?:cdot|times|div)(?![A-Za-z])) *\d)[^$=\\\n]*(?:\$|\\[)\]])"
+)
 _FILLED_IN = re.compile(r"\s*\}?\s*=")
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
@@ -122,7 +125,7 @@ def last_boxed(text: str) -> str | None:
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
-    for token in _BRACE.finditer(text):
+    for token in _BRACE.finditer(text) if re.search(r"\\(?:f|frame)?box", text) else ():
         if token.group().endswith("{") and len(token.group()) > 2:
             opened.append((token.start(), token.end()))
         elif token.group() == "{":
@@ -149,7 +152,7 @@ def _denied(text: str, start: int, end: int) -> bool:
 def seen(text: str) -> str:
     """Remove from a text what a reader does not see when it is rendered, such as comments and ``\\phantom{5}``, or sees
     crossed out, such as ``\\cancel{5}`` and ``~~5~~``."""
-    if not _UNSEEN.search(text):
+    if not _HAS_UNSEEN.search(text):
         return text
     kept, opened, start, hidden = [], [], 0, 0
     for token in _UNSEEN.finditer(text):

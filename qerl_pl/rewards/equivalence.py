@@ -22,7 +22,8 @@ from qerl_pl.rewards.algebra import (
 )
 from qerl_pl.rewards.latex import SEPARATOR, join_thousands, letters, nesting, normalize, split_top, without_choice
 from qerl_pl.rewards.numbers import Number, exact_number
-from qerl_pl.rewards.quantities import in_one_unit
+from qerl_pl.rewards.quantities import in_one_unit, quantity
+from qerl_pl.rewards.units import TABLE
 from qerl_pl.rewards.verdict import Verdict
 
 MAX_NESTING = 60  # largest depth of brackets and braces in an answer
@@ -41,13 +42,19 @@ _WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
 _CHOICE = re.compile(r"^\(?([A-K])\)?$")
 _CHOICES = re.compile(r"\(?[A-K]\)?(?:\s*(?:,|\band\b)\s*\(?[A-K]\)?)+")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
-_OTHER_CHOICE = re.compile(r"(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Ka-k]\)?(?![A-Za-z])")
+_OTHER_CHOICE = re.compile(r"(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Ka-k]\)?(?![A-Za-z])|(?<![A-Za-z])\([A-K]\)")
 _YES_NO = re.compile(r"^(yes|no|true|false)(?=[,.;:]|$)", re.IGNORECASE)
 _POINT = re.compile(r"^(?:point )?(?:[A-Z]\s*)?(?=\()")
 _NAMED_INTERVAL = re.compile(r"^[a-z]\s*(?=\[[^\[\]()]*,[^\[\]()]*[)\]]$|\([^\[\]()]*,[^\[\]()]*\]$)")  # t(0,4]
 _CHAIN = re.compile(r"^(?P<names>(?:[a-z]\s*=\s*){2,})(?P<value>[^=]+)$")
-_MODULUS = re.compile(r"\s*(?:\\pmod|\(\s*\\?mod\b)[^,;]*$")
-_MONEY = re.compile(r"\\\$|\b(?:USD|dollars?|euros?)\b|[\u20ac\u00a3]")
+_MODULUS = re.compile(r"\s*(?:\\[bp]?mod(?![A-Za-z])|\(\s*\\?mod\b)\s*\{?(?P<size>[^,;{})]*)[^,;]*$")
+_CONDITION = re.compile(  # what makes an assertion one about other cases than those of the question
+    r"\b(?:if|unless|except|only|when(?:ever)?|while|provided|providing|assuming|suppos(?:e|ing)|given|but|though|although"
+    r"|however|otherwise|sometimes|maybe|perhaps|or|for|as long as|in case|until)\b",
+    re.IGNORECASE,
+)
+_OF_NUMBER = re.compile(r"\d\s*('+)(?!\w)")
+_SIGNS = {"'": (TABLE["foot"], TABLE["minute"]), "''": (TABLE["inch"], TABLE["second"])}
 _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
 
 
@@ -62,9 +69,6 @@ def judge(gold: str, answer: str) -> Verdict:
     known, given = normalize(gold, answer), normalize(answer, gold)
     if not known:
         return Verdict(None, f"the known answer {gold!r} is empty", "known_answer")
-    for one, other in ((gold, given), (answer, known)):
-        if _MONEY.search(one) and "\\%" in other:
-            return Verdict(0.0, "a percentage is no amount of money")
     values = in_one_unit(gold, answer)
     if values is None:
         return Verdict(0.0, f"{answer!r} measures something else than {gold!r}")
@@ -72,9 +76,15 @@ def judge(gold: str, answer: str) -> Verdict:
         known, given = normalize(*values), normalize(*values[::-1])
     if _marks(known) != _marks(given) and _ASSIGNMENT.match(given):
         return Verdict(0.0, f"{given!r} and {known!r} have other primes")
+    if (signs := _OF_NUMBER.findall(given)) != _OF_NUMBER.findall(known):
+        measured = quantity(gold)
+        if measured is None or any(measured.unit not in _SIGNS.get(sign, ()) for sign in signs):
+            return Verdict(0.0, f"{given!r} and {known!r} have other signs of minutes or feet")
     given = _case_as(known, given)
     if "\\ln" in known and "\\log" not in known:
         given = re.sub(r"\\log(?![A-Za-z]|\s*_)", r"\\ln", given)
+    if nesting(known) > MAX_NESTING:
+        return Verdict(None, f"the known answer nests more than {MAX_NESTING} brackets", "known_answer")
     if nesting(given) > MAX_NESTING:
         return Verdict(0.0, f"the answer nests more than {MAX_NESTING} brackets")
     try:
@@ -89,6 +99,9 @@ def _readings(gold: str, answer: str) -> list[str]:
     and ``3 and 1/2`` the sum 3+1/2."""
     if len(_group(gold).items) != 1:
         return [answer]
+    grouped = re.fullmatch(r"-?(?:\d{1,2}(?:,\d\d)+,\d{3}|\d{1,3}(?:\.\d{3}){2,})", answer)  # 12,34,567 and 1.234.567
+    if grouped:
+        return [answer, re.sub("[,.]", "", answer)]
     decimal = re.fullmatch(r"(-?\d+),(\d{1,2}|\d{4,})", answer)
     mixed = re.fullmatch(r"(\d+)\s+and\s+((\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})", answer)
     if mixed and int(mixed[3] or mixed[5]) < int(mixed[4] or mixed[6]):
@@ -136,7 +149,7 @@ def _same_answer(gold: str, answer: str) -> bool:
     if letters(gold) == letters(answer):
         return True
     if not (_MODULUS.search(gold) and _MODULUS.search(answer)):  # the question may give the modulus
-        gold, answer = (_MODULUS.sub("", side).replace("\\equiv", "=") for side in (gold, answer))
+        gold, answer = (_without_modulus(side).replace("\\equiv", "=") for side in (gold, answer))
     if _CHOICES.fullmatch(gold) and re.search(r"\bor\b", answer):
         return False
     choice, picked = _CHOICE.match(gold), _PICKED.match(answer)
@@ -160,6 +173,15 @@ def _same_answer(gold: str, answer: str) -> bool:
     return _same_groups(_group(gold), _group(answer)) or (gold != answer and join_thousands(letters(gold)) == answer)
 
 
+def _without_modulus(text: str) -> str:
+    """Remove the modulus from an answer such as ``3 \\pmod{5}``, but not if the number before it is no residue, as in
+    ``10 \\pmod{3}``."""
+    modulus = _MODULUS.search(text)
+    value = exact_number(_MODULUS.sub("", text).split("\\equiv")[-1]) if modulus else None
+    size = exact_number(modulus["size"]) if modulus else None
+    return text if value and size and abs(value.value) >= size.value else _MODULUS.sub("", text)
+
+
 def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
     """Return whether a completion's answer begins with the same of the words yes, no, true and false as the known
     answer. A reason may follow the word in the completion's answer, but neither another of these words, nor a number or
@@ -167,7 +189,7 @@ def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
     if given is None or known[1].lower() != given[1].lower():
         return False
     gold, answer = (match.string[match.end() :].strip(" ,.;:") for match in (known, given))
-    if re.search(r"\b(?:yes|no|true|false)\b", answer, re.IGNORECASE):
+    if re.search(r"\b(?:yes|no|true|false)\b", answer, re.IGNORECASE) or (_CONDITION.search(answer) and not gold):
         return False
     if not gold:
         return not answer or re.match(r"[A-Za-z(]", answer) is not None

@@ -6,7 +6,7 @@ import re
 
 from qerl_pl.rewards.answers import last_boxed
 from qerl_pl.rewards.number_words import in_digits
-from qerl_pl.rewards.numbers import ascii_digits
+from qerl_pl.rewards.numbers import DECORATION, ascii_digits
 from qerl_pl.rewards.units import denies, names_unit
 
 # Characters of formulas, each followed by the LaTeX that replaces it.
@@ -28,7 +28,8 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", 
 _END = r"(?![A-Za-z])"  # matches at the end of a command's name
 # Rewritings of LaTeX commands: names of commands, separated by bars, and what replaces each of them.
 _NAMES = r"""
-dfrac|tfrac|cfrac \frac ; dbinom|tbinom \binom ; le|leqslant|leqq \leq ; ge|geqslant|geqq \geq ; ne \neq ; lt < ; gt >
+dfrac|tfrac|cfrac|sfrac|nicefrac \frac ; dbinom|tbinom \binom
+le|leqslant|leqq \leq ; ge|geqslant|geqq \geq ; ne \neq ; lt < ; gt >
 mid|vert|lvert|rvert | ; lbrace \{ ; rbrace \} ; langle|lparen ( ; rangle|rparen ) ; colon : ; varnothing \emptyset
 bigcup \cup ; bigcap \cap ; ast \cdot ; pounds \$ ; cr \\ ; backslash \setminus ; overrightarrow \vec
 simeq|cong \approx ; imath i ; lg \log_{10} ; degree ^\circ
@@ -45,7 +46,10 @@ _PLAIN = [
     (re.compile(r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln)(?=\s*[(^_]|\s+\d*[a-z]\b)"), r"\\\1"),
     (re.compile(r"(?<![\\A-Za-z])abs\(([^()]*)\)"), r"|\1|"),
     (re.compile(r"(?<![\w.)}^/])(\d+)/(\d+) (?=[a-z]\b|\\?(?:pi|sqrt)|\()"), r"\\frac{\1}{\2} "),
+    (re.compile(r"(?<=[\w)])\*\*(-?\d+)"), r"^{\1}"),  # a power in Python
+    (re.compile(r"(?<=[\w)])\*\*(?=\()"), "^"),
     (re.compile(r"\^-(\d+|[a-z])"), r"^{-\1}"),
+    (re.compile(r"\\not\s*="), r"\\neq "),
     (re.compile(r"\+/-"), r"\\pm "),
     (re.compile(r"^([A-Za-z]) in (?=[(\[])"), r"\1 \\in "),
     (re.compile(r"(?<![\\A-Za-z])sqrt\s*(?=\{)"), r"\\sqrt"),
@@ -56,7 +60,7 @@ _PLAIN = [
 ]
 _STYLE = re.compile(
     rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol|angle){_END}\.?"
-    rf"|\\checkmark{_END}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:(?:text)?color|hspace\*?|label)\{{[^{{}}]*\}}|\\!"
+    rf"|{DECORATION.pattern}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:(?:text)?color|hspace\*?|label)\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
 # Matches the words between a value and the end of the answer; ``units.names_unit`` tells whether they are its unit.
@@ -128,6 +132,7 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
     text = _OR_ASIDE.sub(r" or \1", _TEXT_UNIT.sub(_without_text_unit, text))
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"(?<=[\s{])'([A-Za-z][A-Za-z ]*)'", r"\1", text)  # quoted words
     text = " ".join(text.split()).rstrip(" .,;:")
     text = unwrap(_PREFIX.sub(lambda prefix: prefix[0] if denies(prefix[0]) else "", text))
     text = text if "\\" in text else _said_once(in_digits(text))
@@ -237,6 +242,7 @@ def commands(text: str) -> str:
     if not text.isascii():
         text = re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]"))
         text = ascii_digits(text.translate(_UNICODE))
+    text = re.sub(r"\\verb\*?([^A-Za-z\s*])(.*?)\1", r"\2", text)
     for pattern, command in _PLAIN:
         text = pattern.sub(command, text)
     text = _ROW_SPACING.sub(r"\\\\", text)
@@ -254,7 +260,7 @@ def commands(text: str) -> str:
     text = re.sub(r"\\operatorname\*?\{\s*a((?:sin|cos|tan)\s*\})", r"\\operatorname{arc\1", text)
     text = re.sub(r"\\operatorname\*?\{\s*([A-Za-z]+)\s*\}", r"\\\1 ", text)
     text = re.sub(r"\\(?:wedge|land)(?![A-Za-z])", " and ", re.sub(r"\\(?:vee|lor)(?![A-Za-z])", " or ", text))
-    text = re.sub(r"\{([,:])\}", r"\1", text)
+    text = re.sub(r"(?:\\text\s*)?\{\s*([,:])\s*\}", r"\1", text)
     text = re.sub(r"(?<=\d)\.(?=\s*/)|^[\s$]*\\approx(?![A-Za-z])", "", text)
     text = re.sub(r"\\begin\{[bB]?(?:small)?matrix\}|\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}", text)
     text = re.sub(r"\\end\{(?:[bB]?(?:small)?matrix|array)\}", r"\\end{pmatrix}", text)
@@ -319,14 +325,20 @@ def without_choice(text: str) -> str:
 def _fractions(text: str) -> str:
     """Normalise, in a formula, decimals such as ``.5``, fractions and roots without braces, and mixed fractions."""
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\(frac|binom)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
     text = re.sub(r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d|[a-z])", r"\\sqrt\1{\2}", text)
     text = re.sub(r"(?<![\w^}.\\])(\d+(?:\.\d+)?)\s*\((?!\s*\\?p?mod\b)(?=[^(),]*\))", r"\1\\cdot (", text)  # 6(7)
     text = re.sub(r"(?<=\d)\)\s*\((?=-?[\d.]+\))", r")\\cdot (", text)
     text = re.sub(r"(?<!\d)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?|\((?=\d+\)$))(\d+)[)}]?", _repeating, text)
     mixed = r"(?<![\w.}^])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}"
-    text = re.sub(mixed, r"(\1+\\frac{\2}{\3})", text)
-    return re.sub(r"(?<![\w.}^/])(\d+) (\d+)/(\d+)(?![\w.])", r"(\1+\\frac{\2}{\3})", text)
+    text = re.sub(mixed, _improper, text)
+    return re.sub(r"(?<![\w.}^/])(\d+) (\d+)/(\d+)(?![\w.])", _improper, text)
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    """Rewrite a mixed number as a fraction: the whole number 3 and 1/2 is 7/2."""
+    whole, top, bottom = map(int, mixed.groups())
+    return f"\\frac{{{whole * bottom + top}}}{{{bottom}}}"
 
 
 def _repeating(decimal: re.Match[str]) -> str:

@@ -18,7 +18,6 @@ from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 
 _CURRENCY = re.compile("[$\u20ac\u00a3\u00a5]")
-_CENTS = re.compile(r"\bcents?\b", re.IGNORECASE)
 _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # has unknowns
 
 
@@ -76,7 +75,7 @@ class NumericAnswer:
         text = own_turn(seen(text), self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
         found = None if span is None else parse_number(_bare(span))
-        if span and len(span) <= MAX_ANSWER and (found is None or (_CURRENCY.search(known) and _CENTS.search(span))):
+        if span and len(span) <= MAX_ANSWER and (found is None or _CURRENCY.search(known)):
             values = in_one_unit(known, _bare(span))
             found = None if values is None else parse_number(values[1])
         if span is None and self.fallback == "last_number":
@@ -85,8 +84,6 @@ class NumericAnswer:
             return Verdict(
                 0.0, "no marked answer" if span is None else f"the answer {shortened(span)!r} is not one number"
             )
-        if _CURRENCY.search(known) and found.percent:
-            return Verdict(0.0, f"{found} is no amount of money")
         right = found.equals(gold, sign_may_miss=gold.percent or abs(gold.value) >= 1)
         return Verdict(float(right), f"{found} {'equals' if right else 'is not'} {gold}")
 

@@ -25,18 +25,31 @@ PART = re.compile(
     r"|million|billion)th)s?\b",
     re.IGNORECASE,
 )
-# Matches a word that is a number, or multiplies one.
+# Matches a word that is a number, or multiplies one; an ordered pair counts as one thing.
 NUMBER_WORD = re.compile(
-    rf"\b(?:zero|one|{'|'.join(_ONES[1:] + _TEENS + _TENS)}"
-    r"|(?:ten|hundred|thousand|million|billion|trillion|dozen)s?)\b",
+    rf"\b(?:zero|one|{'|'.join(_ONES[1:] + _TEENS + _TENS)}|gross|brace|(?:ten|hundred|thousand|million|billion"
+    r"|trillion|dozen|(?<!ordered )pair|couple|score|trio|duo|quartet|quintet)s?)\b",
     re.IGNORECASE,
 )
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
+_PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12, "hundredth": 100, "thousandth": 1000}
 
 
 _HALF = re.compile(rf"(?<![\d.,/])(?:(\d+)|{_WHOLE.pattern}) and (?:a|one) half\b", re.IGNORECASE)
 CHINESE = re.compile(
     "[\u96f6\u3007\u4e00\u4e8c\u4e24\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343\u4e07\u4ebf]+"
 )
+
+
+def fraction_in_digits(text: str) -> str:
+    """Rewrite a text that is a fraction in English words, such as "three quarters" or "half", as 3/4 or 1/2. Any other
+    text is returned as it is, also an ordinal such as "third" or "twenty-third"."""
+    *first, part = re.split(r"[ -]", text.strip().lower())
+    top = " ".join(first)
+    single = top in ("a", "an", "one") or part == text.strip().lower() == "half"
+    number = "1" if single else in_digits(top) if part.endswith("s") else ""
+    bottom = _PARTS.get(part if single else part.removesuffix("s"))
+    return f"{number}/{bottom}" if bottom and number.isdigit() else text
 
 
 def in_digits(text: str) -> str:

@@ -7,15 +7,17 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from qerl_pl.rewards.number_words import CHINESE, chinese_number, in_digits
+from qerl_pl.rewards.number_words import CHINESE, chinese_number, fraction_in_digits, in_digits
 from qerl_pl.rewards.units import denies, leads_to_number, names_unit
 
 MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which bounds the time of the regexes below
 SIGNIFICANT = 6  # a decimal with fewer significant digits does not stand for a value such as 1/3
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 
-# Matches a decimal number; the last but one alternative is a number with a decimal comma, as in "3,5".
+# Matches a decimal number; the first two alternatives are 12,34,567 and 1.234.567, and the last but one is a number
+# with a decimal comma, as in "3,5".
 _DECIMAL = (
+    r"\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])|\d{1,3}(?:\.\d{3}){2,}(?!\d|\.\d)|"
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)"
     r"|\d+,\d{1,2}(?![\d,.])|\d+"
 )
@@ -34,6 +36,8 @@ _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
+# Matches what stands in a formula but is no part of it: the mark of the end of a proof, and the number of an equation.
+DECORATION = re.compile(r"\\(?:blacksquare|square|Box|qed(?:here|symbol)?|checkmark)(?![A-Za-z])|\\tag\*?\s*\{[^{}]*\}")
 NOTES = re.compile(r"<<[^<>]*>>")  # matches calculator notes in solutions of GSM8K, such as <<6*3=18>>
 # Rewritings to plain text, applied in this order.
 _REWRITES = [
@@ -44,13 +48,16 @@ _REWRITES = [
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:boxed|fbox)\s*\{(?=[^{}]*\Z)"), " "),  # cut off
+    (re.compile(r"(?<=[\w)])\*\*(?=-?\d)"), "^"),  # a power in Python
+    (DECORATION, ""),
     (re.compile(r"\\!|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\*\*|__|`"), ""),
     (re.compile(r"\\[,;: ()\[\]]|\\q?quad(?![A-Za-z])|~"), " "),
     (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\u00b0|\\degree(?![A-Za-z])"), " degrees "),
     (re.compile(r"\\Omega(?![A-Za-z])|\u03a9"), " ohms"),
-    (re.compile(r"(?<=\d)\s*(?=\\[cdt]?frac)"), " "),
-    (re.compile(r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2 "),
-    (re.compile(r"\\[cdt]?frac\s*(\d)\s*(?:\{(\d+)\}|(\d)(?!\d))"), r"\1/\2\3"),
+    (re.compile(r"\\(?:[cdts]|nice)frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"(?<=\d)\s*(?=\\frac)"), " "),
+    (re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2 "),
+    (re.compile(r"\\frac\s*(\d)\s*(?:\{(\d+)\}|(\d)(?!\d))"), r"\1/\2\3"),
     (re.compile(r"\\([%$#&])"), r"\1"),
     (re.compile(r"(?<=\d):00\b"), ""),
     (re.compile(r"([-+])\s*[$\u00a3-\u00a5\u20a0-\u20c0]\s*"), r"\1"),
@@ -204,7 +211,7 @@ def ascii_digits(text: str) -> str:
 
 def _signed(plain: str) -> str:
     """Rewrite English number words as digits, and the words ``minus`` and ``negative`` as a minus sign."""
-    return _MINUS.sub("-", in_digits(plain))
+    return _MINUS.sub("-", in_digits(fraction_in_digits(plain)))
 
 
 def _unbracketed(plain: str) -> str:
@@ -240,4 +247,4 @@ def _value(match: re.Match[str]) -> Number | None:
 def _decimal(digits: str) -> Fraction:
     if re.fullmatch(r"\d+,\d{1,2}", digits):
         return Fraction(digits.replace(",", "."))
-    return Fraction(re.sub(r"[, ]", "", digits))
+    return Fraction(re.sub(r"[,. ]" if digits.count(".") > 1 else r"[, ]", "", digits))

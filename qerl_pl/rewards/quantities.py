@@ -14,7 +14,14 @@ _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _QUANTITY = re.compile(r"(?P<value>.*?(?:[\d)}\]]|\\pi))\s*(?P<unit>(?:/\s*)?[A-Za-z][A-Za-z.^{}\d/ *'-]*)$", re.DOTALL)
 _NEXT_UNIT = re.compile(r"(?<=[A-Za-z.])\s*,?\s+(?:and\s+)?(?=\d)")
 _DEGREE, _RADIAN = TABLE["degree"], TABLE["radian"]
-_TEMPERATURES = {TABLE["celsius"], TABLE["fahrenheit"]}
+# Pairs of units that one word or sign may mean: degrees of an angle and of a temperature, pounds of mass and of money.
+_ALIKE = [{_DEGREE, TABLE["celsius"]}, {_DEGREE, TABLE["fahrenheit"]}, {TABLE["pound"], TABLE["GBP"]}]
+_CURRENCIES = {"$": "dollars", "\u20ac": "euros", "\u00a3": "GBP", "\u00a5": "yen", "\u20b9": "rupees", "\u20a9": "won"}
+_SIGN = "|".join(map(re.escape, _CURRENCIES))
+_MONEY = re.compile(  # an amount with a sign or code before it
+    rf"^([-\s]*)(?:(?:\\text\s*\{{)?\s*(?:US)?[\s}}]*\\?(?P<sign>{_SIGN})\s*\}}?|(?P<code>[A-Z]{{3}}|Rs\.?))"
+    r"\s*(?=[\d.])(?P<amount>.*?)(?:\s*dollars)?$"
+)
 
 
 class Quantity(NamedTuple):
@@ -42,9 +49,13 @@ def quantity(text: str) -> Quantity | None:
     """Read an answer such as ``6\\text{ cm}`` or ``$5`` as a value with a unit from the table of units; ``2 hours 30
     minutes`` becomes a value in hours, the first of its units. None for any other text, such as a list of
     quantities."""
+    if re.search(r"\bper\s?cent\b", text):
+        return None
     text = unwrap(text)
-    money = re.sub(r"^([-\s]*)(?:\\?\$|\\text\{\s*\\?\$\s*\})\s*(?=[\d.])(.*?)(?:\s*dollars)?$", r"\1\2 dollars", text)
-    money = re.sub(r"^([-\s]*)\u20ac\s*(?=[\d.])(.*)$", r"\1\2 euros", money)
+    money = _MONEY.sub(lambda found: f"{found[1]}{found['amount']} {found['code'] or _CURRENCIES[found['sign']]}", text)
+    money = re.sub(rf"(?<=\d)\s*\\?({_SIGN})$", lambda found: f" {_CURRENCIES[found[1]]}", money)
+    money = re.sub(r"(?<=\d)\s*(?:\u00a2|\\text\s*\{\s*\u00a2\s*\}|\\cents?(?![A-Za-z]))", " cents", money)
+    money = re.sub(r"\bUS (?=dollars?\b)", "", money)
     money = re.sub(r"\u2030|\\(?:text)?permil(?![A-Za-z])|\\textperthousand", " permille", money)
     plain = commands(re.sub(r"\bbasis points?\b", "bp", money))
     certain = money != text or "\\circ" in plain or "degrees" in plain or "\\text" in plain
@@ -62,6 +73,8 @@ def quantity(text: str) -> Quantity | None:
     first, unit = parts[0], units[0]
     if first is None or unit is None or None in units:
         return None
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)[^()]*\d$", first["value"].strip()):
+        return None  # in \sin 30^\circ the unit is that of the angle
     if len(parts) == 1:
         certain = certain or re.search(r"\s+[A-Za-z]{2}|[A-Za-z]{4}", plain[first.end("value") :]) is not None
         value = first["value"].strip()
@@ -86,10 +99,13 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     are returned as they are.
     """
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
+    for one, other in ((known, answer), (given, gold)):
+        if isinstance(one, Quantity) and one.certain and re.search(r"%|\bper\s?cent\b", other):
+            return None
     if isinstance(known, str) and isinstance(given, Quantity):
         if given.unit == _DEGREE and "\\pi" in known:
             known = Quantity(known, _RADIAN, certain=True)
-        elif not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", known)):
+        elif "\u00a2" not in answer and not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", known)):
             return known, given.value
     if not (isinstance(known, Quantity) and isinstance(given, Quantity)):
         compound = isinstance(known, Quantity) and known.value not in gold
@@ -100,8 +116,8 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     if not (known.certain or given.certain):
         return gold, answer
     ratio = given.unit.per(known.unit)
-    if _DEGREE in (known.unit, given.unit) and {known.unit, given.unit} & _TEMPERATURES:
-        ratio = Fraction(1), 0  # one answer does not say whether its degrees are of an angle or a temperature
+    if {known.unit, given.unit} in _ALIKE:
+        ratio = Fraction(1), 0
     return None if ratio is None else (known.value, given.times(*ratio))
 
 

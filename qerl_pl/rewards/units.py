@@ -44,7 +44,8 @@ L* l* liter* litre* 0.001 m^3; cc 1 cm^3; gal gallon 231 in^3; qt quart 1/4 gal;
 ha hectare 10000 m^2; acre 4840 yd^2; mph 1 mi/h; kph kmh kmph 1 km/h; fps 1 ft/s; rpm 1 rotations/min
 deg degree 1 angle; rad* radian* 180 angle; C celsius 1 celsius; F fahrenheit 1 fahrenheit; K kelvin 1 kelvin
 bit* 1 information; B* byte* 8 bit; bps* 1 bit/s; atm 101325 Pa; bar 100000 Pa; psi 1 psi; dB 1 decibel
-cent 1 money; penny pennies pence 1 cent; dollar USD 100 cent; euro EUR 1 euros
+cent penny pennies 1 money; dollar USD 100 cent; pence 1 sterling; GBP 100 pence; euro EUR 1 euros; yen JPY 1 yen
+yuan CNY RMB 1 yuan; won KRW 1 won; rupee INR Rs 1 rupees; franc CHF 1 francs; peso MXN 1 pesos; CAD 1 cad; AUD 1 aud
 permille 0.001; bp 0.0001
 """
 _PREFIXES = dict(zip("kMGTcdmunp", (3, 6, 9, 12, -2, -1, -3, -6, -9, -12), strict=True))
@@ -60,11 +61,9 @@ _PREFIX_NAMES = {
     "nano": -9,
 }
 # Symbols, currencies and abbreviations that are not in the table, and names of counted things that do not end in "s".
-_SYMBOL = re.compile(
-    r"[KMGT]i?B|[ap]\.?m\.?|[AP]\.?M\.?|AD|CE|o'clock|pts|ppm|px|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?"
-)
+_SYMBOL = re.compile(r"[KMGT]i?B|[ap]\.?m\.?|[AP]\.?M\.?|AD|CE|o'clock|pts|ppm|px")
 _NAME = re.compile(
-    r"yen|yuan|won|rupee|unit|point|piece|way|solution|root|time|person|people|children|men|women|teeth|mice|sheep|fish"
+    r"unit|point|piece|way|solution|root|time|person|people|children|men|women|teeth|mice|sheep|fish"
     r"|deer",
     re.IGNORECASE,
 )
@@ -75,7 +74,7 @@ _AFTER_NAME = re.compile(
     rf"{_LINK.pattern}|at|on|from|to|with|over|old|long|wide|tall|high|deep|thick|away|apart|ago|left|remaining|total"
     r"|altogether|more|day|week|month|year|hour"
 )
-_ALONE = re.compile(r"in|total|altogether|left|more|remaining")
+_ALONE = re.compile(r"in|exactly|total|altogether|left|more|remaining")
 # Match words that deny or change a number next to them (_DENIES), prepositions that make the number behind them a bound
 # (_BOUNDS), and verbs and pronouns of a further clause (_VERBS).
 _DENIES = re.compile(
