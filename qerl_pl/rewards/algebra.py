@@ -121,6 +121,9 @@ def equal_relations(gold: str, answer: str) -> bool:
     gold, answer = _ascending(gold), _ascending(answer)
     if letters(gold) == letters(answer):
         return True
+    symbols = [set(re.findall(r"(?<![\\A-Za-z])[a-z](?![A-Za-z])", side)) for side in (gold, answer)]
+    if all(symbols) and len(symbols[0] | symbols[1]) > max(map(len, symbols)):
+        return False  # inequalities of other variables
     known, given = _solution_set(gold), _solution_set(answer)
     if known is not None and given is not None:
         return bool(known == given or known.symmetric_difference(given).is_empty)

@@ -43,13 +43,13 @@ _CHOICE = re.compile(r"^\(?([A-K])\)?$")
 _CHOICES = re.compile(r"\(?[A-K]\)?(?:\s*(?:,|\band\b)\s*\(?[A-K]\)?)+")
 _PICKED = re.compile(r"^(?:\((?P<inner>[A-Ka-k])\)|(?P<bare>[A-Ka-k])(?=[.):]|$))")
 _OTHER_CHOICE = re.compile(r"(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Ka-k]\)?(?![A-Za-z])|(?<![A-Za-z])\([A-K]\)")
-_YES_NO = re.compile(r"^(yes|no|true|false)(?=[,.;:]|$)", re.IGNORECASE)
+_YES_NO = re.compile(r"^(yes|no|true|false)(?=[,.;:!]|$)", re.IGNORECASE)
 _POINT = re.compile(r"^(?:point )?(?:[A-Z]\s*)?(?=\()")
 _NAMED_INTERVAL = re.compile(r"^[a-z]\s*(?=\[[^\[\]()]*,[^\[\]()]*[)\]]$|\([^\[\]()]*,[^\[\]()]*\]$)")  # t(0,4]
 _CHAIN = re.compile(r"^(?P<names>(?:[a-z]\s*=\s*){2,})(?P<value>[^=]+)$")
 _MODULUS = re.compile(r"\s*(?:\\[bp]?mod(?![A-Za-z])|\(\s*\\?mod\b)\s*\{?(?P<size>[^,;{})]*)[^,;]*$")
 _CONDITION = re.compile(  # what makes an assertion one about other cases than those of the question
-    r"\b(?:if|unless|except|only|when(?:ever)?|while|provided|providing|assuming|suppos(?:e|ing)|given|but|though|although"
+    r"\b(?:if|unless|except(?:ion)?|only|when(?:ever)?|while|provided|providing|assuming|suppos(?:e|ing)|given|but|though|although"
     r"|however|otherwise|sometimes|maybe|perhaps|or|for|as long as|in case|until)\b",
     re.IGNORECASE,
 )
@@ -188,7 +188,7 @@ def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
     formula other than that in the known answer."""
     if given is None or known[1].lower() != given[1].lower():
         return False
-    gold, answer = (match.string[match.end() :].strip(" ,.;:") for match in (known, given))
+    gold, answer = (match.string[match.end() :].strip(" ,.;:!") for match in (known, given))
     if re.search(r"\b(?:yes|no|true|false)\b", answer, re.IGNORECASE) or (_CONDITION.search(answer) and not gold):
         return False
     if not gold:

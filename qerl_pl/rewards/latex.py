@@ -59,8 +59,8 @@ _PLAIN = [
     *[(re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))"), r"\\sqrt{\1\2}")] * 3,  # for nested roots
 ]
 _STYLE = re.compile(
-    rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol|angle){_END}\.?"
-    rf"|{DECORATION.pattern}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:(?:text)?color|hspace\*?|label)\{{[^{{}}]*\}}|\\!"
+    rf"\\(?:displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?|left|right|middle|hfill|boldsymbol|angle|therefore){_END}\.?"
+    rf"|{DECORATION.pattern}|\\(?:bf|it|rm|small|large|Large|huge){_END}|\\(?:(?:text)?color(?:box)?|hspace\*?|label)\{{[^{{}}]*\}}|\\!"
 )
 _SPACE = re.compile(rf"(?<!\\)\\[,;: ]|\\(?:quad|qquad|thinspace|enspace){_END}|~|\s+")
 # Matches the words between a value and the end of the answer; ``units.names_unit`` tells whether they are its unit.
@@ -93,7 +93,7 @@ _INTERVAL = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")  # French 
 _PREFIX = re.compile(
     r"^(?:[A-Za-z][A-Za-z ,']{0,80}\b(?:is|are|equals|equal to)\b"
     r"|[A-Za-z][A-Za-z ]{2,40}(?=:)|(?:(?:so|thus|hence|therefore),? )?we (?:get|have|find|obtain)\b"
-    r"|(?:(?:so|thus|hence|therefore|the|our|final|correct|answer|option|choice)\b[,: ]*)+)\s*:?\s*(?=\S)",
+    r"|(?:(?:so|thus|hence|therefore|the|our|final|correct|answer|option|choice|exactly)\b[,: ]*)+)\s*:?\s*(?=\S)",
     re.IGNORECASE,
 )
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
@@ -110,7 +110,7 @@ def normalize(text: str, other: str = "") -> str:
     total is" does (module ``units``). ``other`` is the answer to compare with. A letter that is a variable in
     ``other``, such as m, is not removed as a unit.
     """
-    text = unwrap(commands(text))
+    text = unwrap(re.sub(r"(?<=[\s{])(['\"])([A-Za-z][A-Za-z ]*)\1", r"\2", commands(text)))  # quoted words
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
     text = unwrap(text)
     text = re.sub(r"\\text\{\s*(and|or)\s*\}|\b(and|or)\b", r" \1\2 ", text)
@@ -122,7 +122,7 @@ def normalize(text: str, other: str = "") -> str:
     text = _ORDINAL.sub("", _QUALIFIER.sub(_closed, _ARROW.split(text)[-1]))
     text = re.sub(rf"^((?:\\text\{{)?)\s*(?:the )?(\d{{1,2}})\s+(?:of )?({_MONTHS})\b", r"\1\3 \2", text)
     text = re.sub(r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":", text)
-    text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", "", text)
+    text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF]\b|\\text\{\s*[CF]\s*\})?", " ", text)
     text = re.sub(
         r"\^\s*(?:\{(?:\s*\\prime)+\s*\}|\\prime(?![A-Za-z]))", lambda marks: "'" * marks[0].count("prime"), text
     )
@@ -132,7 +132,6 @@ def normalize(text: str, other: str = "") -> str:
     text = re.sub(r"(\\text\{[^{}]*)\}\s*\\text\{", r"\1 ", text)
     text = _OR_ASIDE.sub(r" or \1", _TEXT_UNIT.sub(_without_text_unit, text))
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"(?<=[\s{])'([A-Za-z][A-Za-z ]*)'", r"\1", text)  # quoted words
     text = " ".join(text.split()).rstrip(" .,;:")
     text = unwrap(_PREFIX.sub(lambda prefix: prefix[0] if denies(prefix[0]) else "", text))
     text = text if "\\" in text else _said_once(in_digits(text))

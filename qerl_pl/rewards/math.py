@@ -17,7 +17,7 @@ from qerl_pl.rewards.unmarked import after_thoughts, answer_alone, final_part, l
 from qerl_pl.rewards.verdict import Verdict, no_progress
 from qerl_pl.rewards.verifier import Verifier
 
-_CURRENCY = re.compile("[$\u20ac\u00a3\u00a5]")
+_HAS_UNIT = re.compile(r"[^\d\s.,/+-]")
 _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")  # has unknowns
 
 
@@ -75,7 +75,7 @@ class NumericAnswer:
         text = own_turn(seen(text), self.marker, stated=self.fallback != "none")
         span = marked_answer(text, self.marker)
         found = None if span is None else parse_number(_bare(span))
-        if span and len(span) <= MAX_ANSWER and (found is None or _CURRENCY.search(known)):
+        if span and len(span) <= MAX_ANSWER and (found is None or _HAS_UNIT.search(known)):
             values = in_one_unit(known, _bare(span))
             found = None if values is None else parse_number(values[1])
         if span is None and self.fallback == "last_number":

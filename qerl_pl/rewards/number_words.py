@@ -17,7 +17,7 @@ _BELOW_10 = f"(?:{'|'.join(_ONES)})"
 _BELOW_100 = f"(?:(?:{'|'.join(_TENS)})(?:[ -]{_BELOW_10})?|{'|'.join(_TEENS)}|{_BELOW_10})"
 _BELOW_1000 = f"(?:{_BELOW_10} hundred(?:(?: and)? {_BELOW_100})?|{_BELOW_100})"
 _WHOLE = re.compile(
-    rf"\b(?:{_BELOW_1000} thousand(?:,?(?: and)? {_BELOW_1000})?|{_BELOW_1000}|zero)\b(?!-)", re.IGNORECASE
+    rf"(?<!\w-)\b(?:{_BELOW_1000} thousand(?:,?(?: and)? {_BELOW_1000})?|{_BELOW_1000}|zero)\b(?!-)", re.IGNORECASE
 )
 # Matches names of fractions: "half", "thirds", "hundredths".
 PART = re.compile(
@@ -27,7 +27,7 @@ PART = re.compile(
 )
 # Matches a word that is a number, or multiplies one; an ordered pair counts as one thing.
 NUMBER_WORD = re.compile(
-    rf"\b(?:zero|one|{'|'.join(_ONES[1:] + _TEENS + _TENS)}|gross|brace|(?:ten|hundred|thousand|million|billion"
+    rf"\b(?:zero|(?:{'|'.join(_ONES + _TEENS + _TENS)})(?:e?s)?|gross|brace|(?:ten|hundred|thousand|million|billion"
     r"|trillion|dozen|(?<!ordered )pair|couple|score|trio|duo|quartet|quintet)s?)\b",
     re.IGNORECASE,
 )

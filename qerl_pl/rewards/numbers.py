@@ -34,6 +34,7 @@ _NUMBER = re.compile(
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _THOUSAND = re.compile(r"(?<=\d)[kK]\b")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.IGNORECASE)
+_ONE = re.compile(r"\ba (?=(?:dozen|hundred|thousand|million|billion|trillion)\b)", re.IGNORECASE)
 _SUPERSCRIPT = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 
 # Matches what stands in a formula but is no part of it: the mark of the end of a proof, and the number of an equation.
@@ -44,6 +45,8 @@ _REWRITES = [
     (NOTES, ""),
     (re.compile(r"[\u2212\u2013\u2012\ufe63\uff0d]"), "-"),  # dashes used as a minus
     (re.compile(r"[\u00d7\u22c5\u00b7]"), "*"),
+    (re.compile("[\u2018\u2019\u201c\u201d]|</?(?:b|i|u|em|strong)>"), " "),  # quotes and HTML
+    (re.compile(r"\\not\s*=|\\neq?(?![A-Za-z])|\u2260|!="), " not "),
     (re.compile(r"[\u2248\u2245]|\\(?:approx|simeq|cong)(?![A-Za-z])"), "="),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
     (re.compile(r"\{,\}"), ","),
@@ -211,7 +214,7 @@ def ascii_digits(text: str) -> str:
 
 def _signed(plain: str) -> str:
     """Rewrite English number words as digits, and the words ``minus`` and ``negative`` as a minus sign."""
-    return _MINUS.sub("-", in_digits(fraction_in_digits(plain)))
+    return _MINUS.sub("-", in_digits(fraction_in_digits(_ONE.sub("1 ", plain))))
 
 
 def _unbracketed(plain: str) -> str:

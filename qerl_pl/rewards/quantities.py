@@ -19,8 +19,8 @@ _ALIKE = [{_DEGREE, TABLE["celsius"]}, {_DEGREE, TABLE["fahrenheit"]}, {TABLE["p
 _CURRENCIES = {"$": "dollars", "\u20ac": "euros", "\u00a3": "GBP", "\u00a5": "yen", "\u20b9": "rupees", "\u20a9": "won"}
 _SIGN = "|".join(map(re.escape, _CURRENCIES))
 _MONEY = re.compile(  # an amount with a sign or code before it
-    rf"^([-\s]*)(?:(?:\\text\s*\{{)?\s*(?:US)?[\s}}]*\\?(?P<sign>{_SIGN})\s*\}}?|(?P<code>[A-Z]{{3}}|Rs\.?))"
-    r"\s*(?=[\d.])(?P<amount>.*?)(?:\s*dollars)?$"
+    rf"^([-\s]*)(?:(?:\\text\s*\{{)?\s*(?:US)?[\s}}]*\\?(?P<sign>{_SIGN})"
+    r"|(?:\\text\s*\{)?(?P<code>[A-Z]{3}\b|Rs\.?))[\s}]*(?=[\d.])(?P<amount>.*?)(?:\s*dollars)?$"
 )
 
 

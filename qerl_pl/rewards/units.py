@@ -44,7 +44,8 @@ L* l* liter* litre* 0.001 m^3; cc 1 cm^3; gal gallon 231 in^3; qt quart 1/4 gal;
 ha hectare 10000 m^2; acre 4840 yd^2; mph 1 mi/h; kph kmh kmph 1 km/h; fps 1 ft/s; rpm 1 rotations/min
 deg degree 1 angle; rad* radian* 180 angle; C celsius 1 celsius; F fahrenheit 1 fahrenheit; K kelvin 1 kelvin
 bit* 1 information; B* byte* 8 bit; bps* 1 bit/s; atm 101325 Pa; bar 100000 Pa; psi 1 psi; dB 1 decibel
-cent penny pennies 1 money; dollar USD 100 cent; pence 1 sterling; GBP 100 pence; euro EUR 1 euros; yen JPY 1 yen
+cent penny pennies 1 money; dime 10 cent; nickel 5 cent; dollar USD 100 cent
+pence 1 sterling; GBP 100 pence; euro EUR 1 euros; yen JPY 1 yen
 yuan CNY RMB 1 yuan; won KRW 1 won; rupee INR Rs 1 rupees; franc CHF 1 francs; peso MXN 1 pesos; CAD 1 cad; AUD 1 aud
 permille 0.001; bp 0.0001
 """
@@ -64,7 +65,7 @@ _PREFIX_NAMES = {
 _SYMBOL = re.compile(r"[KMGT]i?B|[ap]\.?m\.?|[AP]\.?M\.?|AD|CE|o'clock|pts|ppm|px")
 _NAME = re.compile(
     r"unit|point|piece|way|solution|root|time|person|people|children|men|women|teeth|mice|sheep|fish"
-    r"|deer",
+    r"|deer|geese",
     re.IGNORECASE,
 )
 _PLURAL = re.compile(r"(?!.*(?:ss|us|is)$)[a-z]{2,}s", re.IGNORECASE)
@@ -74,7 +75,7 @@ _AFTER_NAME = re.compile(
     rf"{_LINK.pattern}|at|on|from|to|with|over|old|long|wide|tall|high|deep|thick|away|apart|ago|left|remaining|total"
     r"|altogether|more|day|week|month|year|hour"
 )
-_ALONE = re.compile(r"in|exactly|total|altogether|left|more|remaining")
+_ALONE = re.compile(r"in|exactly|each|apiece|total|altogether|left|more|remaining")
 # Match words that deny or change a number next to them (_DENIES), prepositions that make the number behind them a bound
 # (_BOUNDS), and verbs and pronouns of a further clause (_VERBS).
 _DENIES = re.compile(
@@ -85,6 +86,7 @@ _DENIES = re.compile(
 _BOUNDS = re.compile(
     r"times|over|under|above|below|beyond|between|exceed(?:s|ing)|within|before|after|unlike|like|despite|versus|vs|near"
     r"|towards?|past|since|until|till|off|against|short|far|from|around|opposite|upto|lacks|misses"
+    r"|close|quarter"
 )
 _VERBS = re.compile(
     r"is|are|was|were|be|been|am|ha[sd]|have|does|did?|do|will|would|can|could|should|may|might|must|equals?|fails"

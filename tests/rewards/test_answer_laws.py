@@ -134,6 +134,20 @@ def test_an_answer_that_a_computer_algebra_system_wrote_anew_is_the_same(gold):
         r"The answer is minus \boxed{5}.",
         r"The answer is at least \boxed{5}.",
         r"The answer is half of \boxed{5}.",
+        r"$1\boxed{5}$",
+        r"$\boxed{5}0$",
+        r"$\boxed{5}!$",
+        r"$\boxed{5}x$",
+        r"$\boxed{5}+1$",
+        r"$\boxed{5} \cdot 3$",
+        r"$\boxed{5}+\boxed{1}$",
+        r"$2+\boxed{5}$",
+        r"$\frac{\boxed{5}}{2}$",
+        r"$\log\boxed{5}$",
+        r"We rule out \boxed{5}.",
+        r"It differs from \boxed{5}.",
+        r"I doubt it is \boxed{5}.",
+        r"$\boxed{5}$? No.",
     ],
 )
 def test_a_box_within_a_formula_of_another_value_is_no_answer(text):
@@ -151,6 +165,12 @@ def test_a_box_within_a_formula_of_another_value_is_no_answer(text):
         r"$10 - \boxed{5} = 5$",
         r"The answer is: \boxed{5}",
         r"--\boxed{5}",
+        r"$\boxed{5}$!",
+        r"$n=3$\boxed{5}",
+        r"$\boxed{5}+1=6$",
+        r"$6=1+\boxed{5}$",
+        r"There is no doubt that it is \boxed{5}.",
+        r"\boxed{5} - 2 of them are red",
     ],
 )
 def test_a_box_beside_marks_that_leave_its_value_is_the_answer(text):
