@@ -55,8 +55,8 @@ _NOT_TRUE = (
 )
 _CLAUSE = r"\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=$]+){0,7}"
 _DENIED_BEFORE = re.compile(
-    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard|rule out"
-    r"|eliminate|differ(?:s|ent)? from)|n't"
+    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard|rules? out"
+    r"|ruled out|eliminate|differ(?:s|ent)? from)|n't"
     r"|\b(?:other|rather) than"
     r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
     rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260|(?<!or )\b{_FALSE}\s*:"
@@ -71,7 +71,8 @@ _IS = r"(?:(?:is|was|would be|seems|turns out to be|must be)\s+|(?<=\w)'s\s+)"
 _DENIED_BEHIND = re.compile(
     r"[\s$)\]*\\,;\u2014-]*(?:(?:but|though|although|however|yet|and|which|that|it|no|wait)\b,?\s*){0,4}"
     rf"(?:{_IS}(?:not (?:the|an?|my|our|it|what)\b|(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b))"
-    r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b|\?\s*(?:no|not|wrong)\b)"
+    r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b|\?\s*(?:no|not|wrong)\b"
+    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy)\b|fails\b)"
     # after a comma, and in the next sentence
     rf"|[^.!?\n]{{0,60}}?\b(?:but|yet|though|although|however),? (?:it|th(?:at|is)|which)\s*{_IS}{_NOT_TRUE}\b"
     r"(?!\s+(?:to|that|for)\b)"
@@ -81,13 +82,14 @@ _DENIED_BEHIND = re.compile(
 )
 # The box is part of a formula that has another value. In "3 times [box] = 15", it fills in an equation and counts.
 _CHANGED_BEFORE = re.compile(
-    r"(?:\d|(?:(?<!-)-|[\w)}]\s*\\(?:cdot|times|div)\s*|\\(?:sqrt|[cdt]?frac)\s*\{\s*|\\(?:log|ln|sin|cos|tan)\s*"
+    r"(?:\d|(?:(?<!-)-|[\w)}]\s*\\(?:cdot|times|div)\s*|\\(?:sqrt(?:\[\d+\])?|[cdt]?frac)\s*\{\s*|\\(?:log|ln|sin|cos|tan)\s*"
     r"|\$[^$=]*[\w)}]\s*[+/]\s*"
     r"|\b(?:answer|value|result) is (?:minus|half of|twice|(?:at|more|less|greater|fewer) (?:least|most|than)) )\$?)$"
 )
 _CHANGED_BEHIND = re.compile(
     r"\s*\^\s*\{?\s*-?\d"
-    r"|(?:!|\d|[xyz]\b|[ ]*(?:[-+*/]|\\(?:cdot|times|div)\b) *(?:\d|\\boxed\{[^{}]*\}))[^$=\\\n]*(?:\$|\\[)\]])"
+    r"|(?:!|\d|[xyz]\b|\\(?:pi|sqrt|[cdt]?frac|log|ln|sin|cos|tan)(?![A-Za-z])"
+    r"|[ ]*(?:[-+*/]|\\(?:cdot|times|div)(?![A-Za-z])) *(?:\d|\\boxed\{[^{}]*\}))[^$=\\\n]*(?:\$|\\[)\]])"
 )
 _FILLED_IN = re.compile(r"\s*\}?\s*=")
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)

@@ -53,6 +53,11 @@ _CONDITION = re.compile(  # what makes an assertion one about other cases than t
     r"|however|otherwise|sometimes|maybe|perhaps|or|for|as long as|in case|until)\b",
     re.IGNORECASE,
 )
+# Matches the start of a clause that can be the reason of an assertion: its subject.
+_REASON = re.compile(
+    r"\(?(?:it|its|they|the|this|these|that|those|there|he|she|we|you|all|both|every|each|an?|as|due|[A-Za-z])\b",
+    re.IGNORECASE,
+)
 _OF_NUMBER = re.compile(r"\d\s*('+)(?!\w)")
 _SIGNS = {"'": (TABLE["foot"], TABLE["minute"]), "''": (TABLE["inch"], TABLE["second"])}
 _TIME = re.compile(r"\d [ap]m$", re.IGNORECASE)
@@ -192,7 +197,7 @@ def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
     if re.search(r"\b(?:yes|no|true|false)\b", answer, re.IGNORECASE) or (_CONDITION.search(answer) and not gold):
         return False
     if not gold:
-        return not answer or re.match(r"[A-Za-z(]", answer) is not None
+        return not answer or _REASON.match(answer) is not None
     return not re.search(r"\d|\\", gold) or (bool(answer) and _same_answer(gold, answer))
 
 

@@ -27,8 +27,9 @@ PART = re.compile(
 )
 # Matches a word that is a number, or multiplies one; an ordered pair counts as one thing.
 NUMBER_WORD = re.compile(
-    rf"\b(?:zero|(?:{'|'.join(_ONES + _TEENS + _TENS)})(?:e?s)?|gross|brace|(?:ten|hundred|thousand|million|billion"
-    r"|trillion|dozen|(?<!ordered )pair|couple|score|trio|duo|quartet|quintet)s?)\b",
+    rf"\b(?:zero|(?:{'|'.join(_ONES + _TEENS + _TENS)})(?:e?s)?|(?:{'|'.join(word[:-1] for word in _TENS)})ies"
+    r"|gross|brace|(?:ten|hundred|thousand|million|billion|trillion|dozen|(?<!ordered )pair|couple|score|trio|duo"
+    r"|quartet|quintet)s?)\b",
     re.IGNORECASE,
 )
 _PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
