@@ -51,11 +51,13 @@ _UNSEEN = re.compile(rf"(?P<open>{_HIDDEN})|{_GONE}|(?P<brace>\\.|[{{}}])")
 _BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
 _FALSE = r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|erroneous|inaccurate|nonsense|off by)"
 _NOT_TRUE = (
-    rf"(?:{_FALSE}|not (?:true|right|correct|valid|the case|possible)|an? (?:\w+ )?(?:mistake|error|lie|trap|myth))"
+    rf"(?:{_FALSE}|not (?:true|right|correct|valid|the case|possible)|ruled out|excluded|rejected"
+    r"|an? (?:\w+ )?(?:mistake|error|lie|trap|myth))"
 )
 _CLAUSE = r"\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=$]+){0,7}"
 _DENIED_BEFORE = re.compile(
     r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard|rules? out"
+    r"|exclude|disregard|ignore|wrongly|mistakenly|nowhere near"
     r"|ruled out|eliminate|differ(?:s|ent)? from)|n't"
     r"|\b(?:other|rather) than"
     r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
@@ -72,7 +74,8 @@ _DENIED_BEHIND = re.compile(
     r"[\s$)\]*\\,;\u2014-]*(?:(?:but|though|although|however|yet|and|which|that|it|no|wait)\b,?\s*){0,4}"
     rf"(?:{_IS}(?:not (?:the|an?|my|our|it|what)\b|(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b))"
     r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b|\?\s*(?:no|not|wrong)\b"
-    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy)\b|fails\b)"
+    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy)\b|fails\b"
+    r"|or (?:more|less|fewer|higher|greater)\b)"
     # after a comma, and in the next sentence
     rf"|[^.!?\n]{{0,60}}?\b(?:but|yet|though|although|however),? (?:it|th(?:at|is)|which)\s*{_IS}{_NOT_TRUE}\b"
     r"(?!\s+(?:to|that|for)\b)"
@@ -82,7 +85,7 @@ _DENIED_BEHIND = re.compile(
 )
 # The box is part of a formula that has another value. In "3 times [box] = 15", it fills in an equation and counts.
 _CHANGED_BEFORE = re.compile(
-    r"(?:\d|(?:(?<!-)-|[\w)}]\s*\\(?:cdot|times|div)\s*|\\(?:sqrt(?:\[\d+\])?|[cdt]?frac)\s*\{\s*|\\(?:log|ln|sin|cos|tan)\s*"
+    r"(?:\d|(?:(?<!-)-|[\w)}]\s*\\(?:cdot|times|div)\s*|\\(?:sqrt(?:\[\d+\])?|[cdt]?frac(?:\s*\{[^{}]*\})?)\s*\{\s*|\\(?:log|ln|sin|cos|tan)\s*"
     r"|\$[^$=]*[\w)}]\s*[+/]\s*"
     r"|\b(?:answer|value|result) is (?:minus|half of|twice|(?:at|more|less|greater|fewer) (?:least|most|than)) )\$?)$"
 )

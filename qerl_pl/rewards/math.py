@@ -26,8 +26,9 @@ class NumericAnswer:
     """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
 
     Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
-    except that cents are converted if the known answer is in dollars. A missing or added percent sign does not matter
-    if the known number is at least 1. A marked text with other words or numbers, such as "at least 5", is no answer.
+    unless the known answer has a unit or currency: other units of its dimension are then converted to it, and answers
+    in units of other dimensions or in other currencies are wrong. A missing or added percent sign does not matter if
+    the known number is at least 1. A marked text with other words or numbers, such as "at least 5", is no answer.
     Text that a model writes after the end of its turn, such as a further question, is not read. A row gets no score if
     its known answer is neither a number nor a GSM8K solution that ends in ``#### 72``.
 
@@ -98,7 +99,8 @@ class MathAnswer:
     in LaTeX and in plain form. The known answer may be a whole solution that ends in a box or in ``####``.
 
     Units in the table of ``rewards/units.py`` are converted to the unit of the known answer; if the known answer has no
-    unit, the completion's unit is ignored. Values are compared exactly, with one exception: a decimal of at least six
+    unit, the completion's unit is ignored. Each currency is a dimension of its own, and words that multiply, such as
+    "pairs" and "dozen", are no units. Values are compared exactly, with one exception: a decimal of at least six
     significant digits equals a value without finite decimals (such as 1/3) if it is that value rounded or truncated at
     the decimal's last digit. ``50%`` equals 0.5, and equals 50 only if the known answer has the percent sign. The sides
     of an approximation such as ``1/3 \\approx 0.333`` have to agree.

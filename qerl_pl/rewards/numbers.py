@@ -74,7 +74,9 @@ _REWRITES = [
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _ASIDE = re.compile(r"(?<=\s)\([^()]*\)")
 _ASIDE_AT_END = re.compile(r"\s*\(([^()]*)\)[\s.]*$")
-_BOUND = re.compile(r"(?:\b(?:except|not|than|least|most|all but)|n't)\s+\W*$", re.IGNORECASE)  # "at least 42"
+_BOUND = re.compile(
+    r"(?:\b(?:except|not|than|least|most|all but|under|over|below|above)|n't)\s+\W*$", re.IGNORECASE
+)  # "at least 42"
 _REMARK = re.compile(r"\W*(?:note|check|hint|remember)\b", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
@@ -183,7 +185,7 @@ def last_number(text: str) -> Number | None:
         outside = _ASIDE.sub(" ", line)
         line = outside if re.search(r"\d", outside) else line
         bold = [number for span in _BOLD.findall(line) if (number := parse_number(span)) is not None]
-        plain = plain_text(line)
+        plain = _THOUSAND.sub(" thousand", plain_text(line))
         matches = [(match, number) for match in _NUMBER.finditer(plain) if (number := _value(match))]
         if bold:
             return bold[-1]

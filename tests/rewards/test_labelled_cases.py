@@ -68,7 +68,7 @@ def test_no_rows_are_misread_but_those_that_the_documents_list(scorers, misread,
 
 
 @pytest.mark.parametrize(
-    ("reward", "paid", "lost"), [("gsm8k", 0, 3), pytest.param("math", 7, 3, marks=pytest.mark.long)]
+    ("reward", "paid", "lost"), [("gsm8k", 0, 3), pytest.param("math", 6, 3, marks=pytest.mark.long)]
 )
 def test_no_more_probes_of_a_hostile_reader_are_misread_than_before(scorers, reward, paid, lost):
     # The probes are completions that were written, without knowledge of the scorers, to be misread. ``paid`` and
