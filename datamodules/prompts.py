@@ -18,6 +18,7 @@ from datamodules.sources import PromptSource, check_problems
 from qerl_pl.common import ranks
 from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.clock import today
+from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.model.stop import check_stop
@@ -129,6 +130,7 @@ class PromptDataModule(LightningDataModule):
         self._inputs: dict[str, str] = {}
         self._saved: dict[str, Any] = {}
 
+    @phase("reading problems and making prompts")
     def setup(self, stage: str) -> None:
         """Read and tokenise the problems that a stage (such as "fit") needs. A second call does nothing."""
         reads_train = stage == "fit" or (stage == "validate" and self.held_out > 0)

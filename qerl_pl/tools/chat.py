@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings, run_identity
+from qerl_pl.common.phases import phase
 from qerl_pl.common.run_folder import date_in, read_run_config, run_files
 from qerl_pl.model.quantization import quantization_of
 from qerl_pl.model.stop import StopStrings
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+@phase("loading the run's policy")
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
     """Load the trained policy of a run in evaluation mode, onto a GPU if there is one; returns the policy and the run's
     configuration. ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base."""

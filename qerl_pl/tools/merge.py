@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.common.files import allow_reading, read_lines
+from qerl_pl.common.phases import phase
 from qerl_pl.model.files import CONFIG, read_json
 from qerl_pl.policy.lora_experts import expert_update
 from qerl_pl.policy.policy import Policy
@@ -69,6 +70,7 @@ class Drift:
         )
 
 
+@phase("merging the adapter into the base")
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
     """Write the policy of a run to a new folder as a model that needs no adapter, and compare its predictions with the
     policy's. Returns the difference; None if the run's folder has no completions to compare them on.
@@ -189,6 +191,7 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
     return rows
 
 
+@phase("comparing the merged model with the policy")
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
     """Compare the next-token probabilities of a policy, in evaluation mode, with those of its exported checkpoint in

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.common.files import replacing, write_whole
+from qerl_pl.common.phases import phase
 from qerl_pl.results.curves import Curve, read_curves, summarize
 from qerl_pl.tools.options import report_options
 from qerl_pl.tools.page.render import page_of
@@ -26,7 +27,8 @@ CURVES = {
 def main(argv: list[str]) -> int:
     """Parse the command line and report; returns the exit status."""
     options = report_options().parse_args(argv)
-    curves = {run: read_curves(run) for run in options.runs}
+    with phase("reading the curves"):
+        curves = {run: read_curves(run) for run in options.runs}
     summaries = {run: summarize(of_run) for run, of_run in curves.items()}
     print_table(summaries)
     if options.picture:
@@ -36,7 +38,8 @@ def main(argv: list[str]) -> int:
         lines = [json.dumps({"run": run.name, **summary}) for run, summary in summaries.items()]
         write_whole(options.json, "\n".join(lines) + "\n")
     if options.html:
-        write_whole(options.html, page_of(curves, limit=options.completions))
+        with phase("making the page"):
+            write_whole(options.html, page_of(curves, limit=options.completions))
         print(f"page: {options.html}")
     return 0
 

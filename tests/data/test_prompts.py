@@ -21,6 +21,7 @@ from datamodules.decontaminate import hold_out, without_shared
 from datamodules.messages import chat_of, chat_text, find_special_tokens
 from datamodules.prompts import PromptDataModule, check_lengths
 from datamodules.table import Table
+from qerl_pl.common import phases
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.tools.tiny import make_tokenizer
 
@@ -57,6 +58,13 @@ def module(tokenizer: str, train: list[Problem], validation: list[Problem], **se
     data = PromptDataModule(Fixed(train, validation), tokenizer, **settings)
     data.setup("fit")
     return data
+
+
+def test_reading_problems_is_shown_while_it_lasts(tokenizer_path, monkeypatch, capsys):
+    for name in ("FIRST_S", "LINE_S"):
+        monkeypatch.setattr(phases, name, 0.0)
+    module(tokenizer_path, problems(2), HELD)
+    assert "reading problems and making prompts ..." in capsys.readouterr().err
 
 
 def test_a_question_gives_the_same_tokens_in_training_and_in_evaluation(tokenizer_path):

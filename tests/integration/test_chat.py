@@ -8,14 +8,18 @@ import pytest
 from transformers import AutoTokenizer
 
 from qerl_pl.__main__ import main as command
+from qerl_pl.common import phases
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.tools.chat import answer, load_run, printable
 
 
 @pytest.mark.slow
-def test_answers_are_the_engines_greedy_completions_with_and_without_the_adapter(finished, capsys):
+def test_answers_are_the_engines_greedy_completions_with_and_without_the_adapter(finished, monkeypatch, capsys):
+    for name in ("FIRST_S", "LINE_S"):
+        monkeypatch.setattr(phases, name, 0.0)
     policy, _ = load_run(finished)
+    assert "loading the run's policy ..." in capsys.readouterr().err
     learnt = policy.adapter_state()
     policy.load_adapter_state({name: 30 * tensor if "lora_B" in name else tensor for name, tensor in learnt.items()})
     tokenizer = AutoTokenizer.from_pretrained(policy.base)
