@@ -67,8 +67,8 @@ def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
 
 
 def row_order(weight: Any) -> Any:
-    """Return an NVFP4 ``PackedWeight`` in row order: a copy if its codes are in the native kernels' memory order, else
-    the weight itself."""
+    """Return an NVFP4 ``PackedWeight`` in the layout of checkpoints: a copy if it is in the layout of the native
+    kernels, else the weight itself."""
     if weight.codes.element_size() == 1:
         return weight
     return import_module(f"{HOPPER}.tile_order").to_row_order(weight)

@@ -20,8 +20,9 @@ EXTENDED = (
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List what the CUDA kernels of this project need and do not have: a Hopper GPU, certain packages, base weights in
-    NVFP4 (``fmt``), bfloat16 as compute dtype. The list is empty if the kernels can run."""
+    """List the requirements of this project's CUDA kernels that are not met: a Hopper GPU, the packages cuda-bindings,
+    nvidia-cuda-nvrtc and vLLM, a base model in NVFP4 (``fmt`` is its format) and bfloat16 as compute dtype (``dtype``).
+    The list is empty if the kernels can run."""
     vllm = find_spec("vllm")
     folders = [Path(folder) for folder in (vllm and vllm.submodule_search_locations) or ()]
     on_hopper = driver.is_available(torch.device("cuda"))

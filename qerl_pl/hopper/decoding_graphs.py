@@ -3,9 +3,9 @@
 vLLM replays the model's decoder blocks as one CUDA graph. The rest of a step is about 30 launches: positions, block
 tables and the schedule of attention before the blocks; logits, sampled tokens and their log-probabilities after them.
 With few sequences the GPU would wait for the host, which needs 2 to 4 ms for a step, whereas the GPU needs 2.5 ms for
-the blocks of a 7B model with 8 sequences. If two steps have equal numbers of sequences and of drafts and use the same
-sampling options, their launches are the same, and use tensors at fixed addresses. This module captures the launches in
-two further graphs, one before the blocks and one after them.
+the blocks of a 7B model with 8 sequences. These launches, and the addresses of their tensors, are the same in two
+decoding steps that have equal numbers of sequences and of drafted tokens and use the same sampling options. This module
+captures the launches in two further graphs, one before the blocks and one after them.
 """
 
 from collections.abc import Hashable, Iterator
@@ -38,8 +38,8 @@ from qerl_pl.memory.settings import GRAPH_SEQUENCES
 
 @dataclass
 class Step:
-    """CUDA graphs, with the tensors that they use, for all decoding steps that have one number of sequences with one
-    number of drafts per sequence."""
+    """CUDA graphs, and the tensors that they use, for all decoding steps of one shape: one number of sequences, with
+    one number of drafted tokens per sequence."""
 
     batch: InputBatch
     """vLLM's description of the batch. Its tensors on the GPU are the same for all steps; its values on the host change
@@ -55,8 +55,10 @@ class Step:
     ``kind_of_sampling``."""
 
     def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
-        """Set the values in ``batch`` that differ from step to step; return whether the batch has the same sequences in
-        the same order as at the last call."""
+        """Update ``batch``, vLLM's description of a decoding step, for the step whose CUDA graphs will be replayed
+        next: the ids of its sequences, their rows in vLLM's state tables, and their numbers of computed tokens. Returns
+        True if the sequences and their order are those of the previous call; their sampling options then need not be
+        read again."""
         batch, rows = self.batch, state.idx_mapping_np
         if not (same := np.array_equal(batch.idx_mapping_np, rows)):
             async_tensor_h2d(rows, out=batch.idx_mapping)
@@ -69,13 +71,13 @@ class Step:
 
 
 class DecodingGraphs:
-    """Replacements of methods of vLLM's model runner. For a batch whose kernel launches have been captured, they replay
-    CUDA graphs; for other batches, they call vLLM's methods.
+    """Replacements of methods of vLLM's model runner. In a decoding step whose kernel launches have been captured, they
+    replay CUDA graphs; in any other step, they call vLLM's methods.
 
     The first step with a new number of sequences is launched by vLLM, which compiles the kernels; then the same
     launches are captured. All graphs are replayed in order on vLLM's stream, so graphs for different numbers of
-    sequences share memory. Another stream copies each step's tokens to the host. The next step writes its tokens to the
-    same addresses, so its sampling graph waits for this copy.
+    sequences share memory. vLLM copies the sampled tokens of each step to the host on another stream. The next step
+    writes its sampled tokens to the same addresses, so its sampling graph waits until this copy has ended.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -145,10 +147,12 @@ class DecodingGraphs:
     def sample(
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Sample a token per row of logits; replaces the model runner's method of this name.
+        """Sample one token for each row of logits, by a CUDA graph if one has been captured for this decoding step.
+        Replaces the model runner's method of this name, and returns the same: the sampler's output, and for each
+        sequence the numbers of sampled and of rejected tokens.
 
-        ``hidden_states`` [tokens, hidden size] are always at the same address; ``grammar_output`` is None in steps that
-        have graphs.
+        ``hidden_states`` [tokens, hidden size], the model's output, are always at the same address, so graphs can read
+        them. ``grammar_output`` is None in steps that have graphs.
         """
         self.is_updated = False
         step = self.step_of(input_batch)
@@ -173,9 +177,9 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
-        """Capture the launches that vLLM has just made for the running step as CUDA graphs. If GPU memory runs out,
-        free torch's cached memory, which is impossible during a capture; the next step of this kind is then captured
-        again."""
+        """Capture, as CUDA graphs, the kernel launches that vLLM has just made for the current decoding step, so that
+        later steps of the same shape and sampling options replay them. If GPU memory runs out, no graph is kept and
+        torch's cached memory is freed, which torch cannot do during a capture; the next such step tries again."""
         try:
             step = self.step
             if self.uncaptured:
@@ -187,9 +191,10 @@ class DecodingGraphs:
             torch.cuda.empty_cache()
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
-        """Capture the launches that write the inputs of batches like ``batch``. The captured launches find the
-        sequences' rows in vLLM's tables by a tensor of row indices that belongs to this graph, and that
-        ``Step.describe`` updates before each replay."""
+        """Capture the kernel launches that write the model's inputs for decoding steps with as many sequences and
+        drafted tokens as ``batch``; return the graph with the tensors that it uses. The graph finds the sequences in
+        vLLM's state tables by a tensor of row indices of its own, which ``Step.describe`` updates before each
+        replay."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
         with self.capturing(self.input_memory) as graph:
@@ -242,14 +247,15 @@ class DecodingGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the CUDA stream on which all engines of a process capture graphs. They share it, because torch keeps a
-    workspace of cuBLAS for each such stream, 32 MiB on Hopper."""
+    """Return the CUDA stream on which all engines of a process capture graphs. All engines share this stream, because
+    torch keeps a cuBLAS workspace of 32 MiB (on Hopper) for each stream on which graphs are captured."""
     return torch.cuda.Stream(device)
 
 
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
-    """Return whether a step's launches can be captured in CUDA graphs: all sequences are decoding, with equally many
-    drafts, there are at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the model's blocks as one CUDA graph."""
+    """Return whether the kernel launches of a step can be captured as CUDA graphs: all of its sequences decode, with
+    equally many drafted tokens, it has at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the model's decoder blocks as
+    one CUDA graph."""
     drafts, num = state.num_draft_tokens_np, len(state.req_ids)
     if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
         return False
@@ -259,9 +265,10 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
-    """Return a value that is equal for two batches if vLLM's sampler launches the same kernels for both. ``rows`` are
-    the indices of a batch's sequences in vLLM's tables. Returns None, which means that sampling is not captured, if a
-    sequence has sampling options other than temperature and log-probabilities."""
+    """Return a key that is equal for two decoding steps if vLLM's sampler launches the same kernels in both, so that
+    they can replay the same CUDA graph. ``rows`` are the indices of a step's sequences in vLLM's tables of sampling
+    options. Returns None, which means that the sampler is not captured, if a sequence uses another option than
+    temperature and log-probabilities, such as top-p."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]
@@ -280,8 +287,8 @@ def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
 
 
 def use_graphs(worker: WorkerBase) -> None:
-    """Run decoding steps as CUDA graphs from now on, if all blocks of vLLM's model compute attention by FlashAttention;
-    otherwise change nothing."""
+    """Make vLLM run decoding steps entirely as CUDA graphs from now on. Nothing changes if the worker does not use
+    vLLM's model runner V2, or if not all blocks of the model compute attention by FlashAttention."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:
         return

@@ -6,9 +6,9 @@ takes longer. So there are no drafts at those numbers of sequences at which, in 
 drafts gave fewer tokens per sequence than steps without drafts give in the same time. The functions depend on counts
 and constants only, never on a clock, so a run that resumes with equal counts decides equally.
 
-Counts are a list with one row for each class of numbers of sequences (``CLASSES``), or an empty list. A row has the
-number of drafted tokens, the number of times that a sequence's drafts were verified, and the number of tokens that came
-out of these verifications.
+Decoding steps are divided into classes by their number of sequences (``CLASSES``). The counts of a rollout are a list
+with one row per class, or an empty list. A row has the number of drafted tokens, the number of times that a sequence's
+drafts were verified, and the number of tokens that came out of these verifications.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,11 @@ def by_class(counts: DraftCounts) -> list[list[int]]:
 
 
 def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Add a rollout's counts, ``new``, to three quarters of the earlier sums, ``history``, so that the effect of old
-    counts fades. A class of decoding steps that has no drafts therefore gets drafts again after some rollouts, when its
-    number of verifications has fallen below ``KNOWN``, because the policy's entropy may have changed."""
+    """Add the speculation counts of the last rollout, ``new``, to three quarters of the sum over earlier rollouts,
+    ``history``, so that old counts fade. Both have one row per class of decoding steps (``CLASSES``): drafted tokens,
+    verifications, and resulting tokens. An empty ``history`` means zeros. Where speculation is off, the number of
+    verifications falls, after some rollouts below ``KNOWN``; speculation is then tried again, because the policy's
+    entropy may have changed."""
     before = history or [[0, 0, 0]] * len(CLASSES)
     return [
         [3 * old // 4 + number for old, number in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)
@@ -46,8 +48,9 @@ def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -
 
 
 def drafts_by_sequences(history: Sequence[Sequence[int]], max_num_seqs: int) -> list[int]:
-    """Decide how many tokens are drafted for each sequence of a decoding step, by the number of sequences in the step:
-    a list whose entry n is for n sequences, from 0 to ``max_num_seqs``."""
+    """Decide how many tokens are drafted for each sequence of a decoding step, from the counts of earlier rollouts
+    (``history``, as ``remembered`` returns it). Returns a list whose entry n is the number of drafts per sequence in
+    steps with n sequences, for n from 0 to ``max_num_seqs``."""
     table = [0] * (max(max_num_seqs, CLASSES[-1]) + 1)
     first = 1
     for last, (_, verifications, tokens) in zip(CLASSES, history or [[0, 0, 0]] * len(CLASSES), strict=True):

@@ -1,5 +1,5 @@
-"""Entry points of this folder: functions that make a vLLM engine faster on Hopper GPUs, by patches, NVFP4 kernels, CUDA
-graphs and speculative decoding. The engine calls them through ``qerl_pl.native``."""
+"""Entry points of the folder ``qerl_pl/hopper``: functions that make vLLM faster on Hopper GPUs, by patches, NVFP4
+kernels, CUDA graphs and speculative decoding. The rollout engine calls them through ``qerl_pl.native``."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,18 +49,18 @@ def loading(policy: Policy) -> Iterator[None]:
 
 
 def loader_hooks() -> Any:
-    """Return a module with the functions ``unread``, ``lend`` and ``loaded``, which vLLM's model loader calls so that
-    the engine uses the trainer's weights instead of a second copy."""
+    """Return a module with the functions ``unread``, ``lend`` and ``loaded``. This project's model loader for vLLM
+    calls them, so that vLLM uses the trainer's base weights instead of a second copy."""
     from qerl_pl.hopper import one_copy
 
     return one_copy
 
 
 def spare(scheduler: Any) -> None:
-    """Reduce the CPU time that vLLM's scheduler takes per decoding step. The calls to its KV-cache manager return early
-    for tokens that neither need a new block of the cache nor fill one, which are 15 of 16 tokens with blocks of 16; and
-    the scheduler uses faster code for decoding (``RolloutScheduler.is_lean``). Schedulers of models with layers other
-    than full attention are not changed."""
+    """Reduce the CPU time that vLLM's scheduler takes per decoding step. Its calls to the KV-cache manager return early
+    for tokens that neither need a new block of the KV cache nor fill one: 15 of 16 tokens if a block has 16 slots. The
+    scheduler also uses faster code for decoding (``RolloutScheduler.is_lean``). Nothing changes if some layers of the
+    model are not full attention."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len

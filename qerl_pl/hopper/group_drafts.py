@@ -1,9 +1,11 @@
-"""Triton kernels that draft tokens for sequences: they find the longest match of a sequence's last tokens, in the
-sequence itself or in other completions of its prompt, and propose the tokens that follow the match.
+"""Triton kernels that draft tokens for speculative decoding without a draft model. For each sequence, they look for an
+earlier occurrence of its last tokens, in the sequence itself or in other completions of its prompt, and propose the
+tokens that follow this occurrence.
 
-One kernel finds the longest match in each block of positions; the other takes the best match of each sequence and
-copies the tokens that follow it. All sequences' tokens are in one table, with a row for each sequence. Drafts use no
-random numbers and no clock, and do not depend on the order of the table's rows, so equal calls give equal drafts.
+The tokens of all sequences are in one tensor, with a row for each sequence. The first kernel searches each row in
+blocks of 256 positions, and finds the longest match in each block. The second kernel takes the best of all matches for
+a sequence and copies the tokens that follow it. Drafts use no random numbers and no clock, and do not depend on the
+order of the rows, so equal calls give equal drafts.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -22,19 +24,19 @@ POSITION_BITS, COLUMN_BITS = 24, 12
 
 
 def draft(tokens: Tensor, lengths: Tensor, candidates: Tensor, rows: Tensor, num_drafts: int) -> Tensor:
-    """Draft tokens for N sequences, whose tokens are rows of a table with R rows: [N, num_drafts] int64.
+    """Draft tokens for N sequences for speculative decoding: [N, num_drafts] int64.
 
-    A sequence's drafts are the tokens that follow an earlier occurrence of its last m tokens, for the largest m up to
-    ``LONGEST_MATCH``. Of several occurrences, the one at the latest position is taken; of several at that position, in
-    different rows, the one in the row that ``candidates`` lists first. If nothing matches, or where the row found has
-    no further tokens, the drafts repeat the sequence's last token.
+    A sequence's drafts are the tokens that follow an occurrence of its last m tokens, in the sequence itself or in
+    other sequences, for the largest m up to ``LONGEST_MATCH`` that occurs. Of several occurrences, the one at the
+    latest position is taken; of several at that position, the one in the row that ``candidates`` lists first. If there
+    is none, or where its row has no further tokens, the drafts repeat the sequence's last token.
 
     Args:
-        tokens: [R, L] int32, up to L tokens per row, with stride 1 along L.
-        lengths: [R] int32, number of each row's tokens, at least 1 for rows that are read.
-        candidates: [R, C] int32, for each row of the table up to C rows, itself included, in which to look for its last
-            tokens; unused entries are -1.
-        rows: [N] int64, the row of each sequence.
+        tokens: [R, L] int32, the tokens of R sequences of at most L tokens, with stride 1 along L.
+        lengths: [R] int32, number of tokens of each row, at least 1 for rows that are read.
+        candidates: [R, C] int32, for each row up to C rows in which to look for its last tokens, usually including the
+            row itself; unused entries are -1.
+        rows: [N] int64, the rows of the N sequences.
         num_drafts: drafts per sequence, at least 1.
     """
     num, length, columns = len(rows), tokens.shape[1], candidates.shape[1]
@@ -68,9 +70,10 @@ def _match_kernel(
     POSITION: tl.constexpr,
     COLUMN: tl.constexpr,
 ):
-    """Find the best earlier occurrence of a sequence's last tokens in one block of positions of a candidate row of the
-    table. Write one number that is larger for a better occurrence, made of the length of the match, the position of its
-    last token, and the candidate's column; 0 if there is no match."""
+    """Find the best occurrence of a sequence's last tokens in ``BLOCK`` positions of one other row of the tensor of
+    tokens (or of its own), and write the occurrence as one integer. The integer is made of the number of matching
+    tokens, the position of the last of them, and the rank of the row in ``candidates``, such that the best occurrence
+    of all has the largest integer. 0 means that nothing matches."""
     sequence, column, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place = (sequence * columns + column) * tl.num_programs(2) + block
     row = tl.load(rows + sequence)

@@ -1,15 +1,15 @@
-"""Triton kernels by which the engine multiplies the rows of a mixture of experts by NVFP4 weights, in the order in
-which the trainer stores them.
+"""Triton kernels with which vLLM computes the experts of a mixture-of-experts (MoE) layer from NVFP4 weights in the
+trainer's layout, so that trainer and vLLM can share one copy.
 
-A row is a token and one of the k experts chosen for it. The weights are the stacks of ``StackedLinear``, as the trainer
-reads them. Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs of which a slice (gate,
-up) has n.
+A row is a token together with one of the k experts chosen for it. The weights of all experts are one stacked tensor
+(``quant.experts.StackedLinear``). Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs
+of which a slice (gate, up) has n.
 
-A 32-bit word holds the codes of eight columns. Two codes whose bits are 16 apart, of columns i and i + 4, become a pair
-of bf16 numbers by a few operations on the whole word. To pair neighbours, the bits would have to be spread first.
-The sum over K may have any order, so the columns of x are put in the order that this gives (``_columns_of_x``), in each
-tile of x, which is small. The order is also such that a thread's operands of the tensor cores are in 16 consecutive
-bytes of a row of codes.
+A 32-bit word of a weight has the 4-bit codes of eight neighbouring columns. The codes of columns i and i + 4 are 16
+bits apart, so a few operations on the whole word make a pair of bf16 numbers of them; to pair neighbours, their bits
+would have to be moved apart first. The dequantised columns are therefore in another order. A sum over K may have any
+order, so the kernel puts the columns of each tile of x in the same order (``_columns_of_x``). In this order, the codes
+that a thread needs for the tensor cores are also 16 consecutive bytes.
 
 The product of a code and its block scale has at most six significant bits, so it is exact in bf16. The tensor scale is
 multiplied with the fp32 sums.
@@ -37,8 +37,9 @@ _KEPT = tl.constexpr(0x81C081C0 - 2**32)
 
 
 class Rows(NamedTuple):
-    """The rows of each expert. A slot is an expert; if there are fewer rows than experts, it is a row, and all slots of
-    an expert but the first are empty."""
+    """Rows (pairs of a token and an expert chosen for it) by expert, in lists called slots. There is one slot per
+    expert. If there are fewer rows than experts, there is one slot per row instead: the slot of an expert's first row
+    then lists all rows of this expert, and the slots of its other rows are empty."""
 
     expert: Tensor
     """[slots] int32, the expert of each slot."""
@@ -64,8 +65,9 @@ class Tile(NamedTuple):
 
 
 def choose_tile(num_rows: int, num_experts: int) -> Tile:
-    """Choose the tile for ``num_rows`` rows that are divided among ``num_experts`` experts. It has enough rows for most
-    experts, because for the further rows of an expert the weights are read again."""
+    """Choose how much of the product a thread block computes at a time, for ``num_rows`` rows that are divided among
+    ``num_experts`` experts. The tile has enough rows for most experts: the weights of an expert with more rows than a
+    tile are read once for each tile."""
     average = num_rows / num_experts
     if num_rows <= num_experts // 4:  # so few thread blocks have rows that smaller ones are needed to use every SM
         return Tile(16, 64)
@@ -75,8 +77,9 @@ def choose_tile(num_rows: int, num_experts: int) -> Tile:
 
 
 def find_rows(ids: Tensor, num_experts: int) -> Rows:
-    """Find the rows of each expert, given the ids of the experts of each token, [T, k] integers. Rows whose expert's
-    number is negative or at least ``num_experts`` are left out."""
+    """Find the rows that each expert computes, for ``multiply``. ``ids`` [T, k] integers are the experts chosen for
+    each token; row t k + j is token t with its j-th expert. Rows whose expert is negative or at least ``num_experts``
+    are left out."""
     if ids.ndim != 2 or not ids.is_contiguous() or ids.is_floating_point():
         raise ValueError(f"ids: {ids.dtype} {tuple(ids.shape)}; expected contiguous integers [T, k]")
     num_rows = ids.numel()
@@ -99,8 +102,9 @@ def multiply(
     tile: Tile | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each row by the matrix of its expert: y = x W^T, [S, N] in the dtype of x. Sums are fp32, and rounded
-    once. Elements of rows that ``find_rows`` left out are undefined.
+    """Multiply each of S rows (a token together with one of its k experts) by the weight of the row's expert: y = x
+    W^T, [S, N] in the dtype of x. Sums are fp32, and rounded once. Elements of rows that ``find_rows`` left out are
+    undefined.
 
     Args:
         x: [T, K] or [S, K], inputs of each token or of each row; bf16, or fp32 in Triton's interpreter.
@@ -261,10 +265,10 @@ def _multiply_kernel(
 
 @triton.jit
 def _columns_of_x(tile):
-    """Put the columns of a tile of x in the order of ``_unpack``: column 32 t + 8 w + 4 j + i of each 128 columns
-    becomes column 32 w + 8 i + 2 t + j. A product of 16 columns by tensor cores gives thread t of four a pair from each
-    of two groups of eight; so all its codes of 128 columns are in four consecutive words w, and j is the pair's half.
-    """
+    """Reorder the columns of a tile of x as ``_unpack`` orders those of the weight: of each 128 columns, column 32 t +
+    8 w + 4 j + i becomes column 32 w + 8 i + 2 t + j. In a tensor core product of 16 columns, thread t of four has two
+    neighbouring columns (j = 0, 1) of each group of eight; with this order, its weights of 128 columns are in four
+    consecutive words w."""
     ROWS: tl.constexpr = tile.shape[0]
     GROUPS: tl.constexpr = tile.shape[1] // 128
     split = tl.reshape(tile, [ROWS, GROUPS, 4, 4, 2, 4])  # rows, groups, t, w, j, i

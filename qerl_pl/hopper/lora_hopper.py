@@ -80,9 +80,10 @@ def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
-    """Choose how the kernel ``shrink``, which computes h = x A^T, is divided among thread blocks, given the SMs that
-    the batch GEMM leaves idle. ``a`` and ``b`` are the matrices of the adapter, as in ``Adapter``. Returns None if the
-    adapter cannot be fused into the GEMM, or if adding it after the GEMM is faster."""
+    """Choose how the kernel ``shrink``, which computes h = x A^T for a LoRA adapter, is divided among thread blocks,
+    given the SMs that the base layer's GEMM (``nvfp4_batch``) leaves idle. ``a`` and ``b`` are the matrices of the
+    adapter, as in ``Adapter``. Returns None if the adapter cannot be fused into the GEMM, or if adding it after the
+    GEMM is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or not fits_adapter(a, b):
         return None
     rank, inputs = a[0].shape
@@ -161,8 +162,8 @@ def shrink_arguments(adapter: Adapter | None) -> list[Any]:
 
 
 def hidden_clusters(adapter: Adapter) -> int:
-    """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T: for each slice, one
-    per ``BLOCK_RANKS`` of its ranks."""
+    """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T of an adapter: one
+    for each ``BLOCK_RANKS`` rows, or fewer at the end, of each matrix A."""
     return len(adapter.a) * -(-len(adapter.a[0]) // BLOCK_RANKS)
 
 

@@ -1,9 +1,10 @@
-"""Let vLLM compute the experts of a mixture from the trainer's NVFP4 weights, by the kernels of ``grouped_nvfp4``, so
-that vLLM needs no copy of these weights.
+"""Let vLLM compute the experts of mixture-of-experts (MoE) layers from the trainer's NVFP4 weights, by the kernels of
+``grouped_nvfp4``, so that vLLM needs no copy of these weights.
 
-The trainer stores the weights of one linear layer (gate, up or down) of all experts of a block as one stacked tensor in
-row order (``quant.experts.StackedLinear``). ``lend`` gives these tensors to vLLM's layers before vLLM converts its own
-weights, and ``install`` then replaces the layers' kernels and frees the weights that vLLM has allocated.
+The trainer stores the weights of one linear layer (gate, up or down) of all experts of a block as one stacked tensor,
+in the layout of checkpoints (``quant.experts.StackedLinear``). ``lend`` gives these tensors to vLLM's MoE layers after
+vLLM has read the checkpoint. When vLLM then wants to convert a layer's weights for its own kernels, ``install``
+replaces the kernels and frees vLLM's weights.
 
 Letters: T tokens, k experts per token, S = T k rows, E experts, H hidden size, I inner size of an expert.
 """
@@ -48,8 +49,8 @@ class Stacks(NamedTuple):
 
     @property
     def digest(self) -> Tensor:
-        """Checksums, [6 E] int64: for each expert and each of gate, up and down, the sum of its codes and the sum of
-        its block scales (``bit_sums``)."""
+        """Checksums of these weights, [6 E] int64 for E experts: for each of gate, up and down and each expert, the sum
+        of the 4-bit codes and the sum of the block scales (``bit_sums``)."""
         return bit_sums(tensor for stack in self for tensor in (stack.codes, stack.block_scale))
 
 
@@ -67,17 +68,17 @@ class Adopted(NamedTuple):
         return sum(stack.codes.nbytes + stack.block_scale.nbytes for stack in self.stacks)
 
     def holds(self, linears: Sequence[FrozenLinear]) -> Tensor:
-        """Return, as a tensor [] bool, whether the kernel still reads the trainer's memory, in which the weights still
-        have the digest that they had when the model was loaded. ``linears`` are gate, up and down of the trainer's
-        first expert."""
+        """Return, as a tensor [] bool, whether the kernel of this MoE layer still reads the trainer's memory, and the
+        checksums of the weights there are still those taken when the model was loaded. ``linears`` are gate, up and
+        down of the trainer's first expert, whose addresses are compared with the kernel's."""
         firsts = zip(self.stacks, linears, strict=True)
         is_shared = all(stack.codes.data_ptr() == linear.codes.data_ptr() for stack, linear in firsts)
         return (self.stacks.digest == self.digest).all() & is_shared
 
 
 class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
-    """Kernel class for experts, in vLLM's sense, that reads NVFP4 weights in the trainer's order. vLLM's kernels or
-    this project's (``rollout.vllm.cuda``) add the adapters."""
+    """Class with which vLLM computes the experts of MoE layers, from NVFP4 weights in the layout in which the trainer
+    stores them. LoRA adapters of experts are added by vLLM's kernels or by those of ``rollout.vllm.cuda``."""
 
     stacks: Stacks
     """The weights; ``install`` sets them. vLLM's arguments ``w1`` and ``w2`` only tell shapes."""
@@ -100,9 +101,10 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, *_: object
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of two scratch tensors and of the output, for M = T tokens, N = 2 I outputs of gate and up,
-        K = H inputs, and ``topk`` = k. The first scratch tensor holds SwiGLU's product; vLLM lets the output overlap
-        with it. The second holds the outputs of gate and up, and later those of down."""
+        """Tell vLLM the shapes of two scratch tensors and of the output that ``apply`` needs, for M tokens, N outputs
+        of gate and up together, K inputs (the hidden size), and ``topk`` experts per token. The first scratch tensor
+        holds SwiGLU's product; vLLM lets the output overlap with it. The second holds the outputs of gate and up, and
+        later those of down."""
         rows = M * topk
         return (rows, max(N // 2, K)), (rows * max(N, K),), (M, K)
 
@@ -124,8 +126,9 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
         expert_tokens_meta: modular.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Compute tokens ``hidden_states`` [T, H] by their experts ``topk_ids`` [T, k], and write the experts' outputs,
-        added with the weights ``topk_weights`` [T, k] fp32, to ``output`` [T, H]."""
+        """Compute the output of an MoE layer for T tokens ``hidden_states`` [T, H] with hidden size H, and write it to
+        ``output`` [T, H]: for each token, the sum of the outputs of its k experts ``topk_ids`` [T, k], weighted by
+        ``topk_weights`` [T, k] fp32."""
         from qerl_pl.hopper.grouped_nvfp4 import find_rows, multiply  # Triton's kernels, which only a run needs
 
         gate, up, down = self.stacks
@@ -151,9 +154,9 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
 
 
 def stack_of(linears: Sequence[FrozenLinear]) -> PackedWeight | None:
-    """Return the weights of one linear layer of all experts as one stack that shares the memory of ``linears``, the
-    trainer's layers in the order of the experts. None: the layers are not in NVFP4, or do not lie one after another in
-    memory."""
+    """Return the weights of one linear layer (gate, up or down) of all experts of an MoE layer as one stacked weight
+    that shares the memory of ``linears``, the trainer's layers in the order of the experts. Returns None if they are
+    not in NVFP4, or do not follow each other in memory."""
     codes = _stacked([linear.codes for linear in linears])
     scales = _stacked([linear.block_scale for linear in linears])
     if codes is None or scales is None or any(linear.fmt is not NVFP4 for linear in linears):
@@ -162,8 +165,8 @@ def stack_of(linears: Sequence[FrozenLinear]) -> PackedWeight | None:
 
 
 def lent_layers(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[tuple[str, Any, Stacks]]:
-    """Find the mixtures of vLLM's model that can use the trainer's weights. Yields the name of the module that contains
-    the experts in the trainer's model, vLLM's layer, and the trainer's weights."""
+    """Find the MoE layers of vLLM's model that can use the trainer's weights. Yields, for each, the name of the module
+    that contains the experts in the trainer's model, vLLM's layer, and the trainer's weights."""
     for parent, layer in expert_layers(model):
         names = [[f"{parent}.{expert}.{part}" for expert in range(layer.moe_config.num_experts)] for part in PARTS]
         if is_supported(layer) and all(name in linears for group in names for name in group):
@@ -173,8 +176,9 @@ def lent_layers(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterat
 
 
 def is_supported(layer: RoutedExperts) -> bool:
-    """Return whether ``NativeExperts`` can compute a mixture of vLLM's model: it is read from a checkpoint of
-    compressed-tensors, has NVFP4 weights, 16-bit activations and SwiGLU, and is not divided among GPUs."""
+    """Return whether ``NativeExperts`` can compute an MoE layer of vLLM's model: the layer is read from a checkpoint in
+    the format of compressed-tensors, has NVFP4 weights, 16-bit activations and SwiGLU, and is not divided among
+    GPUs."""
     method, config = layer.quant_method, layer.moe_config
     if type(method) is not with_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod:
         return False
@@ -184,16 +188,16 @@ def is_supported(layer: RoutedExperts) -> bool:
 
 
 def unread(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> set[str]:
-    """Return the names of the trainer's modules of experts whose 4-bit codes and block scales vLLM need not read from
-    the checkpoint."""
+    """Return the names of the modules of the trainer's model whose experts vLLM need not read from the checkpoint
+    (4-bit codes and block scales), because it will use the trainer's memory."""
     return {parent for parent, _, _ in lent_layers(model, linears)}
 
 
 def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Collection[str]) -> None:
-    """Store a reference to the trainer's weights, which ``install`` uses later, in each of vLLM's layers of experts
-    that are in ``unread``, names of experts' linear layers (``Fused.name``) that vLLM does not read from the
-    checkpoint. Their parameters become placeholders on the GPU that take no memory, so that vLLM has nothing to copy
-    there."""
+    """Store, in each MoE layer of vLLM's model whose experts vLLM has not read from the checkpoint, a reference to the
+    trainer's weights, which ``install`` uses later. ``unread`` has the names (``Fused.name``) of the linear layers that
+    vLLM has not read. Their parameters become placeholders on the GPU that take no memory, so that vLLM has nothing to
+    copy there."""
     for parent, layer, stacks in lent_layers(model, linears):
         if f"{parent}.0.down_proj" in unread:
             layer.trainers_experts = stacks
@@ -202,12 +206,14 @@ def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Colle
 
 
 def install(method: Any, layer: Any) -> bool:
-    """Replace vLLM's kernel for a layer of experts by ``NativeExperts``, which reads the trainer's weights, and free
-    the weights that vLLM has allocated for the layer. Called before vLLM converts the layer's weights, which it then
-    skips. Returns False, and changes nothing, if ``lend`` has not given the trainer's weights to the layer.
+    """Replace vLLM's kernel for the experts of an MoE layer by ``NativeExperts``, which reads the trainer's weights,
+    and free the weights that vLLM has allocated for the layer. Called in place of vLLM's conversion of the layer's
+    weights. Returns False, and changes nothing, if ``lend`` has not given the trainer's weights to the layer; vLLM then
+    converts its own weights.
 
-    The trainer's tensors become parameters of the layer, so that the end of the engine drops the references to them
-    (``rollout.vllm.memory.free``), as it does for linear layers."""
+    The trainer's tensors become parameters of the layer, so that ``rollout.vllm.memory.free`` drops these references
+    when the engine ends, as it does for linear layers.
+    """
     stacks: Stacks | None = vars(layer).pop("trainers_experts", None)
     if stacks is None:
         return False
@@ -239,8 +245,8 @@ def install(method: Any, layer: Any) -> bool:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """View tensors of equal shapes that lie one after another in memory as one tensor with a further first dimension;
-    None if they do not."""
+    """View tensors that follow each other in memory as one tensor with a further first dimension; None if they do not,
+    or if their shapes or dtypes differ."""
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         place = first.data_ptr() + number * first.nbytes

@@ -34,8 +34,8 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 class Native(NamedTuple):
     """Value of the attribute ``native``, which marks linear layers of vLLM that this project's CUDA kernels compute.
-    The next layer's weight is inside a tuple, because torch would register a tensor that is itself an attribute as a
-    parameter of the layer."""
+    The next layer's weight is in this tuple, because torch would register it as a parameter of the layer if it were an
+    attribute of its own."""
 
     next_weight: Tensor | None = None
     """Weight of the linear layer that is computed after this one, or None; ``nvfp4_decode.decode_linear`` prefetches
@@ -57,9 +57,9 @@ class Native(NamedTuple):
 
 
 class NativeLinear(NvFp4LinearKernel):
-    """Kernel class for vLLM that computes NVFP4 linear layers with 16-bit activations. If the CUDA kernels support a
-    layer's shape, its weight is put in tile order, the order that they read, after loading. Any other weight stays in
-    row order, and is dequantised in every call."""
+    """Kernel class for vLLM that computes NVFP4 linear layers with 16-bit activations. After loading, a layer's weight
+    is rearranged to the layout that this project's CUDA kernels read (``tile_order``), if they support its shape. Any
+    other weight keeps the layout of checkpoints, and is dequantised in every call."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -125,8 +125,9 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-    """Compute a linear layer that has the attribute ``native``: [..., K] -> [..., N], or [..., N / 2] if
-    ``Native.gated``. ``adapter`` is empty, or has the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
+    """Compute a linear layer of vLLM by this project's CUDA kernels: [..., K] -> [..., N] for K inputs and N outputs,
+    or [..., N / 2] if ``Native.gated``. The layer must have the attribute ``native``. ``adapter`` is empty, or has the
+    arguments a, b, indices and no_lora of ``nvfp4_linear``."""
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
         x.reshape(-1, x.shape[-1]), *weights, bias, *layer.native, *(adapter or ([], [], None, None))
@@ -203,8 +204,9 @@ def _without_adapter(
 def dequantised_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute a linear layer, [T, K] bf16 -> [T, N]: dequantise the NVFP4 weight, which may be in row order or tile
-    order, to scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in the order of the outputs."""
+    """Compute a linear layer with N outputs, [T, K] bf16 -> [T, N]: dequantise its NVFP4 weight to scratch memory of 2
+    N K bytes, and multiply by cuBLAS. The weight may have the layout of checkpoints or that of ``tile_order``; the bias
+    is in the order of the outputs."""
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 

@@ -98,8 +98,9 @@ between them uses the schedule of the next larger one."""
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
-    """Choose the schedule with which the batch GEMM is predicted to take the least time; None if this kernel cannot
-    compute the GEMM. ``fuses_lora``: the GEMM also adds a LoRA adapter."""
+    """Choose how the batch GEMM (this module's kernel) divides a product among thread blocks, such that its predicted
+    time is shortest. Returns None if the kernel cannot compute the product. ``fuses_lora``: the GEMM also adds a LoRA
+    adapter."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % X_BOX_INPUTS:
         return None
     return _fastest(FULL_TILES[bisect_left(FULL_TILES, num_tokens)], outputs, inputs, fuses_lora)
@@ -120,8 +121,8 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
     """Predict how many SMs the batch GEMM leaves idle for ``lora_hopper.shrink``, which computes the adapter's h = x
-    A^T, and for how many seconds. If SMs run several thread blocks one after another, SMs that finish early count as
-    idle from the start."""
+    A^T, and for how many seconds. If SMs run several thread blocks one after another, an SM that would finish early
+    counts as idle from the start."""
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:
@@ -142,8 +143,9 @@ def variants_for(num_tokens: int) -> list[Variant]:
 
 
 def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield candidate schedules of a kernel variant: one per number of parts into which K is split, and some without
-    splitting, in which thread blocks of n and of n - 1 tiles of 64 outputs together fill whole waves."""
+    """Yield candidate divisions of a GEMM among thread blocks, for one kernel variant: one for each number of parts
+    into which the K inputs are split, and some without a split, whose thread blocks compute n or n - 1 tiles of 64
+    outputs and together occupy the GPU's SMs in every wave."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
@@ -190,8 +192,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predict the seconds that a GEMM takes on the GPU whose constants ``costs`` has; infinite if K is split into more
-    parts than it has pipeline stages, which is impossible."""
+    """Predict the seconds that a GEMM takes on the GPU that ``costs`` describes. Infinite if ``schedule`` splits the K
+    inputs into more parts than there are pipeline stages of ``STAGE_INPUTS`` inputs, which is impossible."""
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:
@@ -243,8 +245,8 @@ def batch_linear(
     """Compute y = x W^T + bias by the batch GEMM, plus a LoRA adapter's h B^T if ``update`` is given, and round the sum
     to bf16 once: [T, N] bf16.
 
-    The arguments x to ``out`` are those of ``nvfp4_decode.decode_linear``. The CUDA driver refuses (RuntimeError) an x
-    whose address is no multiple of 16.
+    All arguments before ``update`` are as in ``nvfp4_decode.decode_linear``. The CUDA driver refuses (RuntimeError) an
+    x whose address is no multiple of 16.
     """
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]

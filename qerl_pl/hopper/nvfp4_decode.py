@@ -87,8 +87,8 @@ VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values(), 
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
-    """Choose the schedule with which the decode GEMM computes a linear layer; None if this kernel cannot compute it, or
-    if another kernel is faster."""
+    """Choose how the decode GEMM (this module's kernel) divides a linear layer's product among thread blocks. Returns
+    None if the kernel cannot compute it, or if another kernel is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % (4 * K_BLOCK):
         return None
     size, blocks = next(most for most in WIDE if num_tokens <= most), -(-outputs // BLOCK_OUTPUTS)
@@ -102,8 +102,9 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
-    """Choose the schedule of a linear layer that has enough blocks of 256 outputs to fill the GPU with little or no
-    division of the K inputs. ``size`` is the largest number of tokens of the kernel variant."""
+    """Choose the division among thread blocks for a linear layer with so many outputs that its ``blocks`` of 256
+    outputs fill the GPU with little or no division of the K inputs. ``size`` is the largest number of tokens of the
+    kernel variant."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks
@@ -116,8 +117,8 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 
 
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
-    """Choose the schedule of a linear layer with few blocks of 256 outputs, which fill the GPU only if the K inputs are
-    divided among thread blocks. ``size`` is the largest number of tokens of the kernel variant."""
+    """Choose the division among thread blocks for a linear layer with few ``blocks`` of 256 outputs, which fill the GPU
+    only if the K inputs are divided, too. ``size`` is the largest number of tokens of the kernel variant."""
     if size > FEW_TOKENS:
         return None
     # Divide K into the largest number of parts with which all clusters run at the same time, one thread block per SM. A
@@ -171,7 +172,8 @@ def decode_linear(
     next_weight: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """Compute y = x W^T + bias, plus an adapter's h B^T with h = x A^T if one is given, and round the sum to bf16 once.
+    """Compute a linear layer, y = x W^T + bias, for up to 64 tokens. A LoRA adapter's h B^T with h = x A^T is added if
+    one is given. The sum is rounded to bf16 once.
 
     The kernel starts to copy the weight before the previous kernel of the stream has ended (programmatic dependent
     launch), so the previous kernel must not write ``weight`` or ``scales``. A few thread blocks compute h, and the
@@ -221,10 +223,10 @@ def decode_linear(
 
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
-    """Choose which bytes of the next GEMM's weight the ``blocks`` thread blocks of this GEMM prefetch to L2: equally
-    many from the start of each of the parts into which the next GEMM divides K. Returns the fields of ``Next`` in
-    nvfp4_decode.cu: the weight, the number of parts, the bytes from one part to the next, the number of thread blocks
-    that prefetch, and the bytes that each of them prefetches."""
+    """Choose which bytes of the next GEMM's weight the ``blocks`` thread blocks of this GEMM prefetch to L2. The next
+    GEMM divides K into parts; equally many bytes from the start of each part are prefetched. Returns the fields of
+    ``Next`` in nvfp4_decode.cu: the weight, the number of parts, the distance of two parts in bytes, the number of
+    thread blocks that prefetch, and the bytes that each of them prefetches."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape
@@ -237,8 +239,9 @@ def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tenso
 
 
 def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Reorder codes [N, K] uint8 and scales [N, K / 16] e4m3 such that, for each tile of 64 outputs x 16 inputs, the 16
-    bytes of codes that one lane of a warp needs for ``wgmma`` are contiguous.
+    """Reorder the 4-bit codes [N, K] uint8 (one per byte) and block scales [N, K / 16] e4m3 of an NVFP4 weight such
+    that, for each tile of 64 outputs x 16 inputs, the 16 bytes of codes that one lane of a warp needs for ``wgmma`` are
+    contiguous.
 
     Returns:
         Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words per tile, one per 16 outputs. With

@@ -1,11 +1,12 @@
 """Let trainer and vLLM use one copy of the 4-bit weights of the base model's linear layers, on GPUs where the CUDA
-kernels of this project compute vLLM's linear layers. (``native_experts`` does the same for the experts of mixtures.)
+kernels of this project compute vLLM's linear layers. (``native_experts`` does the same for the experts of MoE layers.)
 
 The copy is in the trainer's memory, outside vLLM's pool, so the engine cannot free or move it when it sleeps, closes,
-fails to start or starts again. Before vLLM loads its model, the trainer's weights are put into tile order, the order
-that the kernels read. vLLM does not read these weights from the checkpoint: before it converts a layer's weight to the
-kernels' order, the layer gets a copy of the trainer's weight (``give``). After the conversion, if the converted copy
-and the trainer's weight have the same bits, the layer uses the trainer's memory and the copy is freed (``adopt``).
+fails to start or starts again. Before vLLM loads its model, the trainer's weights are rearranged to the layout that the
+kernels read (``tile_order``). vLLM does not read these weights from the checkpoint. Just before it would convert a
+layer's weight to the kernels' layout, the layer gets a copy of the trainer's weight in the layout of checkpoints
+(``give``). After the conversion, if the layer's weight and the trainer's have the same bits, the layer uses the
+trainer's memory and the copy is freed (``adopt``).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,8 +36,8 @@ class Adopted(NamedTuple):
     digest: Tensor  # [2] int64, ``digest_of`` the linear when it was loaded
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
-        """Return, as a tensor [] bool, whether a linear layer of vLLM still uses the trainer's memory, and its weights
-        still have the digest that they had when the layer was loaded."""
+        """Return, as a tensor [] bool, whether a linear layer of vLLM still uses the memory of the trainer's layers
+        ``parts``, and the checksums of the weights there are still those taken when the layer was loaded."""
         whole = whole_of([part.packed for part in parts])
         is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
         return (digest_of(layer) == self.digest).all() & is_shared
@@ -49,9 +50,9 @@ def digest_of(layer: Any) -> Tensor:
 
 
 def put_in_tile_order(linears: Linears) -> None:
-    """Rearrange those NVFP4 weights of the trainer whose shapes the CUDA kernels support to tile order, the order that
-    the kernels read. Weights that vLLM fuses into one matrix become views of one buffer. A second call changes
-    nothing."""
+    """Rearrange the trainer's NVFP4 weights, in place, to the layout that this project's CUDA kernels read
+    (``tile_order``), where the kernels support a layer's shape. Weights that vLLM fuses into one matrix, such as those
+    of q, k and v, become views of one buffer. A second call changes nothing."""
     for group in fused_groups(list(linears), present=linears.keys()).values():
         parts = [linears[name] for name in group]
         weights = [part.packed for part in parts]
@@ -82,9 +83,11 @@ def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
 
 
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
-    """Store in each linear layer of vLLM a reference to the trainer's weight in tile order, which ``give`` and
-    ``adopt`` use later. ``unread`` names layers whose weights vLLM does not read from the checkpoint: their parameters
-    become placeholders that take no memory, on the trainer's device, so that vLLM has nothing to copy to the GPU."""
+    """Store, in each linear layer of vLLM, a reference to the trainer's weight, or None if the trainer's weight is not
+    in the layout of the CUDA kernels; ``give`` and ``adopt`` use it later. ``unread`` has the names of layers whose
+    weights vLLM has not read from the checkpoint: their parameters become placeholders on the trainer's device that
+    take no memory, so that vLLM has nothing to copy to the GPU. The experts of MoE layers are treated in the same
+    way."""
     for name, layer, _, parts in fused_linears(model, linears):
         layer.trainers_weight = whole = whole_of([part.packed for part in parts])
         if name in unread and whole is not None:
@@ -96,8 +99,9 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
 
 
 def give(layer: Any) -> None:
-    """Copy the trainer's weight, in the row order of checkpoints, to a linear layer of vLLM whose weight vLLM has not
-    read. Called before vLLM converts the layer's weight to tile order."""
+    """Fill the weight of a linear layer of vLLM, if vLLM has not read it from the checkpoint, with a copy of the
+    trainer's weight. Called just before vLLM converts the layer's weight from the layout of checkpoints to that of the
+    CUDA kernels, so the copy is in the layout of checkpoints."""
     if vars(layer).pop("is_empty", False):
         rows = to_row_order(layer.trainers_weight)
         codes, scales = packed_codes(layer), layer.weight_scale
@@ -105,8 +109,10 @@ def give(layer: Any) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """Make a linear layer of vLLM use the trainer's memory for its weight, if the trainer's weight has the same bits;
-    return whether it does. Called after vLLM has converted the layer's weight to tile order."""
+    """Make a linear layer of vLLM use the trainer's memory for its weight, and free the layer's own. Called after vLLM
+    has converted the weight to the layout of the CUDA kernels, which is also that of the trainer's weight. Returns
+    False, and changes nothing, if ``lend`` has stored no weight in the layer, or if the bits of the two weights
+    differ."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
         return False
@@ -121,10 +127,10 @@ def adopt(layer: Any) -> bool:
 
 
 def loaded(model: nn.Module, linears: Linears, device: torch.device, *, one_adapter: bool) -> None:
-    """Complete a model whose weights vLLM has loaded and converted: move parameters to the GPU, and let linear layers
-    prefetch the next layer's weight. If vLLM has only ``one_adapter`` slot, the operator of gate and up adds the
-    adapter itself, and therefore also computes silu(gate) * up. With several slots, vLLM adds adapters to the
-    operator's output, so silu(gate) * up has to be computed afterwards."""
+    """Complete a model whose weights vLLM has loaded and converted: move parameters to the GPU, and let the kernel of
+    each linear layer prefetch the next layer's weight. If vLLM has only one adapter slot (``one_adapter``), the kernel
+    of gate and up adds the adapter itself, so it can also compute silu(gate) * up. With several slots, vLLM adds
+    adapters to that kernel's output, so silu(gate) * up is computed afterwards."""
     place(model, linears, device)
     tell_next_weights(model)
     if one_adapter:

@@ -76,8 +76,8 @@ def warmup_without_unused_kernels() -> None:
 
 @contextmanager
 def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) -> Iterator[None]:
-    """Use this project's kernel class for the NVFP4 linear layers with 16-bit activations that vLLM loads within this
-    context.
+    """Make vLLM compute, by this project's kernel class, the NVFP4 linear layers with 16-bit activations that it loads
+    within this context.
 
     Symptom: with few sequences, NVFP4 decodes no faster than bf16, and equal calls may sample different tokens.
     Cause: vLLM chooses from a fixed list of its own kernel classes, and its LoRA layers add the adapter afterwards.
@@ -123,16 +123,17 @@ def packed_weights_on_host() -> Iterator[None]:
 
 @contextmanager
 def native_nvfp4_experts(install: Callable[[Any, Any], bool]) -> Iterator[None]:
-    """Use this project's kernel class for the NVFP4 experts that vLLM loads within this context, and allocate their
-    weights in host memory, where they take none until they are written.
+    """Make vLLM compute, by this project's kernel class, the NVFP4 experts that it loads within this context, and
+    allocate their weights in host memory, which takes no physical memory until it is written.
 
-    Symptom: trainer and vLLM have a copy each of the experts, which are nearly all of a mixture's weights.
+    Symptom: trainer and vLLM each have a copy of the experts, which are nearly all weights of a mixture-of-experts
+    model.
     Cause: vLLM allocates the experts' weights on the GPU, reads them, and rearranges them for one of its own kernels.
     Versions: vLLM 0.32. Upstream: none known.
 
     Args:
-        install: called with vLLM's object for the format and the layer; returns False if vLLM is to convert the layer's
-            weights itself.
+        install: called with vLLM's quantisation method and each MoE layer, after loading; returns False if vLLM is to
+            convert the layer's weights itself.
     """
     layers = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
     method = import_module(f"{layers}.compressed_tensors_moe_w4a4_nvfp4").CompressedTensorsW4A4Nvfp4MoEMethod
@@ -171,8 +172,8 @@ def _nvfp4_modules() -> tuple[Any, Any]:
 def cache_of_unchanged_blocks(
     manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
 ) -> None:
-    """Skip the scheduler's calls to the KV-cache manager for tokens that need no new block of the KV cache and fill
-    none.
+    """Skip the calls of vLLM's scheduler to the KV-cache manager for tokens that need no new block of the KV cache and
+    complete none.
 
     Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
     Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
@@ -187,7 +188,7 @@ def cache_of_unchanged_blocks(
 
 
 def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
-    """Run what vLLM launches before and after the model's CUDA graph as CUDA graphs, too.
+    """Run the kernels that vLLM launches before and after the model's CUDA graph as CUDA graphs, too.
 
     Symptom: with few sequences, the GPU waits for the host, which takes 2 to 4 ms for a decoding step.
     Cause: outside of the model's graph vLLM launches about 30 kernels per step, one after another.
@@ -208,8 +209,8 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
 
 
 def speculation_without_other_tokens(runner: Any, verifier: Any, drafts: Any) -> None:
-    """Accept a drafted token only if it equals the token that is sampled at its position without drafts, and draft also
-    from other completions of the prompt.
+    """Make vLLM accept a drafted token only if it equals the token that would be sampled at its position without
+    drafts, and take drafts from other completions of the prompt, too.
 
     Symptom: with vLLM's verification, drafts decide which tokens are sampled; vLLM drafts from a sequence's text only.
     Cause: vLLM accepts or rejects a draft by a further random number, and replaces a rejected one by another token.

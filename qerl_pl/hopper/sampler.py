@@ -24,9 +24,9 @@ def sampled_scores(
     logits_mode: bool = False,
     **others: Any,
 ) -> LogprobsTensors:
-    """Compute log-probabilities and ranks of T sampled tokens from logits [T, V] over a vocabulary of V tokens.
-    Replaces vLLM's ``compute_topk_scores``, and calls it if log-probabilities of tokens that were not sampled are asked
-    for too."""
+    """Compute the log-probabilities of T sampled tokens, and their ranks by logit, from logits [T, V] over a vocabulary
+    of V tokens. Replaces vLLM's ``compute_topk_scores``, which is still called if log-probabilities of other tokens
+    than the sampled ones are wanted."""
     if num_logprobs or max_per_req_token_ids or logits_mode:
         others |= {"max_per_req_token_ids": max_per_req_token_ids, "logits_mode": logits_mode}
         return compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)

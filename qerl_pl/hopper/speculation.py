@@ -30,11 +30,11 @@ MOST_SIBLINGS = 16
 def arguments(max_num_seqs: int) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` for an engine that uses speculative decoding.
 
-    vLLM uses the numbers of drafts in these arguments only to choose which CUDA graphs it captures: before each call of
-    ``generate``, the engine gives the scheduler the numbers that ``draft_guard`` has chosen. Any of the chosen numbers
-    may be 0, so vLLM must also capture graphs without drafts. It does so only if, in these arguments, at least one
-    number of sequences has no drafts. If every number of sequences up to ``max_num_seqs`` would have drafts, a batch of
-    one sequence is therefore given none.
+    They include the number of drafted tokens per sequence, by the number of sequences in a decoding step. vLLM uses
+    these numbers only to choose which CUDA graphs it captures; before each call of ``generate``, the engine gives
+    vLLM's scheduler the numbers that ``draft_guard`` has chosen, which may be 0. So vLLM must also capture graphs
+    without drafts, which it does only if some number of sequences up to ``max_num_seqs`` has 0 drafts here. If none
+    would have, steps of one sequence get 0.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
@@ -88,9 +88,9 @@ class GroupDrafts:
     and from other completions of its prompt.
 
     vLLM's table of requests keeps the tokens of a request that has ended until another request takes its row, so drafts
-    can also be taken from completions that have ended. Only rows that were filled since the last ``forget``, which the
-    engine calls before each call of ``generate``, are read, and the completions of a prompt are searched in the order
-    of their requests. So drafts depend on the current call only.
+    can also be taken from completions that have ended. Drafts depend on the current call of ``generate`` only: the
+    engine calls ``forget`` before it, only rows that were filled since are read, and the completions of a prompt are
+    searched in the order of their requests.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -127,9 +127,9 @@ class GroupDrafts:
         self.list_candidates(prompt)
 
     def list_candidates(self, prompt: tuple[int, ...]) -> None:
-        """Write, for each request of a prompt, the rows of vLLM's table in which to look for its drafts. These are the
-        rows of all requests with this prompt, in the order of the requests or, if there are more than
-        ``MOST_SIBLINGS``, of those nearest to the request in this order."""
+        """Write, for each request with the given prompt, the rows of vLLM's table of requests in which its drafts are
+        searched: the rows of all requests with this prompt, in the order of the requests. Of more than
+        ``MOST_SIBLINGS`` requests, only those nearest to the request in this order are used."""
         rows = [row for _, row in sorted(self.groups[prompt].items())]
         for place, row in enumerate(rows):
             first = max(0, min(place - MOST_SIBLINGS // 2, len(rows) - MOST_SIBLINGS))

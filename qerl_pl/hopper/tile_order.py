@@ -24,8 +24,8 @@ WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multi
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether this project's CUDA kernels support the linear layer that an engine makes by fusing layers of
-    these shapes (N, K)."""
+    """Return whether this project's CUDA kernels support the linear layer that vLLM makes by fusing layers of the given
+    shapes (N outputs, K inputs), such as q, k and v."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
@@ -37,8 +37,9 @@ def is_in_tile_order(weight: PackedWeight) -> bool:
 
 
 def to_tile_order(weight: PackedWeight) -> PackedWeight:
-    """Copy an NVFP4 weight from row order to tile order, with temporary memory of about twice the bytes of the codes;
-    raise ValueError if the number of outputs is not a multiple of 64."""
+    """Copy an NVFP4 weight from the layout of checkpoints (row order) to that of this project's CUDA kernels (tile
+    order). This takes temporary memory of about twice the bytes of the codes. ValueError: the number of outputs is not
+    a multiple of 64."""
     outputs, blocks = weight.block_scale.shape
     if outputs % TILE:
         raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
@@ -48,8 +49,8 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
 
 
 def _words(codes: Tensor, blocks: int) -> Tensor:
-    """Arrange 4-bit codes in row order as int32 words of eight codes each, with the words in tile order and, inside a
-    word, every code in four consecutive bits."""
+    """Arrange the 4-bit codes of a weight in row order as int32 words of eight codes. The words, and the codes in a
+    word, are already in tile order, but the bits of each code are still next to each other."""
     # In row order, a k-block of 16 inputs has 8 bytes: byte c, for c from 0 to 3, has the codes of inputs 2c and 2c +
     # 1, and byte 4 + c (``upper``) those of inputs 2c + 8 and 2c + 9. g is the index of an output among 8.
     parts = codes.view(-1, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
@@ -81,15 +82,15 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def words_in_tile_order(words: Tensor) -> Tensor:
-    """Move the bits of int32 words, each with eight codes in four consecutive bits, to the positions that
-    ``nvfp4_decode.BITS`` defines for tile order."""
+    """Move the bits of int32 words from eight 4-bit codes one after another to the bit positions that the CUDA kernels
+    read (``nvfp4_decode.BITS``)."""
     return _moved(words, {up: after for up, (_, after) in _moves().items()})
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Describe how the 32 bits of a word of eight 4-bit codes move from four consecutive bits per code to the positions
-    of tile order. The keys are distances in bits, positive towards higher bits; the values are masks of the bits that
-    move by this distance, at their positions before and after the move."""
+    """Describe the bit moves of ``words_in_tile_order``. The keys are distances in bits, positive towards higher bits;
+    the values are masks of the bits of a word that move by this distance, at their positions before and after the
+    move."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32
@@ -120,8 +121,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return the whole weight of which ``views`` are the parts, if they are, in order, all the views of one buffer that
-    ``fused`` returned; else None."""
+    """Return the fused weight of which ``views`` are the parts, without a copy; None unless ``views`` are, in order,
+    all the views of one buffer that ``fused`` has returned."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

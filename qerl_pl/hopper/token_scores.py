@@ -19,8 +19,8 @@ BLOCK = 4096  # logits per program, a power of 2
 
 
 def token_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute, for one token per row, its log-probability under softmax(logits), [T] fp32 in nats, and its rank, [T]
-    int64, the number of logits of the row that are at least as high.
+    """Compute, for one token per row of logits, its log-probability under softmax(logits), [T] fp32 in nats, and its
+    rank, [T] int64: the number of logits in the row that are at least as high as the token's own.
 
     Args:
         logits: [T, V] of any float dtype, with stride 1 along V; -inf marks a token that cannot be sampled.

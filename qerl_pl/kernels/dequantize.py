@@ -21,9 +21,9 @@ WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight to [N, K] of ``dtype``, rounded once. Codes [N, K/2] and block scales [N, K/16] are
-    contiguous uint8, in the row order of checkpoints. The tensor scale ``global_scale``, fp64 or fp32, is [], or [E]
-    for E concatenated weights of N / E rows each."""
+    """Dequantise an NVFP4 weight with N outputs and K inputs to [N, K] of ``dtype``, rounded once. Codes [N, K/2] and
+    block scales [N, K/16] are contiguous uint8, as in checkpoints. The tensor scale ``global_scale``, fp64 or fp32, is
+    [], or [E] for E weights of N / E outputs each that are concatenated."""
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
     grid, words_a_scale = (triton.cdiv(words.numel(), WORDS),), words.numel() // global_scale.numel()
@@ -34,9 +34,10 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 
 
 def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight of any 4-bit format to [N, K] of ``dtype`` by a table of its 16 values, ``values`` [16] fp32.
-    Codes [N, K/2] and scales [N, K/block] fp32 are contiguous, and block is a multiple of 8. The result equals
-    ``formats.decode`` bit for bit. For NVFP4 weights, ``dequantize_nvfp4`` takes a quarter less time."""
+    """Dequantise a weight with N outputs and K inputs, in any 4-bit format, to [N, K] of ``dtype``; ``values`` [16]
+    fp32 are the values of the format's 16 codes. Codes [N, K/2] uint8 and scales [N, K/block] fp32 are contiguous, and
+    block is a multiple of 8. The result equals ``formats.decode`` bit for bit. For NVFP4, ``dequantize_nvfp4`` takes a
+    quarter less time."""
     assert scale.is_contiguous(), scale.stride()
     out, words = _output_and_words(codes, dtype)
     with torch.cuda.device_of(codes):

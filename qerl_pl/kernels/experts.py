@@ -1,6 +1,7 @@
-"""Triton kernels for the element-wise work of a mixture of experts, each in one pass over its tensors;
-``qerl_pl.quant.grouped`` defines what they compute. Letters: T tokens, k experts per token, S = k T rows sorted by
-expert (one per token and chosen expert), E experts, I inner size of an expert, N columns, R rank of a LoRA adapter."""
+"""Triton kernels for the element-wise work of a mixture-of-experts (MoE) layer and for its LoRA adapters, each in one
+pass over its tensors; ``qerl_pl.quant.grouped`` defines their results in plain PyTorch. Letters: T tokens, k experts
+per token, S = k T rows sorted by expert (one per token and chosen expert), E experts, I inner size of an expert, N
+columns, R rank of a LoRA adapter."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
@@ -17,9 +18,9 @@ TILE = 64, 64  # rows and columns per program of ``add_grouped``, powers of 2, a
 
 
 def summed(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum the k rows of each token, times their weights [T, k] if given; returns [T, N]. ``rows`` [S, N] are contiguous
-    and sorted by expert; ``inverse`` [T, k] int64, contiguous, has the indices of each token's rows. The result equals
-    ``grouped.summed`` bit for bit."""
+    """Add up the outputs of the k experts of each of T tokens, multiplied by ``weights`` [T, k] unless they are None;
+    returns [T, N]. ``rows`` [T k, N], contiguous, are the outputs of all experts, sorted by expert; ``inverse`` [T, k]
+    int64, contiguous, has the indices of each token's rows. The result equals ``grouped.summed`` bit for bit."""
     assert rows.is_contiguous(), rows.stride()
     assert inverse.is_contiguous(), inverse.stride()
     (tokens, chosen), width = inverse.shape, rows.shape[1]
@@ -44,8 +45,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
-    """Compute the gradients of share * silu(gate) * up with respect to gate, up and share, and the product silu(gate) *
-    up, as ``grouped.swiglu_gradients`` defines; all tensors must be contiguous."""
+    """Compute the backward pass of share * silu(gate) * up, where ``share`` is a factor of each row. Returns the
+    gradients with respect to gate, up and share, and the product silu(gate) * up, as ``grouped.swiglu_gradients``
+    defines them. ``d_product`` is the gradient of the result; all tensors must be contiguous."""
     tensors = gate, up, d_product, share
     assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
     d_gate, d_up, product = (torch.empty_like(gate) for _ in range(3))

@@ -1,8 +1,8 @@
 """Launch Triton kernels with little work on the host.
 
-Before each launch, Triton takes about 50 us to inspect every argument, longer than many kernels run. ``launch`` finds
-the compiled variant of the kernel faster, by the few properties of the arguments on which Triton's choice of a variant
-depends: dtypes, and whether integers are 1 or multiples of 16.
+Before each launch, Triton takes about 50 us to inspect every argument, longer than many kernels run. Triton compiles a
+variant of a kernel for each combination of the dtypes of its tensors and of whether its integers are 1 or multiples of
+16. ``launch`` finds the variant faster, by these properties alone.
 """
 
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -79,15 +79,15 @@ def _compiled(
     constants: tuple[tuple[str, int], ...],
     options: tuple[tuple[str, int | bool], ...],
 ) -> CompiledKernel:
-    """Compile a kernel for the current device, or return the variant compiled before. ``kinds`` has one entry per
-    argument: the dtype of a tensor, whose address must be a multiple of 16, or an example of the integers for which
-    Triton compiles the same variant (``_kind``)."""
+    """Compile a Triton kernel for the current device, or return the variant that an earlier call compiled. ``kinds``
+    has one entry per argument of the kernel: the dtype of a tensor, which must start at a multiple of 16 bytes, or for
+    an integer the number that ``_kind`` returns."""
     return kernel.warmup(*kinds, **dict(constants), **dict(options), grid=(1,))
 
 
 def _is_plain(argument: Tensor | int) -> bool:
-    """Return whether ``launch`` can look up the compiled variant of a kernel for this argument itself: a tensor that is
-    aligned as torch allocates it, or an integer of at most 32 bits."""
+    """Return whether ``launch`` may choose the kernel's compiled variant without Triton's inspection of this argument:
+    a tensor whose address is a multiple of 16, or an integer below 2^31."""
     return argument.data_ptr() % 16 == 0 if isinstance(argument, Tensor) else argument < 2**31
 
 

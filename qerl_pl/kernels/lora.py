@@ -136,8 +136,9 @@ def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Te
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
-    """Compute x A^T as partial sums over parts of K, [slices, splits, T, R] fp32. x is [T, K], and each slice has one
-    contiguous A [R, K].
+    """Compute the first product of a LoRA adapter, x A^T, as partial sums over parts of the K inputs: [slices, splits,
+    T, R] fp32. x is [T, K]; ``a`` has one contiguous A [R, K] for each slice, that is, for each of the linear layers
+    that are fused into one.
 
     From compute capability 9.0 on, the kernel may start before the previous kernel of the stream has ended, and waits
     for its end before reading x.
@@ -156,11 +157,12 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
 
 
 def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, tiles: ExpandTiles) -> None:
-    """Add up the partial sums of x A^T, and add (x A^T) B^T, in place, to those rows of y [T, N] whose entry in
-    ``indices`` is not negative.
+    """Add a LoRA adapter's (x A^T) B^T, in place, to those rows of y [T, N] whose entry in ``indices`` is not negative;
+    ``partials`` are the partial sums of x A^T that ``shrink`` returns.
 
-    ``b`` has one contiguous B [n, R] for each slice. ``shrink`` must be the previous kernel of the stream: from compute
-    capability 9.0 on, this kernel starts before ``shrink`` has ended, loads B, and then waits for the partial sums.
+    ``b`` has one contiguous B [n, R] for each of the linear layers that are fused into one. ``shrink`` must be the
+    previous kernel of the stream: from compute capability 9.0 on, this kernel starts before ``shrink`` has ended, loads
+    B, and then waits for the partial sums.
     """
     assert y.stride(1) == 1, y.stride()
     assert all(matrix.is_contiguous() for matrix in b), [matrix.stride() for matrix in b]

@@ -1,11 +1,10 @@
-"""Triton kernel that adds the LoRA adapters of the experts of a mixture to their outputs; used in rollouts for few
-rows.
+"""Triton kernel that adds LoRA adapters to the outputs of the experts of an MoE layer; used in rollouts for few rows.
 
-A row is a token and one of the k experts chosen for it. Each thread block computes a part of the outputs for the rows
-of one expert. It finds these rows itself among the indices of the chosen experts, so no kernel has to sort rows before,
-and it reads the expert's matrices once for 16 rows, whereas one thread block per row would read them for every row.
-Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs of which a slice (gate or up) has
-n, R rank.
+A row is a token together with one of the k experts chosen for it. Each thread block computes some of the outputs for
+the rows of one expert. It finds these rows in the indices of the chosen experts, so no other kernel has to sort rows
+before, and it reads the expert's matrices once for 16 rows, whereas one thread block per row would read them for every
+row. Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs of which a slice (gate or up)
+has n, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -36,8 +35,9 @@ BLOCK_T, BLOCK_N = 16, 128  # rows (the fewest that tensor cores multiply) and o
 
 
 def is_faster(ids: Tensor, a: Tensor) -> bool:
-    """Return whether ``add_lora`` of this module is expected to be faster than a kernel for sorted rows. ``ids`` [T, k]
-    are the experts' indices of all rows, and ``a`` [E, R, K] are the matrices A of a slice."""
+    """Return whether ``add_lora`` of this module is expected to be faster than vLLM's kernels, which first sort the
+    rows by expert. ``ids`` [T, k] are the experts chosen for each token, and ``a`` [E, R, K] are the matrices A of E
+    experts."""
     num_experts, rank, _ = a.shape
     return rank <= MOST_RANK and ids.numel() <= min(MOST_ROWS, MOST_PER_EXPERT * num_experts)
 
@@ -52,9 +52,9 @@ def add_lora(
     ids: Tensor,
     weights: Tensor | None = None,
 ) -> None:
-    """Add w (x A^T) B^T to the rows of y, where A and B are the matrices of each row's expert and w is the row's
-    weight. Rows of tokens without the adapter are not changed, nor are rows whose expert's index is negative or at
-    least E.
+    """Add the LoRA adapters of experts: w (x A^T) B^T is added to each row of y, where A and B are the matrices of the
+    row's expert and w is the row's weight. A row is a token together with one of its k experts. Rows of tokens without
+    the adapter are not changed, nor are rows whose expert's index is negative or at least E.
 
     Sums are fp32. x A^T is rounded to the dtype of y, and so is w (x A^T) B^T before it is added to y; the trainer and
     vLLM's kernel round in the same places.
