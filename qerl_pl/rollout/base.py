@@ -82,8 +82,9 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Check the completions that ``RolloutEngine.generate`` returned, grouped by prompt. CheckFailed: the number of
-    groups, of completions per group, of tokens or of log-probabilities is wrong, or a log-probability is not finite."""
+    """Check the completions that ``RolloutEngine.generate`` returned, grouped by prompt. Raises CheckFailed if the
+    number of groups, of completions per group, of tokens or of log-probabilities is wrong, or if a log-probability is
+    not finite."""
     if len(groups) != len(prompts):
         raise CheckFailed(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
     for index, group in enumerate(groups):
@@ -141,8 +142,8 @@ def checked_routes(
 
 
 class RolloutEngine(Protocol):
-    """Protocol of engines that sample completions from the policy. An engine object is created from settings in YAML,
-    and loads the model only in ``start``.
+    """Protocol of rollout engines, which sample completions from the policy. An engine object is created from settings
+    in YAML, and loads the model only in ``start``.
 
     An adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
     trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. The noise of AQN is always
@@ -152,8 +153,8 @@ class RolloutEngine(Protocol):
 
     @property
     def memory(self) -> EngineMemory | None:
-        """Settings that decide how much GPU memory the engine takes; None if it samples with the trainer's model, so
-        that the memory plan need not count weights of the engine."""
+        """Settings that decide how much GPU memory the engine takes, for the prediction of memory; None if the engine
+        samples with the trainer's model, and so has no weights of its own."""
         ...
 
     @property
@@ -165,8 +166,8 @@ class RolloutEngine(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Largest number of tokens in the KV cache of one batch of sequences; the memory plan reads it only if
-        ``memory`` is None."""
+        """Largest number of tokens in the KV cache of the sequences that are sampled together. The prediction of GPU
+        memory reads it only if ``memory`` is None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -203,20 +204,22 @@ class RolloutEngine(Protocol):
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter with which completions are sampled. The norms keep their noise, and prefixes that were cached
-        under the old adapter are no longer used. ValueError: a tensor's name or shape differs from that of the policy's
-        adapter."""
+        """Set the adapter with which completions are sampled. The norm weights keep their noise, and prefixes whose
+        keys and values were cached with the old adapter are no longer used. Raises ValueError if a tensor's name or
+        shape differs from that of the policy's adapter."""
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Replace the noise on the weights of two norms per block (AQN; ``Family.noise_norms`` names the norms). The
-        noise is added to the weights without noise, and sigma 0 restores these bit for bit. Returns how many norms have
-        noise, according to the weights read back from the engine: twice the number of blocks, or 0 if sigma is 0."""
+        """Replace the noise on the weights of two norms per decoder block (adaptive quantization noise, AQN;
+        ``Family.noise_norms`` names the norms). The noise is added to the weights without noise; sigma 0 restores these
+        bit for bit. Returns the number of norms that have noise, as read back from the engine: twice the number of
+        blocks, or 0 if sigma is 0."""
         ...
 
     def fingerprint(self) -> dict[str, int]:
         """Compute checksums of the adapter and norm weights that the engine holds, by tensor name, for comparison with
-        ``expected_fingerprint``. CheckFailed: the engine's copy of the base's weights differs from the policy's."""
+        ``expected_fingerprint``. Raises CheckFailed if the engine's copy of the base model's weights differs from the
+        policy's."""
         ...
 
     def sleep(self) -> None:
@@ -237,10 +240,9 @@ def expected_fingerprint(
 ) -> dict[str, int]:
     """Compute the checksums that ``RolloutEngine.fingerprint`` must return, from the trainer's tensors.
 
-    ``adapter`` has the fp32 master weights by PEFT's names. ``norms`` has, by the model's names, the weights with noise
-    of all norms that get noise; trained norms in ``adapter`` are therefore ignored. Engines hold A and ``scaling`` B
-    rounded to ``dtype``, and norm weights in fp32, so the checksums are of these; ``scaling`` is LoRA's alpha / r (or
-    alpha / sqrt r).
+    ``adapter`` has the fp32 LoRA weights by PEFT's names; norm weights in it are ignored. ``norms`` has the noisy
+    weights of all norms that get noise, by the model's names. The checksums are of the values that engines hold: LoRA's
+    A, and its B times ``scaling`` (alpha / r, or alpha / sqrt r), rounded to ``dtype``, and norm weights in fp32.
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():

@@ -23,8 +23,9 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts of a call before sampling starts. The ValueError names the first prompt that is empty, holds an
-    unknown token, or leaves fewer than ``max_tokens`` tokens for the completion (0 if sequences are only scored)."""
+    """Check all prompts before an engine samples completions or scores sequences. Raises ValueError for the first
+    prompt that is empty, holds an unknown token, or leaves fewer than ``max_tokens`` of ``max_model_len`` tokens for
+    the completion (0 if sequences are only scored)."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; expected at least one token")
@@ -65,12 +66,12 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 def with_due_seeds(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], seed: int | Sequence[int]
 ) -> list[list[Completion]]:
-    """Replace the seeds in the completions that an engine has returned by the seeds that its requests were to be
-    sampled with (``request_seeds``). If no completion has a seed, all are returned as they are.
+    """Set the seed of each completion that an engine has returned to the seed with which its request had to be sampled
+    (``request_seeds``), whatever seed the engine reports. If no completion has a seed, all are returned unchanged.
 
-    From its seed, the trainer later computes which tokens of a completion the engine must have sampled. If it took the
-    seeds that the engine reports, it would not notice an engine that answers other requests than those it was given, or
-    that returns only some of the completions that it samples.
+    The trainer later computes from this seed which tokens the engine must have sampled. With the seeds that the engine
+    reports, it would not notice an engine that answers other requests than those it was given, or that returns only
+    some of the completions that it samples.
     """
     rows = [row for group in groups for row in group]
     if all(row.seed is None for row in rows):
@@ -108,8 +109,8 @@ def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors in ``wanted`` that differ from the tensors of the same names in ``live``. All
-    comparisons together wait for the device only once."""
+    """Return the names of the tensors in ``wanted`` that differ from the tensors of the same names in ``live``. The
+    host waits for the GPU only once for all comparisons."""
     if not wanted:
         return []
     differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
@@ -117,9 +118,9 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 def padded_routes(routes: Sequence[Tensor]) -> Tensor | None:
-    """Pad the routes of B rows with 0 to [B, S, L, k], where S is the largest number of tokens of a row; None if
-    ``routes`` is empty. Each row's routes (``Completion.routes``), [tokens - 1, L, k], are the k experts that computed
-    each token, except the last, in each of L mixtures of experts."""
+    """Pad the expert choices (``Completion.routes``) of B rows of a mixture-of-experts model with 0 to one tensor [B,
+    S, L, k], where S is the largest number of tokens of a row. Each row's tensor is [tokens - 1, L, k]: the k experts
+    that computed each token but the last in each of L layers. Returns None if ``routes`` is empty."""
     return F.pad(pad_sequence([*routes], batch_first=True), (0, 0, 0, 0, 0, 1)) if routes else None
 
 
@@ -156,8 +157,8 @@ class Pass(NamedTuple):
 def passes(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion], limit: int, device: torch.device
 ) -> Iterator[Pass]:
-    """Divide completions, each with its prompt, into forward passes of at most ``limit`` tokens (``micro_batches``),
-    with inputs on ``device``."""
+    """Divide completions, each preceded by its prompt, into groups for forward passes of at most ``limit`` tokens
+    (``micro_batches``). Yields the inputs of each pass, on ``device``."""
     lengths = [len(completion.tokens) for completion in completions]
     totals = torch.tensor([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)])
     for chosen in micro_batches(totals, limit):

@@ -1,5 +1,5 @@
-"""Compare log-probabilities that a rollout engine reports with those that the trainer computes, for a given text and
-for tokens that the engine samples with a random adapter (probe adapter).
+"""Compare log-probabilities that a rollout engine reports with those that the trainer computes: for the tokens of a
+given text, and for tokens that the engine samples with a random adapter (the probe adapter).
 
 Two correct implementations of a model differ by rounding errors, which depend on the model, its dtype and the tokens.
 The trainer therefore estimates the size of these errors on the same tokens, with its own model alone: it computes
@@ -72,8 +72,9 @@ def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = ma
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Concatenate the rows in reverse order, so that the first row is last, and return the last ``num_tokens`` tokens
-    of the result. If all rows together are shorter, they are repeated."""
+    """Make the text on which engines are compared from rows of tokens, such as the prompts of a batch: return the last
+    ``num_tokens`` tokens of all rows concatenated, the first row last. If the rows have fewer tokens in all, they are
+    repeated."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 
@@ -86,7 +87,7 @@ def wrong_ones(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
 @contextmanager
 def trainers_engine(policy: Policy, noise: NormNoise, *, max_model_len: int) -> Iterator[TransformersEngine]:
     """Yield a rollout engine that samples and scores with the trainer's own model and the given noise on norm weights;
-    other engines are compared with it."""
+    it is the reference with which another rollout engine is compared."""
     oracle = TransformersEngine()
     oracle.start(policy, max_model_len=max_model_len)
     try:
@@ -107,15 +108,18 @@ def score_gaps(
     strength: float | None,
     scores: bool,
 ) -> dict[str, Gap]:
-    """Compare log-probabilities of the loop's engine with those of ``oracle``, an engine with the trainer's model and
-    the same noise. Returns the differences by the names of the comparisons.
+    """Compare log-probabilities of the rollout engine of ``loop`` with those of ``oracle``, an engine that uses the
+    trainer's model with the same noise. Returns a ``Gap`` for each comparison, by its name.
 
-    With ``scores``, both engines score the text ``tokens``, with and without the adapter. Unless ``strength`` is 0 or
-    None, both then get a random adapter of this strength (probe adapter), which they still have afterwards; the loop's
-    engine samples one token for each of several prefixes of the text, and the two engines' log-probabilities of these
-    tokens are compared, too. Rounding errors are those of ``dtype``, the less precise of the two engines' dtypes.
-    ``seed`` determines the probe adapter and the random rounding errors. It must differ from the seed of the previous
-    check, whose prefixes may still be cached.
+    - If ``scores``, both engines compute the log-probabilities of the text ``tokens``, with the policy's adapter and
+      without.
+    - If ``strength`` is neither 0 nor None, both engines then get a random adapter of this strength (probe adapter),
+      which they still have afterwards. The rollout engine samples one token after each of several prefixes of the text,
+      and the log-probabilities of these tokens are compared.
+
+    Differences are measured relative to rounding errors of ``dtype``, the less precise of the two engines' dtypes.
+    ``seed`` determines the probe adapter and random rounding errors. It must differ from the seed of the previous
+    check, because keys and values of prefixes with the previous probe adapter may still be cached.
     """
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())
@@ -143,9 +147,9 @@ def probe_gap(
     seed: int,
     strength: float,
 ) -> Gap:
-    """Load a probe adapter into ``engine``, sample one token after each of several prefixes of ``tokens``, and compare
-    the log-probabilities of these tokens by ``engine`` and by ``oracle``, an engine with the trainer's model. Both
-    engines must have the policy's adapter before the call, and have the probe adapter after it.
+    """Load a random adapter (probe adapter) into ``engine``, sample one token after each of several prefixes of
+    ``tokens``, and compare the log-probabilities of these tokens by ``engine`` and by ``oracle``, an engine with the
+    trainer's model. Both engines must have the policy's adapter before the call, and have the probe adapter after it.
 
     The lengths of the prefixes differ by two tokens. So some prefixes end soon after a block of the prefix cache (of 16
     tokens or more), where a cache that still holds keys and values of an older adapter changes log-probabilities most.

@@ -55,8 +55,8 @@ def check_ends(
     tokenizer: PreTrainedTokenizerBase,
     engine: str,
 ) -> None:
-    """Raise CheckFailed if an engine's statement that a completion is finished (``Completion.finished``), or is not,
-    contradicts the completion's tokens.
+    """Raise CheckFailed if ``Completion.finished``, as the engine reports it for a completion, contradicts the
+    completion's tokens.
 
     A finished completion ends with an end token or with the token that completes a stop string, and has no end token or
     stop string before. An unfinished completion has ``max_tokens`` tokens, without any end token or stop string.

@@ -23,12 +23,12 @@ class DynamicSampling:
     """Dynamic sampling: completions of further prompts are sampled until the batch is full of groups from which the
     policy can learn (arXiv 2503.14476, section 3.2).
 
-    A group (the completions of one prompt) has a signal if one of its rows that counts in the loss has an advantage
-    other than 0. The prompts of a rollout form one sequence that depends only on the run's seed and the rollout index:
-    first the prompts of the batch, then further prompts. The batch that is trained on consists of the first groups with
-    a signal in this sequence, over all ranks. It therefore does not depend on how many prompts are sampled at once or
-    on the number of ranks, and a resumed run has no state to restore. Groups are sent between ranks so that the numbers
-    of groups on which ranks train differ by at most one.
+    A group (the completions of one prompt) has a signal if one of its completions that count in the loss has an
+    advantage other than 0. The prompts of a rollout form one sequence that depends only on the run's seed and the
+    rollout index: first the prompts of the batch, then further prompts. The batch that is trained on consists of the
+    first groups with a signal in this sequence, over all ranks. It therefore does not depend on how many prompts are
+    sampled at once or on the number of ranks, and a resumed run has no state to restore. Groups are sent between ranks
+    so that the numbers of groups on which ranks train differ by at most one.
 
     Args:
         max_refills: largest number of times that further prompts are sampled for one rollout.
@@ -62,9 +62,9 @@ class DynamicSampling:
         watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
         """Sample completions of ``prompts``, and then of ``more_prompts``, until enough groups to fill the batch have a
-        signal (an advantage other than 0 in a row that counts in the loss). Stop earlier if further prompts have been
-        sampled ``max_refills`` times or no prompts are left. Every rank must call this method, with equally many
-        ``prompts`` and the same ``more_prompts``.
+        signal (a completion that counts in the loss has an advantage other than 0). Stop earlier if further prompts
+        have been sampled ``max_refills`` times or no prompts are left. Every rank must call this method, with equally
+        many ``prompts`` and the same ``more_prompts``.
 
         Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
         of W, group j belongs to prompt r + j * W of the rollout's sequence of prompts.
@@ -97,8 +97,9 @@ class DynamicSampling:
         return sampled, self.max_refills
 
     def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
-        """Choose the groups of completions to train on: among the groups of all ranks, the first ``batch_size`` that
-        have a signal (an advantage other than 0 in a row that counts in the loss). Every rank must call this method.
+        """Choose the groups (completions of one prompt) to train on: among the groups of all ranks, the first
+        ``batch_size`` that have a signal (a completion that counts in the loss has an advantage other than 0). Every
+        rank must call this method.
 
         Returns the groups that this rank trains on; None if there are none. If ``may_move`` is False, each rank trains
         only on groups that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have a signal and
@@ -134,8 +135,8 @@ class DynamicSampling:
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:
-    """Assign each group of completions to a rank, given the rank that has it now (``owners``). The numbers of groups of
-    any two ranks then differ by at most one, and as few groups as possible change their rank."""
+    """Decide which rank trains on each group of completions, given the rank that sampled it (``owners``). The numbers
+    of groups of any two ranks differ by at most one, and as few groups as possible have to be sent to another rank."""
     counts = Counter(owners)
     base, extra = divmod(len(owners), num_ranks)
     by_count = sorted(range(num_ranks), key=lambda rank: -counts[rank])

@@ -138,8 +138,9 @@ class TransformersEngine:
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities of sampled tokens under several ways of sampling, with this engine's adapter and
-        noise (``Policy.sampled_as``)."""
+        """Call ``Policy.sampled_as`` on the trainer's model with this engine's adapter and noise: compute the
+        log-probabilities of the ``sampled`` tokens (a mask) under the policy and under other ways of sampling, and
+        their distances from the tokens that the ``seeds`` select."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             how = {"temperature": temperature, "routes": routes, "seeds": seeds}
@@ -195,8 +196,8 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows of the given lengths in tokens, longest first, into batches of at most ``batch_tokens`` tokens,
-        padding included; a longer row gets a batch of its own. Returns the rows' indices."""
+        """Divide rows of the given ``lengths`` into batches for ``generate``, longest row first, each of at most
+        ``batch_tokens`` tokens with padding; a longer row gets a batch of its own. Returns the rows' indices."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:
@@ -243,8 +244,8 @@ class TransformersEngine:
 
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
-        """Write this engine's adapter (or none, if ``adapter`` is False) and noise into the trained policy and set
-        evaluation mode within the context; the policy's state is restored afterwards."""
+        """Make the trainer's model compute with this engine's adapter (or without one, if ``adapter`` is False) and
+        noise, in evaluation mode, within the context; the policy's own state is restored afterwards."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
@@ -328,8 +329,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norms that get noise, by the names of their weights. If norms are trained, these are PEFT's trained
-    copies if ``adapter`` is True, and the base's modules otherwise."""
+    """Return the norms that get noise (AQN), by the names of their weights. If the policy trains norms, PEFT keeps a
+    trained copy of each: these are returned if ``adapter`` is True, and the base's modules if it is False."""
     modules = policy.norm_modules()
     if not adapter:
         for name in modules:

@@ -44,7 +44,8 @@ class Rollout:
 
 @dataclass(eq=False)
 class RolloutLoop:
-    """Loop that samples completions of prompts, scores them by reward functions and turns them into training data.
+    """Loop that samples completions of prompts, scores them by reward functions and turns them into tensors for
+    training.
 
     Before each rollout, ``sync`` sets the engine's adapter and noise. The engine has no other state that affects
     sampling, so a resumed run does not have to restore any. Speculative decoding is an exception:
@@ -99,10 +100,10 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """Sample and score one rollout of training data. Every rank must call this method with P prompts of its own,
-        and all ranks with the same seed and the same further prompts, which dynamic sampling takes if it needs them.
-        ``watch`` adds up the seconds of "sync", "rollout", "reward", "wait" (for slower ranks) and, if there are
-        observers, "check".
+        """Sample and score the completions of one training step (a rollout). Every rank must call this method with P
+        prompts of its own. ``seed`` and ``more_prompts``, from which dynamic sampling takes further prompts, must be
+        equal on all ranks. ``watch`` adds up the seconds of "sync", "rollout", "reward", "wait" (for slower ranks) and,
+        if there are observers, "check".
 
         Raises CheckFailed if too many completions could not be scored, if dynamic sampling did not fill the batch and
         its setting ``when_short`` is "error", or if completions do not end as the engine reports.
@@ -151,9 +152,9 @@ class RolloutLoop:
         baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
         """Sample completions of prompts with the engine's current adapter and noise, and score them by the rewards.
-        ``baseline`` is the rule that computes advantages from the rewards of a group. A group in which all advantages
-        are 0 cannot change the policy and is marked as such (``ScoredBatch.of``). The default rule also works for
-        groups of one completion."""
+        ``baseline`` is the rule by which advantages are computed from the rewards of a group (the completions of one
+        prompt). A group whose advantages are all 0 cannot change the policy; ``ScoredBatch.has_signal`` is then False.
+        The default rule also works for groups of one completion."""
         seeds: int | list[int] = seed
         if any(prompt.copy for prompt in prompts):
             seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]

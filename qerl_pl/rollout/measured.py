@@ -19,8 +19,9 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 
 class Measured(NamedTuple):
-    """Log-probabilities, in nats, of the N tokens of some completions, and log-likelihood ratios of the hypotheses that
-    the engine did not sample these tokens from the distribution that it reports."""
+    """Result of ``measure_some``: log-probabilities, in nats, of the N tokens of some completions by trainer and
+    rollout engine, and log-likelihood ratios for the tests of whether the engine sampled these tokens from the
+    distribution that it reports."""
 
     trainer: Tensor
     """[N] fp64 in nats, log-probabilities that the trainer computed."""
@@ -58,13 +59,14 @@ def measure_some(
     other_rounding: bool = False,
 ) -> Measured:
     """Choose some of this rank's completions at random, and compute with the trainer's model the log-probabilities of
-    their tokens, under the policy with the rollout's noise and under other ways of sampling
-    (``evidence.ALTERNATIVES``). If the completions have seeds, compute also how far each token is from the one that its
-    seed's random numbers select (``policy.margins``). Every rank must call this function.
+    their tokens, under the policy with the rollout's noise and under other ways of sampling, such as another
+    temperature (``evidence.ALTERNATIVES``). If the completions have seeds, also compute how far each token is from the
+    one that the sampler's random numbers, which follow from the seed, select (``policy.margins``). Every rank must call
+    this function.
 
-    ``max_tokens`` limits the number of tokens in the chosen prompts and completions of all ranks together, where equal
-    rows of a rank count once. Each rank may exceed its equal share of the limit by at most one row. With
-    ``other_rounding``, log-probabilities are computed a second time, with random rounding errors added
+    ``max_tokens`` limits the tokens of the chosen prompts and completions of all ranks together. Completions of a rank
+    that are equal, with equal prompts, count once. Each rank may exceed its share of the limit by at most one
+    completion. If ``other_rounding``, log-probabilities are computed a second time, with random rounding errors added
     (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)

@@ -63,12 +63,14 @@ def measure_others(
     micro_batch_tokens: int,
     max_tokens: int,
 ) -> Others:
-    """Compute the log-likelihood ratios of the hypotheses that the engine sampled some of the completions with one of
-    ``OTHER_POLICIES`` instead of the current policy. Every rank must call this function.
+    """Test whether the rollout engine sampled completions with another policy than the current one
+    (``OTHER_POLICIES``): compute the log-likelihood ratio of each other policy to the current one. Every rank must call
+    this function.
 
-    Two forward passes are made for each policy that differs from the current one, on completions that ``measured`` has:
-    the first ones, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal completions of a
-    prompt count once, and so does a token that several completions have after the same preceding tokens.
+    Two forward passes are made for each of these policies that differs from the current one, on the first completions
+    that ``measure_some`` chose, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal
+    completions of a prompt count once, and so does a token that several completions have after the same preceding
+    tokens.
 
     Args:
         policy: the current policy.
@@ -115,8 +117,8 @@ def measure_others(
 
 
 def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]:
-    """Return the positions in ``measured.chosen`` of the first rows, equal ones only once, until they have ``limit``
-    tokens of prompts and completions or no rows are left."""
+    """Return the positions in ``measured.chosen`` of the first distinct completions, with at most one more than fit in
+    ``limit`` tokens of prompts and completions."""
     seen, places, total = set[tuple[tuple[int, ...], tuple[int, ...]]](), [], 0
     for place, row in enumerate(measured.chosen):
         both = (batch.prompts[row].tokens, batch.completions[row].tokens)
@@ -133,7 +135,7 @@ def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]
 def _others(
     policy: Policy, noise: NormNoise, before: Mapping[str, Tensor] | None
 ) -> dict[str, Mapping[str, Tensor] | None]:
-    """Return, by name, the adapters of those of ``OTHER_POLICIES`` that differ from the current policy; None stands for
+    """Return the adapter of each of ``OTHER_POLICIES`` that differs from the current policy, by name. None stands for
     the current adapter without noise."""
     current = policy.adapter_state()
     base = {name: _base_value(policy, name, tensor) for name, tensor in current.items()}
@@ -145,8 +147,8 @@ def _others(
 
 
 def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
-    """Return the value of a trained tensor with which the model computes what the base without adapter computes: 0 for
-    LoRA's B, the base's weight for a trained norm, and the given value for LoRA's A."""
+    """Return the value of a trained tensor with which the model computes the same as the base model without an adapter:
+    0 for LoRA's B, the base's weight for a trained norm, and the unchanged value for LoRA's A."""
     if ".lora_" in name:
         return torch.zeros_like(tensor) if ".lora_B" in name else tensor
     norm: Any = policy.causal_lm.get_submodule(name.removeprefix(PEFT_PREFIX).removesuffix(".weight"))
@@ -155,9 +157,9 @@ def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise, *, by: float) -> Iterator[None]:
-    """Make the model compute, inside the context and in evaluation mode, with weights that are moved by ``by`` times
-    the distance to another policy. This is the policy with the adapter ``other`` and the same noise or, if ``other`` is
-    None, the current policy without noise."""
+    """Within the context, put the model into evaluation mode and move its weights from the current policy towards
+    another one, by ``by`` times the distance between the two. The other policy has the adapter ``other`` and the same
+    noise or, if ``other`` is None, the current adapter and no noise."""
     current = policy.adapter_state()
     adapter = current if other is None else moved(current, other, by=by)
     norms: dict[str, Tensor] = {}
@@ -171,8 +173,8 @@ def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise,
 
 @torch.no_grad()
 def _logprobs(policy: Policy, batch: ScoredBatch, chosen: Sequence[int], temperature: float, limit: int) -> Tensor:
-    """Compute the log-probabilities of the N tokens of the completions with the indices ``chosen``, [N] fp64 in nats,
-    in micro-batches of up to ``limit`` tokens."""
+    """Compute log-probabilities with the model's current weights, [N] fp64 in nats, for the N tokens of the completions
+    with the indices ``chosen``, in micro-batches of up to ``limit`` tokens."""
     prompts, completions = [batch.prompts[row].tokens for row in chosen], [batch.completions[row] for row in chosen]
     logprobs = dict[int, Tensor]()
     for inputs in passes(prompts, completions, limit, policy.causal_lm.device):

@@ -65,8 +65,8 @@ def find_strength(
     Log-probabilities are those of the last ``TOKENS`` of ``tokens``, which should be text like that of the run. They
     are computed by ``oracle``, an engine with the trainer's model, which still has a probe adapter afterwards.
     Strengths are tried from the strongest on, each with ``SEEDS`` adapters, and those with a change above
-    ``MOST_CHANGE`` nats are left out. The share of a strength is the largest ratio, among its adapters, of rounding
-    errors to the change that the adapter causes. ``best_strength`` then chooses a strength by these shares.
+    ``MOST_CHANGE`` nats are left out. For each adapter, the ratio of rounding errors to the change that it causes is
+    computed; ``best_strength`` then chooses a strength by the largest ratio of its adapters.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
@@ -98,9 +98,9 @@ def find_strength(
 
 def best_strength(shares: Mapping[float, float]) -> float | None:
     """Choose a strength of probe adapters. ``shares`` has, for each strength, the ratio of rounding errors to the
-    change of log-probabilities by the adapter. The result is the weakest strength whose share is at most ``GOOD`` and
-    at most twice the smallest share, because it makes the model least chaotic. If no share is at most ``GOOD``, it is
-    the strength with the smallest share; None if this share is above ``USABLE``."""
+    change of log-probabilities by the adapter. Of the strengths whose ratio is at most ``GOOD`` and at most twice the
+    smallest, the weakest is chosen, because it makes the model least chaotic. If no ratio is at most ``GOOD``, the
+    strength with the smallest ratio is chosen, or None if this ratio is above ``USABLE``."""
     best = min(shares.values(), default=1.0)
     limit = max(best, min(2 * best, GOOD))
     return min(strength for strength, share in shares.items() if share <= limit) if best <= USABLE else None

@@ -51,8 +51,9 @@ class ScoredBatch:
         baseline: Baseline | AdvantageFunction = "centered",
         metric: str | None = None,
     ) -> ScoredBatch:
-        """Build a batch from B rows. A row counts in the loss if it has a score and, with ``filter_truncated``, was not
-        cut off at max_tokens. A group has a signal if a row that counts has an advantage other than 0 and, given
+        """Build a batch of B completions, ``group_size`` for each prompt. A completion counts in the loss if it has a
+        score and, with ``filter_truncated``, was not cut off at max_tokens. A group (the completions of one prompt) has
+        a signal if a completion that counts has an advantage other than 0 by the rule ``baseline`` and, given
         ``metric``, the group's scores of the reward of this name differ."""
         finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
         in_loss = table.scored & (finished | (not filter_truncated))
