@@ -72,9 +72,8 @@ def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = ma
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Make the text on which engines are compared from rows of tokens, such as the prompts of a batch: return the last
-    ``num_tokens`` tokens of all rows concatenated, the first row last. If the rows have fewer tokens in all, they are
-    repeated."""
+    """Make the text on which engines are compared from the run's own rows of tokens: return the last ``num_tokens``
+    tokens of all rows concatenated, the first row last. If the rows have fewer tokens in all, they are repeated."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 

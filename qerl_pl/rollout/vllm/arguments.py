@@ -29,9 +29,9 @@ def llm_arguments(
     recorder: Any,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. ``memory`` may hold the size of
-    the KV cache that the memory plan has chosen. ``hooks`` and ``recorder`` are passed on to
-    ``loader.register_loader``.
+    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. ``memory`` has the size of the KV
+    cache if it has been decided already. ``hooks`` and ``recorder`` are arguments of ``loader.register_loader``, which
+    is called here.
 
     Norms whose weights get noise keep them in fp32, because 16-bit weights would round away noise that is smaller than
     their spacing. Logits are computed in fp32, as in the trainer.
@@ -122,8 +122,9 @@ def policy_arguments(
 
 
 def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) -> dict[str, bool]:
-    """Choose the settings of Inductor, torch's compiler, which on a GPU compiles all operations of vLLM's model between
-    linears and attention. ``recurrent`` says whether some layers have a recurrent state instead of keys and values."""
+    """Choose the settings of Inductor, torch's compiler, which on a GPU compiles the operations of vLLM's model that
+    are neither linear layers nor attention. ``recurrent`` says whether some layers have a recurrent state instead of
+    keys and values."""
     # Choose the tile sizes of reductions by a fixed rule, which costs no measurable time. Inductor otherwise takes the
     # tile sizes that are fastest when a process first runs them, so the last bits of sums would differ between
     # processes.

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Fused(NamedTuple):
-    """Linear of vLLM's model, with the linears of the trainer's model that it fuses, such as q_proj, k_proj and
-    v_proj."""
+    """Linear layer of vLLM's model, with the linear layers of the trainer's model that are fused in it, such as q_proj,
+    k_proj and v_proj."""
 
     name: str
     layer: Any
@@ -40,9 +40,9 @@ class Fused(NamedTuple):
 
 
 def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the linears of vLLM's model that hold packed 4-bit weights of the trainer's model, each for one or, fused,
-    for several of the trainer's linears. ``linears`` has the trainer's linears by name
-    (``model.layers.0.mlp.up_proj``)."""
+    """Find the linear layers of vLLM's model whose weights are packed 4-bit weights in the trainer's model
+    (``linears``, by names such as ``model.layers.0.mlp.up_proj``). Yields each with the one or, if vLLM has fused them,
+    several layers of the trainer that it computes."""
     members = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
@@ -54,18 +54,18 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Find the mixtures of experts of vLLM's model. Yields the name of the module that contains the experts in the
-    trainer's model, and vLLM's layer."""
+    """Find the mixture-of-experts (MoE) layers of vLLM's model. Yields, for each, the name that the module with its
+    experts has in the trainer's model, and vLLM's layer."""
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts):
             yield name.removesuffix(".routed_experts").removesuffix(".base_layer"), layer
 
 
 def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the experts of vLLM's model that hold packed 4-bit weights of the trainer's model; ``linears`` has the
-    trainer's linears by name. ``Fused.layer`` is an object with the parameter names of a linear as attributes, which
-    are views of one expert's current weights in vLLM. Experts whose weights vLLM has rearranged, or that use the
-    trainer's memory, are left out."""
+    """Find the experts in MoE layers of vLLM's model whose weights are packed 4-bit weights in the trainer's model
+    (``linears``, by name). Yields a ``Fused`` for gate and up of each expert, and one for down; ``Fused.layer`` has
+    views of the expert's current weights in vLLM as attributes, named as the parameters of a linear layer. MoE layers
+    whose weights vLLM has rearranged, or that use the trainer's memory, are left out."""
     for parent, layer in expert_layers(model):
         if hasattr(layer, "loaded_sums") or hasattr(layer, "adopted"):
             continue
@@ -85,10 +85,10 @@ def fused_experts(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 def check_same_base(
     model: nn.Module, linears: Mapping[str, FrozenLinear], base: str, *, unread: Collection[str] = ()
 ) -> int:
-    """Compare the NVFP4 weights that vLLM has read from the folder ``base`` with the trainer's, before vLLM converts
-    them, and return how many of the trainer's linears were compared. Of linears that ``unread`` names, vLLM has read
-    only the tensor scales, so only these are compared. ValueError: a weight differs, which means that the folder has
-    changed since the trainer read it."""
+    """Check that the NVFP4 weights that vLLM has just read from the folder ``base`` equal the trainer's (``linears``);
+    called before vLLM rearranges them. Returns the number of the trainer's linear layers that were compared. For layers
+    of vLLM that ``unread`` names, only tensor scales are compared, because vLLM has read nothing else. Raises
+    ValueError if a weight differs, which means that the folder has changed since the trainer read it."""
     compared = 0
     for name, layer, _, parts in chain(fused_linears(model, linears), fused_experts(model, linears)):
         codes = packed_codes(layer)
@@ -115,8 +115,8 @@ def check_same_base(
 
 
 def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
-    """Log how many bytes of packed base weights trainer and vLLM share, that is, have in memory only once. A dense base
-    is not logged."""
+    """Log how many bytes of 4-bit base weights trainer and vLLM share, that is, have in memory only once. Nothing is
+    logged for a base that is not quantised."""
     if not linears:
         return
     size = sum(_size(linear) for linear in linears.values())
@@ -136,17 +136,18 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
 def check_rows(
     worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
 ) -> int:
-    """Check that vLLM still holds the base weights of the trainer (``linears`` and ``routers``, by name), and return
-    the number of weights compared:
+    """Check that vLLM still holds the trainer's base weights (4-bit ``linears`` and MoE ``routers``, by name), and
+    return the number of weights that were compared:
 
-    - Linears that vLLM holds dense: the first row of each of the trainer's linears is compared.
-    - Linears and experts of which trainer and vLLM share one copy (attribute ``adopted``): a digest of all weights.
-    - Dense experts, and the weights of routers: all rows.
-    - Experts whose packed weights vLLM has rearranged while loading: checksums of all experts of a block
-      (``expert_sums``) with those that ``note_experts`` stored when loading ended.
+    - Linear layers that vLLM holds dequantised: the first row of each of the trainer's layers.
+    - Linear layers and experts of which trainer and vLLM share one copy (attribute ``adopted``): a checksum of all
+      weights.
+    - Experts that vLLM holds dequantised, and routers: all rows.
+    - Experts whose 4-bit weights vLLM has rearranged while loading: checksums of all experts (``expert_sums``) are
+      compared with those that ``note_experts`` stored at the end of loading.
 
-    Other rearranged linears are left out. CheckFailed: a weight differs from the trainer's, or has changed since it was
-    loaded.
+    Other linear layers whose weights vLLM has rearranged are left out. Raises CheckFailed if a weight differs from the
+    trainer's, or has changed since it was loaded.
     """
     model, same = worker.get_model(), {}
     for name, layer, _, parts in fused_linears(model, linears):
@@ -181,8 +182,8 @@ def check_rows(
 
 
 def note_experts(model: nn.Module) -> None:
-    """Store checksums of those experts of vLLM's model whose packed weights vLLM has rearranged, for later comparison:
-    the result of ``expert_sums`` becomes the attribute ``loaded_sums`` of their layers."""
+    """Store checksums of the experts whose 4-bit weights vLLM has rearranged, for ``check_rows``: each of their MoE
+    layers in vLLM's model gets an attribute ``loaded_sums`` with the result of ``expert_sums``."""
     for _, layer in expert_layers(model):
         weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
         if not hasattr(layer, "adopted") and (weight is None or not weight.is_floating_point()):
@@ -190,15 +191,16 @@ def note_experts(model: nn.Module) -> None:
 
 
 def expert_sums(layer: nn.Module) -> Tensor:
-    """Return a checksum for each parameter of a layer and each of its E experts, [parameters * E] int64
-    (``bit_sums``)."""
+    """Return checksums of all parameters of an MoE layer of vLLM, one per parameter and expert: [parameters * E] int64
+    for E experts (``bit_sums``)."""
     return bit_sums(parameter.detach() for parameter in layer.parameters(recurse=False))
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a checksum for each tensor, [E, ...], and each of its E experts, [tensors * E] int64: the sum of the
-    expert's bits, read as 32-bit words, or as bytes where they are no whole words. A single changed word changes a sum,
-    and so do weights exchanged between two experts whose sums differ; words exchanged within one expert change none."""
+    """Return checksums, one per tensor and expert, of tensors [E, ...] with a first dimension of E experts: [tensors *
+    E] int64. A checksum is the sum of the expert's bits, read as 32-bit words, or as bytes if they are no whole words.
+    One changed word changes the sum, and so do weights exchanged between two experts; words exchanged within one expert
+    do not."""
     rows = (tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1) for tensor in tensors)
     sizes = ((row, row.shape[1] * row.element_size()) for row in rows)
     words = (row.view(torch.uint8 if size % 4 else torch.int32) for row, size in sizes)
@@ -206,8 +208,8 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def packed_codes(layer: Any) -> Any:
-    """Return the parameter of vLLM's ``layer`` that holds 4-bit codes (uint8) in row order, under its name in the
-    checkpoint's format; None if there is none."""
+    """Return the parameter of vLLM's ``layer`` that holds 4-bit weights as the checkpoint stores them (uint8, two codes
+    per byte); None if there is none, for example because vLLM has converted the weights."""
     codes = getattr(layer, "weight_packed", getattr(layer, "weight", None))
     return codes if codes is not None and codes.dtype == torch.uint8 else None
 
@@ -225,9 +227,10 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the tensor scales that vLLM holds for a layer that fuses ``count`` linears of the trainer: for each linear
-    a divisor [n] fp32, or None if vLLM holds no tensor scales. n is 1, except for the first linear of a delta net: it
-    computes queries, keys and values, for which vLLM holds three divisors that should be equal."""
+    """Return the NVFP4 tensor scales of a layer of vLLM in which ``count`` linear layers of the trainer are fused, as a
+    tensor [n] fp32 for each of these. vLLM holds the reciprocals of tensor scales, as checkpoints do. n is 1, except
+    for the first linear layer of a gated delta net: it computes queries, keys and values, for which vLLM holds three
+    scales that should be equal. Instead of each tensor, the list has None if vLLM holds no tensor scales."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

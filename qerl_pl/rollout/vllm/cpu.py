@@ -22,8 +22,8 @@ class NVFP4Config(CompressedTensorsConfig):
     """Configuration class of compressed-tensors checkpoints, extended by NVFP4 weights with 16-bit activations."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return the object by which vLLM stores and computes a layer: ``NVFP4Experts`` for experts in NVFP4, and for
-        all other layers what vLLM's class returns."""
+        """Return the object with which vLLM stores and computes a layer: ``NVFP4Experts`` for the experts of an MoE
+        layer in NVFP4, and otherwise what vLLM's own class returns."""
         if isinstance(layer, RoutedExperts):
             self._add_fused_moe_to_target_scheme_map()
             if _is_w4a16(self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}")):
@@ -43,9 +43,9 @@ def _is_w4a16(scheme: Mapping | None) -> bool:
 
 
 class NVFP4Scheme(CompressedTensorsScheme):
-    """Scheme, in vLLM's sense, for linears in NVFP4, also for several that are fused along the outputs (q/k/v,
-    gate/up): it dequantises their weights once they are loaded. Dequantising in every call would take less memory and
-    was measured to be 2 (many tokens) to 8 times (few tokens) slower."""
+    """Scheme, in vLLM's sense, for linear layers in NVFP4, also for several that are fused along the outputs (q/k/v,
+    gate/up). Their weights are dequantised once, after loading. Dequantising them in every call would take less memory,
+    but was measured to be 2 (many tokens) to 8 times (few tokens) slower."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -76,8 +76,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replace the packed weight of a linear by a dense one. If several linears are fused, each is dequantised by
-        its own tensor scale; vLLM's GPU kernels would use the largest of the scales for all."""
+        """Replace the 4-bit weight of a linear layer by a dequantised one. If several layers are fused in it, each is
+        dequantised with its own tensor scale, whereas vLLM's GPU kernels use the largest of the scales for all."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
@@ -92,9 +92,9 @@ class NVFP4Scheme(CompressedTensorsScheme):
 
 
 class OneAdapterKernels(PunicaWrapperCPU):
-    """LoRA kernels for vLLM on a CPU with one adapter slot. Two matrix products compute x A^T B^T for all tokens, and
-    it is added to y for those that have the adapter. vLLM 0.32's own kernels gather a copy of A and B per token, which
-    is slower, and add the adapter also to tokens that have none, which is wrong."""
+    """LoRA kernels for vLLM on a CPU with one adapter slot. Two matrix products compute x A^T B^T for all tokens; the
+    result is added to y for tokens whose request uses the adapter. vLLM 0.32's own kernels gather a copy of A and B per
+    token, which is slower, and also add the adapter to tokens of requests without it, which is wrong."""
 
     def add_lora_linear(
         self,
@@ -120,7 +120,7 @@ class OneAdapterKernels(PunicaWrapperCPU):
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
-    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has a single adapter slot,
-    else an object of vLLM's own class."""
+    """Create the object with which vLLM computes LoRA adapters on a CPU: ``OneAdapterKernels`` if vLLM has a single
+    adapter slot, else an object of vLLM's own class. vLLM finds this function by its name."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

@@ -1,5 +1,5 @@
-"""Mixtures of experts on vLLM's CPU platform, computed by the functions that the trainer uses, with weights in bf16, in
-fp32 or dequantised from NVFP4."""
+"""Mixture-of-experts (MoE) layers on vLLM's CPU platform, computed by the same functions as in the trainer, with
+weights in bf16, in fp32 or dequantised from NVFP4."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,9 @@ PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Kernel class for experts, in vLLM's sense, that computes them by torch. It leaves weights in the order of the
-    checkpoint, so that they can be compared with the trainer's, and supports one adapter, that of the first slot."""
+    """Kernel class, in vLLM's sense, that computes the experts of MoE layers by torch on a CPU. It leaves weights in
+    the layout of the checkpoint, so that they can be compared with the trainer's, and supports the LoRA adapter in
+    vLLM's first slot only."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Leave the weights as they are."""
@@ -41,9 +42,9 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         *_: object,
         **_more: object,
     ) -> None:
-        """Compute T tokens, ``hidden_states`` [T, H], by the k of E experts that were chosen for each, ``topk_ids`` [T,
-        k], and write their sum weighted by ``topk_weights`` [T, k] to ``output`` [T, H]. ``w1`` [E, 2I, H] has the
-        weights of gate and up, and ``w2`` [E, H, I] those of down."""
+        """Compute an MoE layer for T tokens ``hidden_states`` [T, H]: for each token, the outputs of the k of E experts
+        that its router chose, ``topk_ids`` [T, k], are added with the weights ``topk_weights`` [T, k], and written to
+        ``output`` [T, H]. ``w1`` [E, 2I, H] has the weights of gate and up, and ``w2`` [E, H, I] those of down."""
         routes = sort_rows(topk_ids.long(), len(w1))
         tokens = routes.order // topk_ids.shape[1]
         rows = hidden_states[tokens]
@@ -66,8 +67,8 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 class NVFP4Experts(UnquantizedFusedMoEMethod):
-    """Quantisation method, in vLLM's sense, for experts in NVFP4: it dequantises the weights after loading, those of
-    each expert by their own tensor scales."""
+    """Quantisation method, in vLLM's sense, for experts in NVFP4 on a CPU: the weights are dequantised once, after
+    loading, those of each expert with its own tensor scales."""
 
     group_size = 16
 

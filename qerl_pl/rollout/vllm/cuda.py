@@ -22,24 +22,23 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's opera
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """LoRA kernels for vLLM on CUDA with one adapter slot: y += x A^T B^T. For linears, it is computed by
-    ``qerl_pl.kernels.lora``. For experts, it is computed by ``qerl_pl.kernels.lora_experts`` in passes of few tokens,
-    and by vLLM's kernels in passes of more.
+    """LoRA kernels for vLLM on CUDA with one adapter slot: y += x A^T B^T. ``qerl_pl.kernels.lora`` computes the
+    adapters of linear layers. ``qerl_pl.kernels.lora_experts`` computes those of experts in forward passes of few
+    tokens, and vLLM's kernels in passes of more.
 
-    An index per token tells the kernels which tokens have the adapter, so one CUDA graph serves requests with and
-    without the adapter. In a pass in which no token has it, the flag ``no_lora`` is True and no LoRA kernel is launched
-    for linears.
+    A tensor with an index per token tells the kernels which tokens use the adapter, so one CUDA graph serves requests
+    with and without the adapter. If no token of a pass uses it, the flag ``no_lora`` is True and no LoRA kernel is
+    launched for linear layers.
     """
 
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
     ) -> None:
-        """Write the adapter index of each token of the next batches, from the adapter ids of the tokens (0 or less for
-        none) and the adapter id in each slot.
+        """Write the adapter index of each token of the next forward passes to the GPU, given the adapter id of each
+        token (``mapping``; 0 or less for none) and the adapter id in each slot. vLLM calls this when they change.
 
-        vLLM's class also sorts and counts the tokens by their adapters on the GPU and reads the results. Whenever a
-        sequence ends, the host would then wait until the GPU has finished a step, and afterwards the GPU would wait for
-        the host.
+        vLLM's class also sorts and counts the tokens by adapter on the GPU and reads the results back. Whenever a
+        sequence ends, the host would then wait for the GPU to finish a step, and afterwards the GPU for the host.
         """
         ids = np.asarray(mapping.index_mapping, dtype=np.int64)
         indices = np.full(len(ids), -1)
@@ -62,8 +61,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         meta.active_lora_ids.copy_(torch.tensor([0, -1]))
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raise NotImplementedError for adapters of layers other than linears and experts, because they need metadata
-        that only vLLM's own class writes."""
+        """Raise NotImplementedError for adapters of other layers than linear layers and experts, such as embeddings:
+        their kernels need metadata that only vLLM's own class writes."""
         raise NotImplementedError(
             "these adapter kernels are for linears and experts; vLLM's are used if max_loras is above 1"
         )
@@ -81,8 +80,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         **_: object,
     ) -> None:
         """Add the adapter's output to y [T, N] in place, for T tokens x [T, K] and rank R. The N outputs are divided
-        into slices of n, each with one A [1, 1, R, K] and one B [1, 1, n, R]. B includes LoRA's scaling, so ``scale``
-        must be 1."""
+        into slices of n outputs, one for each fused linear layer, each with one A [1, 1, R, K] and one B [1, 1, n, R].
+        B includes LoRA's scaling, so ``scale`` must be 1."""
         assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, slots(lora_a_stacked), slots(lora_b_stacked), *self.tokens)
 
@@ -103,10 +102,10 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         the k experts of each, ``topk_ids`` [T, k]. Gate and up have one A [1, E, R, K] and one B [1, E, n, R] each, for
         E experts and rank R.
 
-        Returns four values, which vLLM passes to ``add_lora_w2`` as the first of its arguments ``rest``. For many
-        tokens, and in cases that ``lora_experts`` does not support, vLLM's own method is called, and they describe the
-        rows sorted by expert. Otherwise rows are not sorted: the first value is None, and the second has the experts'
-        ids [T k].
+        For many tokens, and in cases that ``kernels.lora_experts`` does not support, vLLM's own method does this.
+        Returns four values, which vLLM passes on to ``add_lora_w2``: those of vLLM's method, which describe the tokens
+        sorted by expert; or, if vLLM's method was not called, None, the experts' ids [T k], None and the adapter index
+        of each token.
         """
         sorts = expert_map is not None or self.lora_config.fully_sharded_loras or not add_inputs
         if sorts or not lora_experts.is_faster(topk_ids, lora_a_stacked[0][0]):
@@ -126,9 +125,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         *rest: Any,
         add_inputs: bool = True,
     ) -> None:
-        """Add the output of the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for rows x [T
-        k, K] of T tokens and k experts each. A is [1, E, R, K] and B [1, E, N, R], for E experts and rank R; ``rest``
-        begins with the values that ``add_lora_w13`` has returned."""
+        """Add the output of the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for x [T k,
+        K], the inputs of the k experts of each of T tokens. A is [1, E, R, K] and B [1, E, N, R], for E experts and
+        rank R; ``rest`` begins with the four values that ``add_lora_w13`` has returned."""
         sorted_rows, ids, _, _, _num_tokens, _w1, _w2, _k, _max_loras, enabled, *_ = rest
         if sorted_rows is not None or not add_inputs or not lora_experts.is_faster(ids, lora_a_stacked[0][0]):
             super().add_lora_w2(y, x, lora_a_stacked, lora_b_stacked, topk_weights, *rest, add_inputs=add_inputs)
@@ -144,16 +143,16 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Adapter index of each token, int64, -1 without the adapter, for the largest possible number of tokens; and a
-        flag, [1] bool on the host, True if no token has the adapter."""
+        """Two tensors: the adapter index of each token, int64, -1 for tokens without the adapter, as long as the
+        largest possible number of tokens; and a flag, [1] bool on the host, True if no token has the adapter."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
-    """Add the output of a linear's LoRA adapter to y in place, by ``kernels.lora.add_lora``; registered as an operator,
-    into which torch.compile does not look. ``a`` and ``b`` are views of the adapter's slot; they are made outside of
-    this operator, in compiled code, because that is faster. ``no_lora`` is a tensor, because a bool would become a
-    constant of the compiled graph."""
+    """Add the output of a linear layer's LoRA adapter to y in place, by ``kernels.lora.add_lora``. This function is
+    registered as a custom operator, which torch.compile does not trace. ``a`` and ``b`` are views of the adapter's
+    slot; they are made by the caller, in compiled code, because that is faster. ``no_lora`` (no token has the adapter)
+    is a tensor, because a bool would become a constant of the compiled graph."""
     if not no_lora.item():
         lora.add_lora(y, x, a, b, indices)
 
@@ -162,8 +161,8 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
-    """Compile the Triton kernels that a linear's LoRA adapter may need for ``fewest`` tokens or more. Call it before
-    rollouts, as it takes seconds; threads may do so for several linears at once."""
+    """Compile the Triton kernels that a linear layer's LoRA adapter may need in forward passes of ``fewest`` tokens or
+    more. This takes seconds, so it is done before rollouts, for several layers at once in different threads."""
     if len(a) > lora.MOST_SLICES:  # ``lora.add_lora`` splits more slices than MOST_SLICES in the same way
         compile_kernels(a[: lora.MOST_SLICES], b[: lora.MOST_SLICES], fewest)
         compile_kernels(a[lora.MOST_SLICES :], b[lora.MOST_SLICES :], fewest)
@@ -182,8 +181,8 @@ def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -
 def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
-    """Create the object by which vLLM computes LoRA adapters: ``OneAdapterKernels`` if vLLM has a single adapter slot,
-    else an object of vLLM's own class."""
+    """Create the object with which vLLM computes LoRA adapters on CUDA: ``OneAdapterKernels`` if vLLM has a single
+    adapter slot, else an object of vLLM's own class. vLLM finds this function by its name."""
     if lora_config.max_loras != 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
     kernels = OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DraftCounts:
-    """Counts of drafted tokens, and of the tokens that their verification gave, in speculative decoding. The keys are
-    the numbers of sequences in the decoding steps."""
+    """Counts of drafted tokens, and of the tokens that their verification gave, in speculative decoding. Each counter
+    maps a number of sequences to the sum over all decoding steps with this number of sequences."""
 
     drafted: Counter[int] = field(default_factory=Counter)
     """Tokens that were drafted and verified."""

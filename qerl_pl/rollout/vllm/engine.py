@@ -125,8 +125,8 @@ class VLLMEngine:
 
     @property
     def speculates(self) -> bool:
-        """Whether decoding steps may have drafts (speculative decoding). Before ``start``, with ``speculation: auto``,
-        this only says whether the machine allows them; ``start`` then also takes the model into account."""
+        """Whether the engine uses speculative decoding. With ``speculation: auto``, this says before ``start`` only
+        whether the machine allows it, and afterwards also whether the model does."""
         return self._speculates and (self.speculation == "on" or not self._lacks())
 
     returns_routes = True
@@ -191,8 +191,8 @@ class VLLMEngine:
         return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Complete the start of vLLM: copy the base's norm weights, reserve the adapter slots, prepare the kernels and
-        CUDA graphs of decoding steps, and load the policy's adapter."""
+        """Complete the start of vLLM: copy the base's norm weights, reserve the adapter slots, compile the adapter
+        kernels, set up speculative decoding and CUDA graphs of decoding steps, and load the policy's adapter."""
         faster = native.for_vllm()
         self._scheduler().draft_counts = self.draft_counts
         if faster:
@@ -235,7 +235,8 @@ class VLLMEngine:
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
         """Compute the log-probabilities of each sequence's tokens, except the first, as ``RolloutEngine.score``
         describes. Each sequence becomes a request whose prompt is all tokens but the last. vLLM returns the
-        log-probability of the last token as that of a candidate for the first sampled token."""
+        log-probabilities of the prompt's tokens, and that of the sequence's last token as one of the candidates for the
+        next token."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -260,8 +261,8 @@ class VLLMEngine:
             self._write_norms(self._clean_norms)
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Write norm weights with noise into vLLM's model, read them back, and return the number of norms that have the
-        noise; 0 if sigma is 0."""
+        """Write norm weights with noise into vLLM's model, read the weights back, and return for how many norms they
+        are the written ones; 0 if sigma is 0."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -362,8 +363,8 @@ class VLLMEngine:
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:
-        """Write the base's norm weights into vLLM's model within the context, if norms are trained and ``adapter`` is
-        False; afterwards the trained ones are written back."""
+        """If norms are trained and ``adapter`` is False, write the base's norm weights into vLLM's model within the
+        context, and the trained ones again afterwards; otherwise do nothing."""
         if adapter or self._clean_norms is self._base_norms:
             yield
             return

@@ -1,5 +1,5 @@
-"""Adapter slots of experts in vLLM, with a smaller rank than the slots of other linears, because adapters on experts
-usually have a smaller rank."""
+"""Rank of the adapter slots of experts in vLLM. It is smaller than that of the slots of other linear layers, because
+LoRA adapters on experts usually have a smaller rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ RANK = "expert_slot_rank"
 
 
 def of_own_rank(create: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the method by which vLLM creates the adapter slots of experts, so that the slots get the rank that vLLM's
-    setting ``additional_config`` has under the key ``RANK``; without this key, they get the rank of all other slots."""
+    """Wrap vLLM's method that creates the adapter slots of the experts of an MoE layer, so that the slots get the rank
+    that vLLM's setting ``additional_config`` has under the key ``RANK``; without this key, they get the rank of all
+    other slots."""
 
     def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         settings: Any = get_current_vllm_config().additional_config

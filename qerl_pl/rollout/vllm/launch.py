@@ -1,4 +1,4 @@
-"""Create ``vllm.LLM`` for a policy. If the start fails, changes that it made to the process, such as environment
+"""Create ``vllm.LLM`` for a policy. If vLLM does not start, the changes made to the process, such as environment
 variables and process groups, are undone."""
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def launch(
     decoding_kernel: Literal["auto", "native", "humming"],
     watch: Stopwatch,
 ) -> Launched:
-    """Start ``vllm.LLM`` with the policy's base model. ``sizes`` has the size of the KV cache if the memory plan has
-    chosen one. ``settings`` are arguments of ``vllm.LLM`` that the user set, which override those that follow from the
-    policy. ``watch`` adds up the seconds of "imports" and "vLLM". ValueError: vLLM does not start, or
+    """Start ``vllm.LLM`` with the policy's base model. ``sizes`` has the size of the KV cache if it has been decided
+    already. ``settings`` are arguments of ``vllm.LLM`` that the user set; they override those that follow from the
+    policy. ``watch`` adds up the seconds of "imports" and "vLLM". Raises ValueError if vLLM does not start, or if
     ``decoding_kernel`` is "native" and this project's CUDA kernels cannot run."""
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
@@ -96,8 +96,8 @@ def launch(
 
 
 def refusal(error: Exception) -> ValueError:
-    """Turn the error with which vLLM failed to start into a ValueError with a message of one line, and write the
-    error's traceback to a file that the message names."""
+    """Return a ValueError with a message of one line for an error with which vLLM failed to start. The error's
+    traceback is written to a file, which the message names."""
     text = " ".join(str(error).split())[:500]
     return ValueError(
         f"vLLM does not start with this model and these settings: {type(error).__name__}: {text} (traceback: "

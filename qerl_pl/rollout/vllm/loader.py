@@ -1,6 +1,6 @@
-"""Model loader for vLLM that makes trainer and vLLM share memory where they can: parameters of vLLM's model are set to
-the trainer's tensors, and all others are read from the checkpoint. If vLLM has no kernels for the base's 4-bit format,
-the loader gives it the trainer's weights dequantised."""
+"""Model loader for vLLM that shares memory with the trainer where possible: some parameters of vLLM's model are set to
+the trainer's tensors, and all others are read from the checkpoint. If vLLM has no kernels for the base model's 4-bit
+format, the loader gives vLLM the trainer's weights dequantised."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -39,8 +39,8 @@ def register_loader(
         unpacked: the trainer's linears with 4-bit weights, by name, that vLLM is to hold dequantised.
         packed: the trainer's linears with 4-bit weights, by name, that vLLM holds in 4 bits, too. The weights that vLLM
             reads for them are compared with the trainer's.
-        hooks: result of ``for_vllm().loader_hooks()`` if this project's CUDA kernels compute the linears in ``packed``,
-            so that vLLM uses the trainer's memory for them; else None.
+        hooks: if this project's CUDA kernels compute the linears in ``packed``, the module ``hopper.one_copy``, whose
+            functions let vLLM use the trainer's memory for them; else None.
         recorder: records the experts that vLLM's routers choose; None if they are not needed.
     """
 
@@ -89,8 +89,8 @@ def register_loader(
 
 
 def forget() -> None:
-    """Register a model loader that holds none of the trainer's tensors, so that they can be freed. Without this, they
-    would stay in memory, because vLLM never releases the loader class that was registered last."""
+    """Free the references of the registered model loader to the trainer's tensors, by registering one that has none.
+    vLLM never releases the loader class that was registered last, so the tensors could not be freed otherwise."""
     register_loader({}, {}, {})
 
 

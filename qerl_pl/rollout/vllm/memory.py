@@ -1,9 +1,9 @@
 """Free the memory pool of vLLM's sleep mode completely when an engine ends, and drop vLLM's references to the trainer's
 memory.
 
-vLLM has one such pool per process, and refuses to start an engine while any byte of it is in use. Modules, compiled
-graphs or caches may still refer to tensors of an engine that has ended. The functions of this module free the memory of
-these tensors in spite of the references. They never free memory outside the pool.
+vLLM has one such pool per process, and refuses to start an engine while any byte of the pool is in use. Modules,
+compiled graphs or caches may still refer to tensors of an engine that has ended. The functions of this module free
+these tensors' memory in spite of the references, and never free memory outside the pool.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ them: vLLM's record of each segment, by address."""
 
 
 def free(worker: WorkerBase) -> None:
-    """Free all memory in the pool of vLLM's sleep mode, and drop a worker's references to the trainer's tensors, before
-    the worker is shut down. All memory of the pool is this worker's, because vLLM allows one engine with sleep mode per
-    process at a time."""
+    """Free all memory in the pool of vLLM's sleep mode, and set the parameters of the worker's model, some of which are
+    the trainer's tensors, to empty ones. Called before the worker is shut down. All memory of the pool belongs to this
+    worker, because vLLM allows one engine with sleep mode per process at a time."""
     if (pool := allocator()) is not None:
         torch.cuda.synchronize()
         gc.unfreeze()  # vLLM calls gc.freeze after its start; gc.get_objects omits frozen objects
@@ -59,10 +59,10 @@ def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
 
 
 def collect() -> None:
-    """Free the memory that an engine has left allocated at its end. Call it only while no engine runs, because all
-    engines of the process share one memory pool. If some memory is still referenced and so cannot be freed, a warning
-    says how much. It is freed with its last reference, and does not prevent the start of the next engine
-    (``ignoring_what_is_left``)."""
+    """Free the memory of vLLM's pool that an engine has left allocated at its end. May be called only while no engine
+    runs, because all engines of the process share the pool. If some memory is still referenced and so cannot be freed,
+    a warning says how much. This memory is freed with its last reference, and does not prevent the start of the next
+    engine (``ignoring_what_is_left``)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
-"""Norms with fp32 weights in vLLM's model, because 16-bit weights would round away the noise that adaptive
-quantization noise (AQN) adds to them. Activations stay in the compute dtype.
+"""Norms with fp32 weights in vLLM's model. 16-bit weights would round away the small noise that adaptive quantization
+noise (AQN) adds to norm weights. Activations stay in the compute dtype.
 
 With 16-bit activations, all implementations of norms in vLLM 0.32 accept an fp32 weight, except the CUDA kernel, which
 vLLM does not use for an fp32 weight. In a compiled engine, Inductor fuses a norm with its neighbours and does not round
 the normalised input, whatever the weight's dtype. So a bf16 weight stored in fp32 gives the same bits as the bf16
-weight. An engine without compilation computes its norms by ``qerl_pl.noise.fp32_norms`` instead of vLLM's
-implementations; these functions round as transformers does.
+weight. An engine without compilation computes its norms by the functions of ``qerl_pl.noise.fp32_norms`` instead of
+vLLM's implementations; they round as transformers does.
 """
 
 from collections.abc import Sequence

@@ -21,8 +21,9 @@ from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once
 
 def apply_all() -> None:
     """Apply the patches of vLLM and torch that stay in force until the process ends; a second call changes nothing.
-    (The other patches of this module are applied for one engine each.) On platforms other than CPU and CUDA nothing is
-    patched. RuntimeError: an attribute that is to be patched is gone or has another signature."""
+    (The other patches of this module are context managers, which an engine uses when it starts, sleeps or ends.) On
+    platforms other than CPU and CUDA nothing is patched. Raises RuntimeError if an attribute that is to be patched is
+    gone or has another signature."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -41,9 +42,9 @@ def adapters_in_fixed_order() -> None:
     Symptom: on CUDA, equal calls sample different tokens; on a CPU, tokens of requests without the adapter get it. A
     decoding step also takes up to twice as long on CUDA, and on a CPU several times as long.
     Cause: on CUDA, vLLM's kernels add partial sums by atomics, in any order; they support many adapters at once and
-    take several launches per linear.
-    Versions: vLLM 0.32. Upstream: none; the kernels' name is returned by a method of vLLM's platform, without a
-    setting.
+    take several launches per linear layer.
+    Versions: vLLM 0.32. Upstream: none known. vLLM has no setting for its LoRA kernels; a method of its platform
+    returns their name.
     """
     from vllm.platforms import current_platform
 
@@ -66,7 +67,7 @@ def delta_nets_in_fp32() -> None:
 
 
 def experts_in_torch() -> None:
-    """Make vLLM compute mixtures of experts by torch on a CPU.
+    """Make vLLM compute mixture-of-experts layers by torch on a CPU.
 
     Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
     attention has adapters.
@@ -80,13 +81,13 @@ def experts_in_torch() -> None:
 
 
 def routers_in_fp32() -> None:
-    """Make vLLM compute the logits of routers of mixtures of experts in fp32, as the trainer does.
+    """Make vLLM compute the logits of the routers of mixture-of-experts layers in fp32, as the trainer does.
 
     Symptom: for many tokens, vLLM's routers choose other experts than the trainer's; on a CPU, vLLM's router weights
     cannot be compared with the trainer's.
-    Cause: vLLM rounds the router logits of Qwen3-MoE to 16 bits, after which, for one token in 18, the least likely
-    expert that is chosen and the likeliest that is not have equal logits. On a CPU, vLLM also rearranges the weights of
-    linears, except of layers with the attribute that this patch sets.
+    Cause: vLLM rounds the router logits of Qwen3-MoE to 16 bits. For one token in 18, the last expert that is chosen
+    and the first that is not then have equal logits. On a CPU, vLLM also rearranges the weights of linear layers,
+    unless they have the attribute that this patch sets.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.routers import in_fp32
@@ -97,12 +98,12 @@ def routers_in_fp32() -> None:
 
 
 def slots_of_experts() -> None:
-    """Let the adapter slots of experts in vLLM have another rank than those of other linears.
+    """Let vLLM's adapter slots for experts have another rank than those for other linear layers.
 
     Symptom: the adapter slots of experts take several times the memory that the adapters need, and kernels also read
     the zeros with which the slots are padded.
-    Cause: vLLM makes all slots of the largest rank, and adapters on experts usually have a much smaller one than those
-    on attention.
+    Cause: vLLM gives all slots the largest rank, and adapters on experts usually have a much smaller rank than those on
+    attention.
     Versions: vLLM 0.32. Upstream: none known.
     """
     from qerl_pl.rollout.vllm.expert_slots import of_own_rank
@@ -169,11 +170,12 @@ def sleep_beside_other_processes(given_back: Callable[[], int]) -> Iterator[None
 
 @contextmanager
 def decoder_classes_apart() -> Iterator[None]:
-    """Make vLLM use a subclass of the decoder's class if it runs a model by the code of transformers.
+    """Make vLLM's Transformers backend, which runs a model by the code of transformers, use a subclass of the model's
+    decoder class.
 
     Symptom: once an engine of OLMo 3 has started, the trainer's model fails: "no attribute 'do_not_compile'".
-    Cause: vLLM's Transformers backend decorates the decoder's class for torch.compile, and the trainer's model has the
-    same class.
+    Cause: the backend decorates the decoder class for torch.compile, and the trainer's model is an instance of the same
+    class.
     Versions: vLLM 0.32. Upstream: none known.
     """
     base: Any = import_module("vllm.model_executor.models.transformers.base").Base

@@ -13,8 +13,8 @@ from qerl_pl.common.packages import TESTED, installed_vllm
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
     """Replace the function ``owner.name`` of another package by ``new``, after checking that it has the parameters
-    ``takes``, in this order, and further parameters only with defaults. RuntimeError: the attribute does not exist or
-    has another signature."""
+    ``takes``, in this order, and further parameters only with defaults. Raises RuntimeError if the attribute does not
+    exist or has another signature."""
     expect(owner, name, takes)
     setattr(owner, name, new)
 
@@ -29,9 +29,9 @@ def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Se
 
 
 def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
-    """Make ``name`` the name of a stand-in module, unless a module of this name is imported already. Its attributes are
-    those of the module ``other``, which is imported when an attribute is first used. Then the functions of ``other``
-    that ``has`` names are checked to have the parameters that it lists, as ``replace`` does."""
+    """Register an empty module under the name ``name``, unless a module of this name has been imported already. Its
+    attributes are taken from the module ``other``, which is imported at the first use of an attribute. The functions of
+    ``other`` that are keys of ``has`` must take the parameters listed there (``expect``)."""
 
     def attribute(wanted: str) -> Any:
         if wanted.startswith("__"):

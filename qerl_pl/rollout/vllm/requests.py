@@ -82,9 +82,9 @@ def completion(
 ) -> Completion:
     """Build a completion from the result of a sampling request.
 
-    ``logprobs`` are the log-probabilities of the completion's tokens in nats. ``routes`` are the numbers of the experts
-    that computed prompt and completion (``Completion.routes``, but int16). ``seed`` is the request's seed, or None if
-    vLLM's sampling noise is not a hash of the seed (``policy.margins``).
+    ``logprobs`` are the log-probabilities of the sampled tokens in nats. ``routes`` [tokens, L, k] int16 are the
+    experts that computed the tokens of prompt and completion in a mixture-of-experts model (``Completion.routes``).
+    ``seed`` is the request's seed, or None if vLLM's sampling noise is not a hash of the seed (``policy.margins``).
     """
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
@@ -96,8 +96,8 @@ def completion(
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
-    """Build the parameters of one vLLM request for each sequence to score, from the sequence's last token; all tokens
-    before the last are the request's prompt."""
+    """Build vLLM's parameters of the requests that compute the log-probabilities of given sequences. The prompt of a
+    request is all tokens of its sequence but the last, which is in ``last_tokens``."""
     from vllm import SamplingParams
 
     return [

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 
 def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a replacement of the forward of vLLM's router, which would round logits to 16 bits; it computes them in
-    fp32."""
+    """Make a replacement of the ``forward`` of vLLM's router for mixture-of-experts layers. It computes logits in fp32,
+    whereas vLLM's own rounds them to 16 bits."""
 
     def forward(self: Any, x: Tensor) -> Any:
         logits = logits_of(x, self.weight)
@@ -22,9 +22,9 @@ def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute a router's logits for T tokens x [T, H] and E experts with the weight [E, H]: [T, E] fp32. On a GPU, bf16
-    inputs are multiplied by one kernel with an fp32 result, without converting them to fp32 first, since products of
-    bf16 numbers are exact in fp32."""
+    """Compute the logits of a mixture-of-experts router with the weight [E, H] for E experts, given T tokens x [T, H]:
+    [T, E] fp32. On a GPU, one kernel multiplies bf16 inputs and gives an fp32 result; this is as exact as converting
+    the inputs to fp32 first, because products of bf16 numbers are exact in fp32."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

@@ -1,9 +1,9 @@
-"""Record of the experts that vLLM's routers choose in mixtures of experts, by slot of the KV cache.
+"""Record of the experts that the routers of a mixture-of-experts (MoE) model choose in vLLM, by slot of the KV cache.
 
-The numbers of a token's experts are written to the slot that its keys and values have in the KV cache. vLLM already
-keeps the slots right where several requests share a prompt, requests are preempted or drafts are rejected, so none of
-these cases needs code here. vLLM 0.32 has another recorder (``enable_return_routed_experts``), which needs its prefix
-cache and its second model runner and so does not work on a CPU.
+The indices of a token's experts are stored under the number of the slot that holds the token's keys and values in the
+KV cache. vLLM already assigns slots correctly where requests share a prompt, are preempted, or have drafts rejected, so
+none of these cases needs code here. vLLM 0.32 has a recorder of its own (``enable_return_routed_experts``), which needs
+its prefix cache and its model runner V2, and so does not work on a CPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class RouteRecorder:
         was recorded. The last row is written for padding, whose slot is -1."""
 
     def bind(self, model: nn.Module, config: VllmConfig) -> None:
-        """Make the routers of vLLM's model pass the numbers of the experts that they choose to ``capture``. ValueError:
-        a kernel or router of the model does not support this, or trainer and vLLM have unequal numbers of mixtures."""
+        """Make the routers of vLLM's model call ``capture`` with the experts that they choose. Raises ValueError if a
+        kernel or router of the model does not support this, or if trainer and vLLM have different numbers of MoE
+        layers."""
         layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
         if len(layers) != self.routing.num_layers:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")
@@ -44,8 +45,8 @@ class RouteRecorder:
         bind_routed_experts_capturer(model, self)  # pyright: ignore[reportArgumentType]
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Record the k experts that one layer's router has chosen for each of a step's n tokens, ``topk_ids`` [n, k],
-        also inside of a CUDA graph; vLLM's routers call this."""
+        """Store the k experts that the router of the MoE layer ``layer_id`` has chosen for each of the n tokens of a
+        forward pass, ``topk_ids`` [n, k]. vLLM's routers call this, also while a CUDA graph is captured."""
         mappings, layer = get_forward_context().slot_mapping, self._layer
         if not mappings or not layer.kv_cache.numel():
             return  # a pass without a KV cache, which measures memory
@@ -64,9 +65,10 @@ class RouteRecorder:
             self._chosen.fill_(-1)
 
     def read(self, blocks: Sequence[int], size: int, num_tokens: int) -> Tensor:
-        """Return the k experts that were chosen for the first tokens of a sequence in each of L mixtures, [num_tokens,
-        L, k] int16. ``blocks`` are the numbers of the sequence's blocks in the KV cache, of ``size`` slots each. On a
-        GPU, the copy to the host may still be running when the call returns."""
+        """Return the k experts that were chosen in each of L MoE layers for the first ``num_tokens`` tokens of a
+        sequence, [num_tokens, L, k] int16. ``blocks`` are the numbers of the sequence's blocks in the KV cache, of
+        ``size`` slots each. On a GPU, the result is being copied to the host when the call returns: synchronise before
+        reading it."""
         assert self._chosen is not None
         slots = (torch.tensor(blocks).unsqueeze(1) * size + torch.arange(size)).flatten()[:num_tokens]
         return self._chosen[slots.to(self._chosen.device)].to("cpu", non_blocking=True)

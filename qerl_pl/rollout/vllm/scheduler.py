@@ -1,10 +1,10 @@
 """Scheduler for vLLM that needs less CPU time per token than vLLM's own; vLLM imports it by its name
 (``scheduler_cls``).
 
-vLLM 0.32 divides the log-probabilities of a step into one object per request, passes these objects through three
-classes and appends log-probabilities token by token. It also asks of every request in every step whether it has images,
-drafts, a grammar or a prompt left to compute, and makes an output object of every token. With 256 sequences of a small
-model, the CPU then takes longer for a decoding step than the GPU.
+In each decoding step, vLLM 0.32 makes one object per request of the log-probabilities, passes these objects through
+three classes and appends log-probabilities token by token. It also checks for every request whether it has images,
+drafts, a grammar or a rest of its prompt to compute, and makes an output object of every token. With 256 sequences of a
+small model, the CPU then takes longer for a decoding step than the GPU.
 """
 
 from collections import defaultdict
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Scheduler for vLLM that collects the log-probabilities of sampled tokens, and the experts that computed each
-    token. Steps that also return log-probabilities of other tokens are left to vLLM's code.
+    """Scheduler for vLLM that also collects, for the rollout engine, the log-probabilities of sampled tokens and the
+    experts that computed each token. Steps that return log-probabilities of further tokens are left to vLLM's code.
 
-    If ``is_lean``, this class itself schedules the steps in which all requests decode, and keeps a request's tokens
-    until the request ends, instead of making an output object of every token. All other requests and steps are left to
-    vLLM's code.
+    If ``is_lean``, steps in which all requests decode are scheduled by simpler code of this class, and a request's
+    tokens are kept until the request ends, instead of making an output object of every token. All other requests and
+    steps are left to vLLM's code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,14 +55,15 @@ class RolloutScheduler(AsyncScheduler):
         """Tokens of running requests that have not been output yet."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return the log-probabilities, in nats, of the tokens sampled for each request, by the id that the caller gave
-        the request, and forget them."""
+        """Return the log-probabilities, in nats, of the tokens sampled for each request since the last call, and forget
+        them. The keys are the ids that the caller gave to the requests."""
         return _taken(self._logprobs)
 
     def take_routes(self) -> dict[str, Tensor]:
-        """Return the experts that computed the tokens of each ended request, [T, L, k] int16 for T tokens, L mixtures
-        and k experts per token, by the id that the caller gave the request, and forget them. T does not count the last
-        token of a request: it was sampled, but no pass computed it. Empty without a recorder."""
+        """Return the experts of a mixture-of-experts model that computed the tokens of each request that has ended
+        since the last call, and forget them: [T, L, k] int16 for T tokens, L layers with experts and k experts per
+        token. T counts prompt and completion without the last token, which was sampled but not passed through the
+        model. The keys are the ids that the caller gave to the requests. Empty if ``recorder`` is None."""
         if self._routes and torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the copies to the host
         return _taken(self._routes)
@@ -77,8 +78,8 @@ class RolloutScheduler(AsyncScheduler):
             self.recorder.clear()
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """Read the experts that computed an ended request's tokens, before vLLM gives the request's blocks of the KV
-        cache to other requests."""
+        """Store the experts that computed an ended request's tokens, and let vLLM free the request. They are recorded
+        by slot of the KV cache, so they must be read before vLLM gives the request's blocks to other requests."""
         params = request.sampling_params
         if self.recorder and request.num_output_tokens and params and params.prompt_logprobs is None:
             of_group = self.kv_cache_manager.get_block_ids(request.request_id)
@@ -93,9 +94,9 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule one token of each running request, or return None if vLLM's own code has to schedule the step. This
-        method can only schedule steps in which all running requests decode without drafts, no waiting request can
-        start, and the KV cache has a free block for each running request."""
+        """Schedule one token of each running request. Returns None if vLLM's own code has to schedule the step, that
+        is, unless all running requests decode without drafts, no waiting request can start, and the KV cache has a free
+        block for each running request."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
@@ -133,8 +134,8 @@ class RolloutScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Collect the tokens and log-probabilities of a step. vLLM's method, which this one extends, is then called
-        without the log-probabilities."""
+        """Collect the sampled tokens and log-probabilities of a step. Extends vLLM's method of this name, which is
+        called without the log-probabilities; returns vLLM's outputs."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -165,8 +166,8 @@ class RolloutScheduler(AsyncScheduler):
     def _keep(
         self, scheduled: Mapping[str, int], sampled: list[list[int]], rows: Mapping[str, int], values: list[float]
     ) -> dict[str, int]:
-        """Append the sampled tokens of a step to their running requests, as vLLM does, and keep them until the requests
-        end. Requests that end with this token, and others that need vLLM's own code, are not changed.
+        """Append the token that a decoding step has sampled for each running request to the request, as vLLM does, but
+        make no output object. Requests that end with this token, and others that need vLLM's own code, are not changed.
 
         Args:
             scheduled: the number of tokens of each request in this step.
@@ -207,8 +208,8 @@ class RolloutScheduler(AsyncScheduler):
 
 
 def ends_of(request: Request, max_model_len: int) -> tuple[set[int | None], int]:
-    """Return the tokens that end a request, and the largest number of tokens of its output. If something else may end
-    the request, such as a stop string, the number is 0, which means that vLLM has to look at each of its tokens."""
+    """Return the tokens that end a request, and the largest number of tokens that it may sample. If anything else may
+    end the request, such as a stop string, the number is 0: vLLM's own code then has to look at each token."""
     params = request.sampling_params
     if params is None or params.stop or params.repetition_detection or request.use_structured_output:
         return set(), 0
@@ -217,8 +218,8 @@ def ends_of(request: Request, max_model_len: int) -> tuple[set[int | None], int]
 
 
 def _taken(values: dict[str, T]) -> dict[str, T]:
-    """Empty a mapping whose keys are vLLM's request ids, and return its values by the ids that the caller gave the
-    requests, which are vLLM's ids without the suffix."""
+    """Empty ``values``, whose keys are vLLM's request ids, and return its items with the ids that the caller gave to
+    the requests as keys; vLLM has added a suffix to these ids."""
     taken = {name.partition("-")[0]: value for name, value in values.items()}
     values.clear()
     return taken

@@ -39,8 +39,8 @@ def prepare_environment() -> None:
     """Set the environment variables that vLLM reads when it is imported; variables that are set already are kept.
 
     Raises:
-        ValueError: a variable asks for a separate worker process, in which adapter and norms could not be written in
-            place.
+        ValueError: a variable asks vLLM to run in a separate process, in which the trainer could not write adapter and
+            norms in place.
         OSError: this machine cannot connect to itself over the loopback interface.
     """
     from qerl_pl.kernels.launching import cache_folder
@@ -65,10 +65,10 @@ def prepare_environment() -> None:
 
 @contextmanager
 def among_ranks() -> Iterator[dict[str, Any]]:
-    """Yield the arguments of ``vllm.LLM`` with which each rank gets its own engine if the trainer has a process group;
-    empty without one. vLLM creates a process group for every single rank from the trainer's group, so all ranks have to
-    start vLLM at the same time. vLLM reads rank and GPU from environment variables, which are set within the
-    context."""
+    """Yield the arguments of ``vllm.LLM`` with which each rank gets an engine of its own, if the trainer has a process
+    group; an empty mapping if it has none. vLLM creates a process group for each single rank from the trainer's group,
+    so all ranks have to start vLLM at the same time. The environment variables from which vLLM reads rank and GPU are
+    set within the context."""
     if not dist.is_initialized():
         yield {}
         return
@@ -96,9 +96,9 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Return whether vLLM 0.32 lacks kernels on this machine that multiply 16-bit activations by weights of the given
-    format (None: not quantised). It lacks them for NF4, and for MXFP4 on a CPU and on Blackwell GPUs, where its kernels
-    for MXFP4 also quantise activations."""
+    """Return whether vLLM 0.32 has no kernels on this machine that multiply 16-bit activations by weights of the format
+    ``fmt`` (None: not quantised). This holds for NF4, and for MXFP4 on a CPU and on Blackwell GPUs, on which vLLM's
+    MXFP4 kernels also quantise activations."""
     from vllm.platforms import current_platform
 
     if fmt is None or fmt is NVFP4:
@@ -109,8 +109,9 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Replace the value "auto" of the setting ``decoding_kernel`` by "native" (the CUDA kernels of this project) if
-    these can run, else by "humming" (the kernels that vLLM chooses), without importing vLLM."""
+    """Resolve the setting ``decoding_kernel``: "auto" becomes "native" (the CUDA kernels of this project) if these can
+    run with the base's format and compute dtype, and else "humming" (the kernels that vLLM chooses). Does not import
+    vLLM."""
     if wanted != "auto":
         return wanted
     return "humming" if native.lacks(fmt, dtype) else "native"
@@ -124,14 +125,14 @@ def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype
 
 
 def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -> bool:
-    """Return whether vLLM's own kernels, and not this project's, compute the 4-bit linears of a base on a GPU."""
+    """Return whether vLLM's own kernels, and not this project's, compute linear layers with 4-bit weights on a GPU."""
     return kernel == "humming" and fmt is not None and not lacks(fmt)
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Log that equal calls may sample different tokens, if vLLM's own kernels multiply by 4-bit weights on a GPU, and
-    why: the kernels of the library Humming add partial sums in an order that varies, and others of vLLM's kernels may
-    do so too. cuBLAS and the CUDA kernels of this project use a fixed order."""
+    """Log that equal calls may sample different tokens, if vLLM's own kernels multiply by 4-bit weights on a GPU. The
+    kernels of the library Humming add partial sums in an order that varies, and others of vLLM's kernels may do so too;
+    cuBLAS and the CUDA kernels of this project use a fixed order."""
     if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
     missing = native.lacks(fmt, dtype)
@@ -180,8 +181,8 @@ def log_starting() -> None:
 
 
 def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> None:
-    """Log how many linears vLLM computes by which kernel classes (``linears``), and the seconds of each phase of the
-    start."""
+    """Log the seconds of each phase of vLLM's start, and how many linear layers each kernel class computes
+    (``linears``)."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
     rank_zero_info(f"vLLM computes its linears with {kernels}")
     parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
@@ -189,8 +190,9 @@ def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> Non
 
 
 def check_fused_scales(base: str) -> None:
-    """Raise ValueError for a checkpoint whose weights vLLM would scale wrongly on a GPU: vLLM fuses q/k/v and gate/up,
-    uses the largest of their tensor scales for all of them, and only warns if they differ."""
+    """Raise ValueError for a checkpoint whose weights vLLM would scale wrongly on a GPU. vLLM fuses q, k and v, and
+    also gate and up, and uses the largest of their tensor scales for all of them; if the scales differ, it only
+    warns."""
     checkpoint = Checkpoint(base)
     present = {name.rpartition(".")[0] for name in checkpoint.names()}
     for suffix in TENSOR_SCALES:

@@ -1,7 +1,7 @@
 """Functions that run inside vLLM's worker and read or write its adapter slots and norm weights in place.
 
-vLLM keeps every adapter in preallocated, zero-padded slots, from which its kernels read. Setting an adapter copies its
-values into these slots; since addresses do not change, CUDA graphs stay valid.
+vLLM keeps every LoRA adapter in preallocated tensors (slots), padded with zeros, from which its kernels read. Here an
+adapter is copied into these slots; since addresses do not change, CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 
 
 class Slot(NamedTuple):
-    """Adapter slot: tensors in which vLLM holds the adapter of one linear, or of one linear of all E experts. R is the
-    adapter's rank, rounded up to the next rank that vLLM supports; the linear has K inputs and n outputs."""
+    """Adapter slot of vLLM: tensors with the LoRA adapter of one linear layer, or of one linear layer (such as down) of
+    all E experts. The layer has K inputs and n outputs; R is the adapter's rank, rounded up to the next rank that vLLM
+    supports."""
 
     a: Tensor  # [R, K] or [E, R, K], LoRA's matrix A; rows from the adapter's rank on are 0
     b: Tensor  # [n, R] or [E, n, R], n rows of the matrix B times LoRA's scaling; columns from the rank on are 0
@@ -47,16 +48,16 @@ class Slot(NamedTuple):
         return (a, b) if self.a.ndim == 2 else stacked(a, b, len(self.a))
 
     def held(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the slot's A and B in the shapes in which PEFT stores them, without the rows and columns by which vLLM
-        pads the rank."""
+        """Return the slot's A and B in the shapes of PEFT's tensors, without the rows and columns with which vLLM pads
+        the rank."""
         a, b = self.a[..., :rank, :], self.b[..., :rank]
         return (a, b) if a.ndim == 2 else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
-    """Reserve vLLM's adapter slots for a LoRA request and fill them with 0. vLLM then treats the request's id as that
-    of a loaded adapter. The LoRA model that is registered with vLLM for this has no matrices; vLLM's own
-    ``add_dummy_lora`` would copy pinned zeros for each linear."""
+    """Make vLLM treat the adapter of a LoRA request as loaded, in slots filled with 0, into which ``write_adapter``
+    copies the policy's adapter later. The LoRA model that is registered with vLLM for this has no matrices; vLLM's own
+    ``add_dummy_lora`` would copy pinned zeros for each linear layer."""
     from vllm.lora.lora_model import LoRAModel
 
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
@@ -67,8 +68,8 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the Triton LoRA kernels for all linears whose adapters ``OneAdapterKernels`` computes, in one thread for
-    each combination of shapes."""
+    """Compile the Triton kernels that rollouts need for the LoRA adapters of linear layers (``OneAdapterKernels``).
+    Layers of equal shapes share kernels; each set of shapes is compiled in a thread of its own."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -99,8 +100,8 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 
 def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, Tensor]:
-    """Return the matrices in vLLM's adapter slots by PEFT's names, without the padding of the rank. CheckFailed: two
-    slots that should hold the same matrix differ, or a flag of vLLM turns adapters of experts off."""
+    """Return the matrices in vLLM's adapter slots by PEFT's names, without the padding of the rank. Raises CheckFailed
+    if two slots that should hold the same matrix differ, or if a flag of vLLM turns the adapters of experts off."""
     if off := [name for name, enabled in _flags(worker).items() if not enabled.all()]:
         raise CheckFailed(
             f"the rollout engine computes {len(off)} of the model's mixtures of experts without their adapters "
@@ -124,9 +125,9 @@ def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
 
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
-    """Count the linears and mixtures of experts of vLLM's model by the name of the class that computes them. Linears of
-    the class ``NativeLinear`` whose shapes this project's CUDA kernels do not support are counted as "NativeLinear,
-    dequantised"."""
+    """Count the linear layers and mixture-of-experts layers of vLLM's model by the name of the class that computes
+    them. Layers of the class ``NativeLinear`` whose shapes this project's CUDA kernels do not support are counted as
+    "NativeLinear, dequantised"."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
@@ -157,8 +158,8 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
 
 
 def _flags(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return by name, for each mixture of experts that has adapter slots, the flag [1] that makes vLLM's kernels add
-    the adapter."""
+    """Return, by name, for each mixture-of-experts layer that has adapter slots, the flag [1] of vLLM that says whether
+    its kernels add the policy's adapter."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     modules = manager.modules.items()
@@ -166,9 +167,9 @@ def _flags(worker: WorkerBase) -> dict[str, Tensor]:
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return vLLM's adapter slots, by PEFT's name of the linear or experts whose adapter they hold. A linear usually
-    has one slot; it has two if its outputs are attention keys and also values, and three if it computes queries, keys
-    and values of a delta net."""
+    """Return vLLM's adapter slots, by the name that PEFT gives to the linear layer or experts whose adapter they hold.
+    A linear layer usually has one slot. It has two if its outputs serve as both keys and values of attention, and three
+    if it computes queries, keys and values of a gated delta net."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
