@@ -1,11 +1,11 @@
 """Measured constants, such as times and numbers of clusters of an NVIDIA H200 (132 SMs, 1.755 GHz), by which the CUDA
 kernels of this project choose how to divide their work among thread blocks (their schedules).
 
-No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. They
-decide which of several correct schedules of a kernel runs, and therefore only its speed. Each constant is either
-measured again by ``python -m tests.bench.bench_constants``, or is a threshold between two alternatives, set where the
-named benchmark found both equally fast. ``docs/kernels.md`` says how to fit them to another GPU of compute capability
-9.0.
+No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. The
+numbers decide which of several correct schedules of a kernel runs, and therefore only its speed. Each constant is
+either measured again by ``python -m tests.bench.bench_constants``, or is a threshold between two alternatives, set
+where the benchmark named in its description found both equally fast. ``docs/kernels.md`` says how to fit them to
+another GPU of compute capability 9.0.
 
 The decode GEMM (``nvfp4_decode``) and the batch GEMM (``nvfp4_batch``) multiply by NVFP4 weights, for few and for many
 tokens. A linear layer is wide if it has more than ``WIDE`` blocks of 256 outputs, and narrow otherwise. Letters: K
@@ -20,17 +20,18 @@ SMS, CLOCK_HZ = 132, 1.755e9
 # H100, which `bench_batch` repeats: each chosen schedule was the fastest of those measured or within 9 % of it.
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74, 256: 130}
 """Clock cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the number of tokens
-per thread block. ``bench_constants`` fits these numbers and ``BLOCK_S`` to the times of one wave of thread blocks at
-several K. A GPU at its power limit needs 16 to 21 cycles more (on an H100), so that thread blocks of 256 tokens are
+per thread block. ``bench_constants`` fits these numbers and ``BLOCK_S`` to the times of one wave of thread blocks with
+several numbers of inputs. At its power limit, an H100 needs 16 to 21 cycles more, so thread blocks of 256 tokens are
 then better than predicted."""
 TWO_TILES = 1.2
 """Factor of the time per tile (``K_BLOCK_CYCLES``) in thread blocks of two tiles of 64 outputs and at most 128 tokens,
-whose two warpgroups cannot keep the tensor cores busy. Measured as the slope of the batch GEMM's time over K with two
-tiles, divided by that with more tiles."""
+whose two warpgroups cannot keep the tensor cores busy. Measured as the slope of the batch GEMM's time over the number
+of inputs with two tiles, divided by that with more tiles."""
 LONE_TILE = 1.5
 """Time of a thread block of one tile (64 outputs), divided by the time per tile of a thread block of two tiles.
-Measured, with 256 tokens, as the slope of the batch GEMM's time over K with one tile, divided by half of the slope with
-two. Assumed to be equal with fewer tokens, where thread blocks of one tile were never the fastest."""
+Measured with 256 tokens, as the slope of the batch GEMM's time over the number of inputs with one tile, divided by half
+of the slope with two. The same value is assumed for fewer tokens, where thread blocks of one tile were never the
+fastest."""
 BLOCK_S = 3e-6
 """Seconds that a thread block of the batch GEMM takes in addition to its matrix products: to start, to fill the
 pipeline, and to store its results."""
@@ -93,9 +94,9 @@ SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
 that are fused into one (such as q, k and v): a constant, and seconds per input. ``bench_constants`` fits both with no
 other kernel running, which gives a lower bound."""
 IN_TIME, TOO_LATE = 0.8, 1.1
-"""Bounds on the time for h = x A^T, as a share of the time until the base GEMM first needs h. Below ``IN_TIME``, more
-clusters for h gain nothing; above ``TOO_LATE``, adding the adapter after the GEMM is faster. Thresholds from
-`bench_layer`, ``together`` against ``apart``."""
+"""Bounds on the time that h = x A^T of a LoRA adapter takes, as a share of the time until the base layer's GEMM first
+needs h. Below ``IN_TIME``, more thread blocks for h gain nothing; above ``TOO_LATE``, adding the adapter after the GEMM
+is faster. Thresholds from `bench_layer`, ``together`` against ``apart``."""
 WIDE_OUTPUTS, WIDE_TOKENS = range(16384, 40961), 16
 """Numbers of outputs N for which it pays to fuse the adapter into the GEMM although the GEMM leaves no SM idle, and the
 number of tokens per tile of h = x A^T for such N; all tiles of h are then computed at the same time. With more outputs,

@@ -42,8 +42,8 @@ class Step:
     one number of drafted tokens per sequence."""
 
     batch: InputBatch
-    """vLLM's description of the batch. Its tensors on the GPU are the same for all steps; its values on the host change
-    from step to step."""
+    """vLLM's description of a decoding step. Its tensors on the GPU have the same addresses in all steps; ``describe``
+    updates its values on the host."""
     inputs: torch.cuda.CUDAGraph  # writes the model's inputs, block tables and attention's schedule
     starts: torch.Tensor
     """Index of each sequence's first token in the batch; kept because ``inputs`` reads it at each replay."""

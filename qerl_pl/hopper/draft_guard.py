@@ -38,9 +38,9 @@ def by_class(counts: DraftCounts) -> list[list[int]]:
 def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[list[int]]:
     """Add the speculation counts of the last rollout, ``new``, to three quarters of the sum over earlier rollouts,
     ``history``, so that old counts fade. Both have one row per class of decoding steps (``CLASSES``): drafted tokens,
-    verifications, and resulting tokens. An empty ``history`` means zeros. Where speculation is off, the number of
-    verifications falls, after some rollouts below ``KNOWN``; speculation is then tried again, because the policy's
-    entropy may have changed."""
+    verifications, and resulting tokens. An empty ``history`` means zeros. A class of steps without speculation gets no
+    new counts, so its verifications fall below ``KNOWN`` after some rollouts. Speculation is then tried again, because
+    the policy's entropy may have changed."""
     before = history or [[0, 0, 0]] * len(CLASSES)
     return [
         [3 * old // 4 + number for old, number in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)

@@ -46,8 +46,8 @@ def has_compiler() -> bool:
 
 
 def compiled(kernel: Kernel) -> bytes:
-    """Compile a kernel to a cubin, which takes about a second and needs no GPU. Raises RuntimeError with the compiler's
-    log if it does not compile."""
+    """Compile a CUDA C++ kernel to a cubin by NVRTC, which takes about a second and needs no GPU. Raises RuntimeError
+    with the compiler's log if the kernel does not compile."""
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
     [program] = checked(nvrtc.nvrtcCreateProgram(_text(kernel).encode(), kernel.source.encode(), 0, [], []))
     options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"-std=c++17"]
@@ -104,7 +104,7 @@ def launch(
     arguments: Sequence[Any],
     pdl: bool = False,
 ) -> None:
-    """Launch a kernel on the current stream; RuntimeError if the driver refuses it.
+    """Launch a kernel on the current stream. Raises RuntimeError if the CUDA driver refuses it.
 
     Args:
         cluster: number of consecutive thread blocks along y that form a cluster.

@@ -26,7 +26,8 @@ def accept(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_d
     Args:
         sampled: [R] int64, the token sampled in each row of logits.
         inputs: [T] integers, the model's T input tokens.
-        rows: [R] int64, the index of each row's input token: a sequence's last token, or a draft.
+        rows: [R] int64, for each row of logits the index in ``inputs`` of the token that it follows: a sequence's last
+            token, or a draft.
         starts: [S + 1] int32, the first row of each sequence, followed by R. Each sequence has at least one row.
         most_drafts: most drafts of a sequence; its rows are at most 1 more.
 

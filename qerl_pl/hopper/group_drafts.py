@@ -28,8 +28,8 @@ def draft(tokens: Tensor, lengths: Tensor, candidates: Tensor, rows: Tensor, num
 
     A sequence's drafts are the tokens that follow an occurrence of its last m tokens, in the sequence itself or in
     other sequences, for the largest m up to ``LONGEST_MATCH`` that occurs. Of several occurrences, the one at the
-    latest position is taken; of several at that position, the one in the row that ``candidates`` lists first. If there
-    is none, or where its row has no further tokens, the drafts repeat the sequence's last token.
+    latest position is taken; of several at that position, the one in the row that ``candidates`` lists first. If
+    nothing matches, or where the row that matches has no further tokens, the drafts repeat the sequence's last token.
 
     Args:
         tokens: [R, L] int32, the tokens of R sequences of at most L tokens, with stride 1 along L.

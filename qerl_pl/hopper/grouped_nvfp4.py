@@ -265,10 +265,10 @@ def _multiply_kernel(
 
 @triton.jit
 def _columns_of_x(tile):
-    """Reorder the columns of a tile of x as ``_unpack`` orders those of the weight: of each 128 columns, column 32 t +
-    8 w + 4 j + i becomes column 32 w + 8 i + 2 t + j. In a tensor core product of 16 columns, thread t of four has two
-    neighbouring columns (j = 0, 1) of each group of eight; with this order, its weights of 128 columns are in four
-    consecutive words w."""
+    """Put the columns of a tile of x in the order in which ``_unpack`` returns those of the weight."""
+    # Column 32 t + 8 w + 4 j + i of each 128 columns becomes column 32 w + 8 i + 2 t + j. A product of 16 columns by tensor
+    # cores gives thread t of four a pair from each of two groups of eight; so all its codes of 128 columns are in four
+    # consecutive words w, and j is the pair's half.
     ROWS: tl.constexpr = tile.shape[0]
     GROUPS: tl.constexpr = tile.shape[1] // 128
     split = tl.reshape(tile, [ROWS, GROUPS, 4, 4, 2, 4])  # rows, groups, t, w, j, i

@@ -33,8 +33,8 @@ SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 
 
 class Update(NamedTuple):
-    """Arguments with which the batch GEMM adds a LoRA adapter to its output: h = x A^T, which the kernel ``shrink``
-    computes, and B, for each slice of a fused linear layer (such as q, k and v)."""
+    """Arguments with which the batch GEMM (``nvfp4_batch``) adds a LoRA adapter to its output: h = x A^T, which the
+    kernel ``shrink`` has computed, and B, for each slice of a fused linear layer (such as q, k and v)."""
 
     hidden: Tensor  # [slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
@@ -59,8 +59,8 @@ class Schedule(NamedTuple):
 
 
 class SpareSMs(NamedTuple):
-    """Number of SMs that the batch GEMM's first wave of thread blocks leaves idle, so that the kernel ``shrink`` can
-    compute h = x A^T on them."""
+    """Number of SMs that the first wave of thread blocks of a base layer's GEMM (``nvfp4_batch``) leaves idle, on which
+    the kernel ``shrink`` can compute h = x A^T for the layer's LoRA adapter."""
 
     sms: int
     seconds: float  # predicted seconds from the start of the base GEMM until h is needed
@@ -126,8 +126,9 @@ def all_kernels() -> list[driver.Kernel]:
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
-    """Compute h = x A^T, [slices, T, R] bf16, rounded once, from x [T, K] and a contiguous A [R, K] bf16 for each slice
-    of a fused linear layer. h is zero for tokens whose entry in ``indices``, [T] or longer, is negative.
+    """Compute the first product of a LoRA adapter, h = x A^T, [slices, T, R] bf16, rounded once, from x [T, K] and a
+    contiguous A [R, K] bf16 for each slice of a fused linear layer (such as q, k and v). h is zero for tokens whose
+    entry in ``indices``, [T] or longer, is negative.
 
     The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
     reads h. All its other inputs must be complete before this kernel starts.
@@ -162,8 +163,8 @@ def shrink_arguments(adapter: Adapter | None) -> list[Any]:
 
 
 def hidden_clusters(adapter: Adapter) -> int:
-    """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T of an adapter: one
-    for each ``BLOCK_RANKS`` rows, or fewer at the end, of each matrix A."""
+    """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T of an adapter: for
+    each of its matrices A, one per ``BLOCK_RANKS`` ranks."""
     return len(adapter.a) * -(-len(adapter.a[0]) // BLOCK_RANKS)
 
 

@@ -45,8 +45,8 @@ class Native(NamedTuple):
     up."""
 
     def fewest_unfused(self, linear: Any) -> int:
-        """Return the smallest number of tokens for which a linear layer's adapter is added by separate kernels, either
-        because that is faster or because the GEMM kernels cannot add it."""
+        """Return the smallest number of tokens for which a linear layer's LoRA adapter is added by separate kernels
+        after the GEMM, because that is faster or because the GEMM kernels cannot add it."""
         a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
         shape, takes = (sum(map(len, b)), a[0].shape[1]), lora_hopper.fits_adapter(a, b)
 
@@ -104,8 +104,8 @@ def make() -> NativeLinear:
 
 @cache
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Load this project's CUDA kernels for linear layers of one shape, and for their adapters, on a device; compile
-    those that are not in the cache."""
+    """Load this project's CUDA kernels for linear layers of one shape, and for their LoRA adapters, on a device.
+    Kernels that are not in Triton's cache folder are compiled first."""
     driver.prepare(kernels_for(outputs, inputs), device)
 
 
@@ -214,8 +214,8 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose the schedules of the batch GEMM (``nvfp4_batch``), which also adds the LoRA adapter's product h B^T, and
-    of the kernel ``lora_hopper.shrink``, which computes h = x A^T. Returns None if the batch GEMM cannot add the
+    """Choose the divisions among thread blocks of the GEMM ``nvfp4_batch``, which also adds the LoRA adapter's product
+    h B^T, and of the kernel ``lora_hopper.shrink``, which computes h = x A^T. Returns None if the GEMM cannot add the
     adapter, or if separate kernels are faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):

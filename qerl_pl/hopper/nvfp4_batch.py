@@ -84,8 +84,8 @@ class Schedule(NamedTuple):
     one tile of 64 outputs fewer than the others."""
 
     def wide(self, outputs: int) -> int:
-        """Count the thread blocks that compute as many tiles of 64 outputs as the variant allows. These come first
-        along the ``outputs``; all later thread blocks compute one tile less."""
+        """Count the thread blocks that compute as many tiles of 64 outputs as the kernel variant allows. They compute
+        the first of the ``outputs``; the other thread blocks compute one tile less."""
         narrower = self.blocks * (self.variant.tiles - 1)
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
@@ -120,9 +120,9 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
 
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
-    """Predict how many SMs the batch GEMM leaves idle for ``lora_hopper.shrink``, which computes the adapter's h = x
-    A^T, and for how many seconds. If SMs run several thread blocks one after another, an SM that would finish early
-    counts as idle from the start."""
+    """Predict how many SMs the batch GEMM (this module's kernel) leaves idle, and for how many seconds; the kernel
+    ``lora_hopper.shrink`` can compute the LoRA adapter's h = x A^T on them. If SMs run several thread blocks one after
+    another, an SM that would finish early counts as idle from the start."""
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:

@@ -124,7 +124,7 @@ def packed_weights_on_host() -> Iterator[None]:
 @contextmanager
 def native_nvfp4_experts(install: Callable[[Any, Any], bool]) -> Iterator[None]:
     """Make vLLM compute, by this project's kernel class, the NVFP4 experts that it loads within this context, and
-    allocate their weights in host memory, which takes no physical memory until it is written.
+    allocate their weights in host memory, where they take no physical memory until they are written.
 
     Symptom: trainer and vLLM each have a copy of the experts, which are nearly all weights of a mixture-of-experts
     model.

@@ -38,8 +38,8 @@ def is_in_tile_order(weight: PackedWeight) -> bool:
 
 def to_tile_order(weight: PackedWeight) -> PackedWeight:
     """Copy an NVFP4 weight from the layout of checkpoints (row order) to that of this project's CUDA kernels (tile
-    order). This takes temporary memory of about twice the bytes of the codes. ValueError: the number of outputs is not
-    a multiple of 64."""
+    order). This takes temporary memory of about twice the bytes of the codes. Raises ValueError if the number of
+    outputs is not a multiple of 64."""
     outputs, blocks = weight.block_scale.shape
     if outputs % TILE:
         raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
@@ -49,8 +49,8 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
 
 
 def _words(codes: Tensor, blocks: int) -> Tensor:
-    """Arrange the 4-bit codes of a weight in row order as int32 words of eight codes. The words, and the codes in a
-    word, are already in tile order, but the bits of each code are still next to each other."""
+    """Pack the 4-bit codes of a weight in row order into int32 words, in tile order except for the bits inside each
+    word."""
     # In row order, a k-block of 16 inputs has 8 bytes: byte c, for c from 0 to 3, has the codes of inputs 2c and 2c +
     # 1, and byte 4 + c (``upper``) those of inputs 2c + 8 and 2c + 9. g is the index of an output among 8.
     parts = codes.view(-1, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]

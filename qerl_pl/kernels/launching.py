@@ -80,8 +80,8 @@ def _compiled(
     options: tuple[tuple[str, int | bool], ...],
 ) -> CompiledKernel:
     """Compile a Triton kernel for the current device, or return the variant that an earlier call compiled. ``kinds``
-    has one entry per argument of the kernel: the dtype of a tensor, which must start at a multiple of 16 bytes, or for
-    an integer the number that ``_kind`` returns."""
+    has one entry per argument of the kernel: the dtype of a tensor, which must start at a multiple of 16 bytes, or, for
+    an integer, an example of the integers that have the same variant (``_kind``)."""
     return kernel.warmup(*kinds, **dict(constants), **dict(options), grid=(1,))
 
 

@@ -72,16 +72,16 @@ def shrink_tiles(num_tokens: int, K: int, rank: int, num_slices: int) -> ShrinkT
 @lru_cache(1024)
 def expand_tiles(num_tokens: int, widths: tuple[int, ...]) -> ExpandTiles:
     """Choose tile sizes of the kernel ``expand`` such that each SM has four programs or more, if there are enough
-    outputs. ``widths`` are the numbers of outputs of the slices."""
+    outputs. ``widths`` are the numbers of outputs of the linear layers that are fused into one."""
     per_program = triton.cdiv(sum(widths) * triton.cdiv(num_tokens, EXPAND_TOKENS), 4 * PROGRAMS)
     outputs = min(dot_size(per_program), 128)
     return ExpandTiles(EXPAND_TOKENS, outputs, min(_power_of_2_below(per_program // outputs), MOST_STEPS))
 
 
 def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1) -> list[int]:
-    """Return numbers of tokens which together use all combinations of tile sizes: for each combination, the lowest
-    number (at least ``fewest``) that uses it. Calling ``add_lora`` with each of these numbers compiles every kernel
-    that it may need."""
+    """Return the numbers of tokens with which ``add_lora`` has to be called so that every Triton kernel that it may
+    need is compiled: for each combination of tile sizes, the lowest number, at least ``fewest``, that uses it.
+    ``widths`` are the outputs of each slice."""
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
     end = MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1
     # From one multiple of EXPAND_TOKENS to the next, tile sizes are the same.
@@ -91,8 +91,9 @@ def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1)
 
 
 def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
-    """Add (x A^T) B^T to the rows of y whose entry in ``indices`` is not negative; no bit of the other rows changes.
-    Sums are fp32; x A^T and y are rounded once.
+    """Add a LoRA adapter's (x A^T) B^T to the rows of y whose entry in ``indices`` is not negative; no bit of the other
+    rows changes. Sums are fp32; x A^T and y are rounded once. A slice is one of the linear layers, such as q, that are
+    fused into one.
 
     Args:
         y: [T, N], written in place; any row stride.
@@ -128,8 +129,8 @@ def have_short_offsets(*matrices: Tensor) -> bool:
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
-    """Add (x A^T) B^T to y by two cuBLAS calls per slice. x must be finite, because for tokens without the adapter x
-    A^T is multiplied by 0."""
+    """Add a LoRA adapter's (x A^T) B^T to y by two cuBLAS calls for each of the linear layers that are fused into one.
+    x must be finite, because for tokens without the adapter x A^T is multiplied by 0."""
     with_adapter = (indices[: len(x)] >= 0).unsqueeze(1)
     for part, first, second in zip(y.split([len(matrix) for matrix in b], dim=1), a, b, strict=True):
         part.addmm_(F.linear(x, first) * with_adapter, second.t())

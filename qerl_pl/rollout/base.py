@@ -160,8 +160,8 @@ class RolloutEngine(Protocol):
     @property
     def returns_routes(self) -> bool:
         """Whether ``generate`` can return, with each completion of a mixture-of-experts model, the experts that
-        computed its tokens (``Completion.routes``). It must return them if ``Policy.replays_routes`` is set when the
-        engine starts."""
+        computed its tokens (``Completion.routes``). It must return them if, when the engine starts,
+        ``Policy.replays_routes`` says that training uses the engine's choice of experts."""
         ...
 
     @property

@@ -55,15 +55,16 @@ class Gap(NamedTuple):
     """Absolute change of the trainer's log-probability by the probe adapter, in nats; nan without a probe adapter."""
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Return whether the difference is too large for a correct engine: NaN, or more than ``tolerance`` nats and
-        also more than ``MARGIN`` times what rounding errors cause."""
+        """Return whether engine and trainer differ by more than is possible with a correct engine: by NaN, or by more
+        than ``tolerance`` nats and also more than ``MARGIN`` times what rounding errors cause."""
         return not (self.nats <= tolerance or self.excess <= MARGIN)
 
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
-    """Compare N log-probabilities of an engine with the trainer's, [N] each in nats. ``rounding`` [N] is, for each
-    token, the root mean square change of the trainer's log-probability by random rounding errors, in nats. ``change``
-    is the mean absolute change of the trainer's log-probabilities by the probe adapter."""
+    """Compare the log-probabilities of N tokens by a rollout engine with those by the trainer, [N] each in nats.
+    ``rounding`` [N] is, for each token, the root mean square change of the trainer's log-probability by random rounding
+    errors, in nats. ``change`` is the mean absolute change of the trainer's log-probabilities by the probe adapter
+    (``probe.py``), if there is one."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
     # At some tokens the trainer's rounding error is tiny, by chance or because the token is nearly certain, but the
     # engine's error is not. A tenth of the mean rounding error is added, so that the ratio stays small there.
@@ -72,8 +73,9 @@ def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = ma
 
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
-    """Make the text on which engines are compared from the run's own rows of tokens: return the last ``num_tokens``
-    tokens of all rows concatenated, the first row last. If the rows have fewer tokens in all, they are repeated."""
+    """Make the text on which engine and trainer are compared from rows of tokens of the run (prompts with or without
+    completions): return the last ``num_tokens`` tokens of all rows concatenated, the first row last. If the rows have
+    fewer tokens in all, they are repeated."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 

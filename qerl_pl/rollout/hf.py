@@ -140,7 +140,7 @@ class TransformersEngine:
     ) -> tuple[Tensor, Tensor]:
         """Call ``Policy.sampled_as`` on the trainer's model with this engine's adapter and noise: compute the
         log-probabilities of the ``sampled`` tokens (a mask) under the policy and under other ways of sampling, and
-        their distances from the tokens that the ``seeds`` select."""
+        their distances in logits from the tokens that the random numbers of the ``seeds`` select."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             how = {"temperature": temperature, "routes": routes, "seeds": seeds}

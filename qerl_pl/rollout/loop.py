@@ -76,8 +76,8 @@ class RolloutLoop:
     end_tokens: Sequence[int] = field(default=(), init=False)
     """Tokens that end a completion; the module sets them when the engine starts."""
     routing: Routing | None = field(default=None, init=False)
-    """Sizes of the model's mixtures of experts, if completions must come with the experts that computed their tokens,
-    because training uses the same experts; else None. The module sets it when the engine starts."""
+    """Sizes of a mixture-of-experts model, if training uses the experts that the engine chose for each token, so that
+    completions must come with them; else None. The module sets it when the engine starts."""
     observers: list[Callable[[Rollout], None]] = field(default_factory=list, init=False)
     """Functions that are called with each training rollout before the update, while the engine is awake and holds the
     adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise unchanged."""

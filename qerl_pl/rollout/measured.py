@@ -43,7 +43,8 @@ class Measured(NamedTuple):
     selects. Equal completions count once. Empty if the trainer cannot compute the engine's random numbers."""
     draws: Tensor
     """[len(SHARES)] fp64 in nats, log-likelihood ratios of the hypothesis that completions were sampled with other
-    random numbers than those of their seeds (``policy.margins.draw_evidence``), over all ranks; 0 without margins."""
+    random numbers than those of their seeds to the hypothesis that they were not (``policy.margins.draw_evidence``),
+    over all ranks; 0 without margins."""
 
 
 def measure_some(

@@ -67,10 +67,10 @@ def measure_others(
     (``OTHER_POLICIES``): compute the log-likelihood ratio of each other policy to the current one. Every rank must call
     this function.
 
-    Two forward passes are made for each of these policies that differs from the current one, on the first completions
-    that ``measure_some`` chose, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal
-    completions of a prompt count once, and so does a token that several completions have after the same preceding
-    tokens.
+    For each of these policies that differs from the current one, two forward passes are made, with weights moved
+    towards this policy and away from it. They compute the first completions that ``measure_some`` chose, up to
+    ``max_tokens`` tokens of prompts and completions of all ranks together. Equal completions of a prompt count once,
+    and so does a token that several completions have after the same preceding tokens.
 
     Args:
         policy: the current policy.
@@ -78,7 +78,8 @@ def measure_others(
         measured: what ``measure_some`` measured of this rollout.
         noise: the rollout's noise on norm weights.
         before: the adapter of the previous rollout; None if it is not known.
-        strengths: those that the previous call returned; ``STRONGEST`` is used for policies without one.
+        strengths: multiples of the distance to each policy by which weights are moved (``Others.strengths`` of the
+            previous call); ``STRONGEST`` for policies without one.
         temperature: the sampling temperature.
         micro_batch_tokens: largest number of tokens in one forward pass.
         max_tokens: limit on the tokens of all ranks together.

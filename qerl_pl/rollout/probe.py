@@ -39,8 +39,9 @@ exceeds ``GOOD``."""
 
 
 def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Tensor]:
-    """Draw a random LoRA adapter. A is drawn as at the start of training, from U(-K^-1/2, K^-1/2) for K inputs, and B
-    from N(0, s^2), where s is proportional to ``strength``. Trained norms keep the policy's weights."""
+    """Draw a random LoRA adapter, with which rollout engines are checked (probe adapter). A is drawn as at the start of
+    training, from U(-K^-1/2, K^-1/2) for K inputs, and B from N(0, s^2), where s is proportional to ``strength``.
+    Trained norms keep the policy's weights."""
     adapter = policy.adapter_state()
     device = next(iter(adapter.values())).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -59,8 +60,8 @@ def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Te
 def find_strength(
     oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
 ) -> float | None:
-    """Find a strength at which probe adapters change log-probabilities far more than rounding errors of ``dtype`` do;
-    None if there is none.
+    """Find a strength at which probe adapters (``probe_adapter``) change log-probabilities far more than rounding
+    errors of ``dtype`` do. Returns None if there is none.
 
     Log-probabilities are those of the last ``TOKENS`` of ``tokens``, which should be text like that of the run. They
     are computed by ``oracle``, an engine with the trainer's model, which still has a probe adapter afterwards.
@@ -97,10 +98,11 @@ def find_strength(
 
 
 def best_strength(shares: Mapping[float, float]) -> float | None:
-    """Choose a strength of probe adapters. ``shares`` has, for each strength, the ratio of rounding errors to the
-    change of log-probabilities by the adapter. Of the strengths whose ratio is at most ``GOOD`` and at most twice the
-    smallest, the weakest is chosen, because it makes the model least chaotic. If no ratio is at most ``GOOD``, the
-    strength with the smallest ratio is chosen, or None if this ratio is above ``USABLE``."""
+    """Choose the strength of probe adapters (``probe_adapter``). ``shares`` has, for each strength, the ratio of
+    rounding errors to the change of log-probabilities by such an adapter. Of the strengths whose ratio is at most
+    ``GOOD`` and at most twice the smallest, the weakest is chosen, because it makes the model least chaotic. If no
+    ratio is at most ``GOOD``, the strength with the smallest ratio is chosen, or None if this ratio is above
+    ``USABLE``."""
     best = min(shares.values(), default=1.0)
     limit = max(best, min(2 * best, GOOD))
     return min(strength for strength, share in shares.items() if share <= limit) if best <= USABLE else None

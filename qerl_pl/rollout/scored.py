@@ -35,8 +35,8 @@ class ScoredBatch:
     in_loss: Tensor
     """[B] bool, True for rows that count in the loss: they have a score and were not filtered out."""
     has_signal: Tensor
-    """[P] bool, True for groups (the rows of one prompt) from which the policy can learn: a row that counts in the loss
-    has an advantage other than 0."""
+    """[P] bool, True for groups (the completions of one prompt) from which the policy can learn: a completion that
+    counts in the loss has an advantage other than 0."""
 
     @classmethod
     def of(
@@ -166,8 +166,8 @@ def collate(
 ) -> Experience:
     """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. ``scored`` [B]
     bool says whether the row has a score, ``advantages`` is [B] fp32, and ``in_loss`` [B] bool says whether the row
-    counts in the loss. ValueError: the arguments have different numbers of rows, or a completion has more or fewer
-    tokens than log-probabilities."""
+    counts in the loss. Raises ValueError if the arguments have different numbers of rows, or if a completion has more
+    or fewer tokens than log-probabilities."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

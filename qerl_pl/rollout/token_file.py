@@ -56,8 +56,9 @@ class FileTokens:
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write the values of each token of completions to a .safetensors file, atomically. The file takes ten bytes per
-    token, and two more with a teacher. ``pieces`` has the text of each token that occurs, by token id."""
+    """Write the log-probability, entropy and other values (``RowTokens``) of each token of completions to a
+    .safetensors file, atomically. The file takes ten bytes per token, and two more with a teacher. ``pieces`` has the
+    text of each token that occurs, by token id."""
     bounds = [0]
     for row in rows:
         bounds.append(bounds[-1] + len(row.ids))

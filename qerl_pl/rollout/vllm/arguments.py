@@ -90,8 +90,8 @@ def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
 def policy_arguments(
     policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy. ValueError: the adapter's rank is larger than vLLM
-    supports."""
+    """Build the arguments of ``vllm.LLM`` that depend on the policy. Raises ValueError if the adapter's rank is larger
+    than vLLM supports."""
     from vllm.platforms import current_platform
 
     from qerl_pl.rollout.vllm.expert_slots import RANK

@@ -22,7 +22,7 @@ from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 EXPERT_PARTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
-"""Linears of an expert in the trainer's model, by the prefix of the names of the vLLM parameters that hold their
+"""Linear layers of an expert in the trainer's model, by the prefix of the names of vLLM's parameters that hold their
 weights."""
 
 if TYPE_CHECKING:
@@ -199,8 +199,8 @@ def expert_sums(layer: nn.Module) -> Tensor:
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     """Return checksums, one per tensor and expert, of tensors [E, ...] with a first dimension of E experts: [tensors *
     E] int64. A checksum is the sum of the expert's bits, read as 32-bit words, or as bytes if they are no whole words.
-    One changed word changes the sum, and so do weights exchanged between two experts; words exchanged within one expert
-    do not."""
+    One changed word changes the sum, and so do weights exchanged between experts with different sums; words exchanged
+    within one expert do not."""
     rows = (tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1) for tensor in tensors)
     sizes = ((row, row.shape[1] * row.element_size()) for row in rows)
     words = (row.view(torch.uint8 if size % 4 else torch.int32) for row, size in sizes)
@@ -227,10 +227,10 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the NVFP4 tensor scales of a layer of vLLM in which ``count`` linear layers of the trainer are fused, as a
-    tensor [n] fp32 for each of these. vLLM holds the reciprocals of tensor scales, as checkpoints do. n is 1, except
-    for the first linear layer of a gated delta net: it computes queries, keys and values, for which vLLM holds three
-    scales that should be equal. Instead of each tensor, the list has None if vLLM holds no tensor scales."""
+    """Return the NVFP4 tensor scales that vLLM has read for a layer: one tensor [n] fp32 for each of the ``count``
+    linear layers of the trainer that are fused in it, with reciprocals of scales, as in checkpoints; or None for each
+    if vLLM holds no tensor scales. n is 1, except for the first linear layer of a gated delta net: it computes queries,
+    keys and values, for which vLLM holds three scales that should be equal."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

@@ -98,9 +98,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         add_inputs: bool = True,
         token_lora_mapping: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Add the output of the adapters of gate and up to y [T, k, N] or [T k, N] in place, for T tokens x [T, K] and
-        the k experts of each, ``topk_ids`` [T, k]. Gate and up have one A [1, E, R, K] and one B [1, E, n, R] each, for
-        E experts and rank R.
+        """Add the output of the LoRA adapters of the experts' gate and up to y [T, k, N] or [T k, N] in place, for T
+        tokens x [T, K] and the k experts of each, ``topk_ids`` [T, k]. Gate and up have one A [1, E, R, K] and one B
+        [1, E, n, R] each, for E experts and rank R.
 
         For many tokens, and in cases that ``kernels.lora_experts`` does not support, vLLM's own method does this.
         Returns four values, which vLLM passes on to ``add_lora_w2``: those of vLLM's method, which describe the tokens
@@ -125,9 +125,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         *rest: Any,
         add_inputs: bool = True,
     ) -> None:
-        """Add the output of the adapters of down, times ``topk_weights`` [T, k], to y [T, k, N] in place, for x [T k,
-        K], the inputs of the k experts of each of T tokens. A is [1, E, R, K] and B [1, E, N, R], for E experts and
-        rank R; ``rest`` begins with the four values that ``add_lora_w13`` has returned."""
+        """Add the output of the LoRA adapters of the experts' down, times ``topk_weights`` [T, k], to y [T, k, N] in
+        place, for x [T k, K], the inputs of the k experts of each of T tokens. A is [1, E, R, K] and B [1, E, N, R],
+        for E experts and rank R; ``rest`` begins with the four values that ``add_lora_w13`` has returned."""
         sorted_rows, ids, _, _, _num_tokens, _w1, _w2, _k, _max_loras, enabled, *_ = rest
         if sorted_rows is not None or not add_inputs or not lora_experts.is_faster(ids, lora_a_stacked[0][0]):
             super().add_lora_w2(y, x, lora_a_stacked, lora_b_stacked, topk_weights, *rest, add_inputs=add_inputs)

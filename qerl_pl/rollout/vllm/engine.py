@@ -137,8 +137,8 @@ class VLLMEngine:
         self._cache_bytes = self.kv_cache_bytes if num_bytes is None else num_bytes
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Start vLLM with the policy's base and adapter. ValueError: vLLM does not start, or ``decoding_kernel`` is
-        "native" and this project's CUDA kernels cannot run."""
+        """Start vLLM with the policy's base and adapter. Raises ValueError if vLLM does not start, or if
+        ``decoding_kernel`` is "native" and this project's CUDA kernels cannot run."""
         if self._llm is not None:
             return
         setup.prepare_environment()
@@ -169,8 +169,8 @@ class VLLMEngine:
         setup.log_started(self.start_s, self._call(worker.linear_kernels))
 
     def _speculative_arguments(self, policy: Policy) -> dict[str, Any]:
-        """Build the arguments of ``vllm.LLM`` for speculative decoding; empty if it is off. ValueError: the setting
-        ``speculation`` is "on", and this machine or model does not support speculative decoding."""
+        """Build the arguments of ``vllm.LLM`` for speculative decoding; empty if it is off. Raises ValueError if the
+        setting ``speculation`` is "on", and this machine or model does not support speculative decoding."""
         if self.speculation == "off":
             return {}
         lacks = self._lacks() + ["a model without recurrent layers"] * (num_recurrent_layers(policy.config) > 0)

@@ -19,8 +19,8 @@ from qerl_pl.rollout.vllm.routes import RouteRecorder
 
 LOAD_FORMAT = "with_trainer"
 MATRICES = ".weight_packed", ".weight", ".weight_scale"
-"""Endings of the names of the tensors with an NVFP4 linear's codes and block scales, in the formats of
-compressed-tensors and ModelOpt."""
+"""Endings of the names of a linear layer's NVFP4 codes and block scales in checkpoints of compressed-tensors and
+ModelOpt."""
 
 
 def register_loader(
@@ -36,10 +36,10 @@ def register_loader(
         shared: the trainer's tensors that vLLM is to use, by the model's names (``model.embed_tokens.weight``). Their
             memory must not move while the engine runs. Tensors whose shape, dtype or device differs from vLLM's
             parameter are not shared, for example because vLLM pads vocabularies to a multiple of 64.
-        unpacked: the trainer's linears with 4-bit weights, by name, that vLLM is to hold dequantised.
-        packed: the trainer's linears with 4-bit weights, by name, that vLLM holds in 4 bits, too. The weights that vLLM
-            reads for them are compared with the trainer's.
-        hooks: if this project's CUDA kernels compute the linears in ``packed``, the module ``hopper.one_copy``, whose
+        unpacked: the trainer's linear layers with 4-bit weights, by name, that vLLM is to hold dequantised.
+        packed: those that vLLM is to hold in 4 bits, too. The weights that vLLM reads for them are compared with the
+            trainer's.
+        hooks: if this project's CUDA kernels compute the layers in ``packed``, the module ``hopper.one_copy``, whose
             functions let vLLM use the trainer's memory for them; else None.
         recorder: records the experts that vLLM's routers choose; None if they are not needed.
     """

@@ -58,7 +58,7 @@ def results(
     on_cpu: bool,
 ) -> list[RequestOutput]:
     """Clear vLLM's prefix cache, run one request per prompt, and return vLLM's results in the order of the prompts.
-    RuntimeError: requests of an earlier call are still queued."""
+    Raises RuntimeError if requests of an earlier call are still queued."""
     from vllm.inputs import TokensPrompt
 
     if not llm.reset_prefix_cache():

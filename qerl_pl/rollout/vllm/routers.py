@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts in vLLM with logits in fp32, as in the trainer."""
+"""Routers of mixture-of-experts layers in vLLM with logits in fp32, as in the trainer."""
 
 from __future__ import annotations
 

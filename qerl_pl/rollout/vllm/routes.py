@@ -27,8 +27,8 @@ class RouteRecorder:
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
         self._chosen: Tensor | None = None
-        """[slots + 1, L, k] int16, for each slot of the KV cache the k experts in each of L mixtures, -1 where nothing
-        was recorded. The last row is written for padding, whose slot is -1."""
+        """[slots + 1, L, k] int16, for each slot of the KV cache the k experts in each of L MoE layers, -1 where
+        nothing was recorded. The last row is written for padding, whose slot is -1."""
 
     def bind(self, model: nn.Module, config: VllmConfig) -> None:
         """Make the routers of vLLM's model call ``capture`` with the experts that they choose. Raises ValueError if a

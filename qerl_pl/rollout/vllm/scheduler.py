@@ -3,8 +3,8 @@
 
 In each decoding step, vLLM 0.32 makes one object per request of the log-probabilities, passes these objects through
 three classes and appends log-probabilities token by token. It also checks for every request whether it has images,
-drafts, a grammar or a rest of its prompt to compute, and makes an output object of every token. With 256 sequences of a
-small model, the CPU then takes longer for a decoding step than the GPU.
+drafts, a grammar or a part of its prompt left to compute, and makes an output object of every token. With 256 sequences
+of a small model, the CPU then takes longer for a decoding step than the GPU.
 """
 
 from collections import defaultdict
@@ -47,8 +47,8 @@ class RolloutScheduler(AsyncScheduler):
         experts."""
         self._routes: dict[str, Tensor] = {}
         self.is_lean = False
-        """Whether this class itself schedules steps in which all requests decode, which takes less CPU time than vLLM's
-        code; set if all layers have full attention."""
+        """Whether code of this class, which takes less CPU time than vLLM's, schedules steps in which all requests
+        decode; set if all layers of the model have full attention."""
         self._ends: dict[str, tuple[set[int | None], int]] = {}
         """Tokens that end each running request, and the largest number of tokens of its output (``ends_of``)."""
         self._kept: defaultdict[str, list[int]] = defaultdict(list)

@@ -144,8 +144,8 @@ def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["nativ
 
 
 def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
-    """Log that vLLM holds the weights of the given 4-bit linears dequantised to ``dtype``, because it has no kernels
-    for their format."""
+    """Log that vLLM holds the weights of the given 4-bit linear layers dequantised to ``dtype``, because it has no
+    kernels for their format."""
     fmt = next(iter(linears.values())).fmt
     size = sum(linear.in_features * linear.out_features for linear in linears.values()) * dtype.itemsize
     rank_zero_info(
