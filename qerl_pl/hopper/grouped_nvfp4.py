@@ -266,9 +266,9 @@ def _multiply_kernel(
 @triton.jit
 def _columns_of_x(tile):
     """Put the columns of a tile of x in the order in which ``_unpack`` returns those of the weight."""
-    # Column 32 t + 8 w + 4 j + i of each 128 columns becomes column 32 w + 8 i + 2 t + j. A product of 16 columns by tensor
-    # cores gives thread t of four a pair from each of two groups of eight; so all its codes of 128 columns are in four
-    # consecutive words w, and j is the pair's half.
+    # Column 32 t + 8 w + 4 j + i of each 128 columns becomes column 32 w + 8 i + 2 t + j. A product of 16 columns by
+    # tensor cores gives thread t of four a pair from each of two groups of eight; so all its codes of 128 columns are
+    # in four consecutive words w, and j is the pair's half.
     ROWS: tl.constexpr = tile.shape[0]
     GROUPS: tl.constexpr = tile.shape[1] // 128
     split = tl.reshape(tile, [ROWS, GROUPS, 4, 4, 2, 4])  # rows, groups, t, w, j, i
@@ -279,7 +279,7 @@ def _columns_of_x(tile):
 def _unpack(words, scales, ASM: tl.constexpr):
     """Dequantise a tile of NVFP4 weights. ``words`` [N, K / 8] int32 have eight 4-bit codes each, and ``scales`` [N, K
     / 16] uint8 are the bits of the E4M3 block scales. Returns 2^-14 times the weights, without the tensor scale: [N, K]
-    bf16 if ``ASM``, else fp32, with the columns in the order of ``_columns_of_x``."""
+    bf16 if ``ASM``, else fp32, with the columns in the order in which ``_columns_of_x`` puts those of x."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     GROUPS: tl.constexpr = WORDS // 16

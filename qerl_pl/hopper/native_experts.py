@@ -49,8 +49,8 @@ class Stacks(NamedTuple):
 
     @property
     def digest(self) -> Tensor:
-        """Checksums of these weights, [6 E] int64 for E experts: for each of gate, up and down and each expert, the sum
-        of the 4-bit codes and the sum of the block scales (``bit_sums``)."""
+        """Checksums of the NVFP4 weights of E experts, [6 E] int64: for each of gate, up and down and each expert, the
+        sum of the 4-bit codes and the sum of the block scales (``bit_sums``)."""
         return bit_sums(tensor for stack in self for tensor in (stack.codes, stack.block_scale))
 
 

@@ -71,8 +71,8 @@ class NativeLinear(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Convert a layer's ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and ``weight_global_scale``
-        [] fp32 to the tensors that the kernels read. If the trainer holds the same bits in GPU memory, the layer uses
-        the trainer's tensors, and its own are freed."""
+        [] fp32, for N outputs and K inputs, to the tensors that this project's kernels read. If the trainer holds the
+        same bits in GPU memory, the layer uses the trainer's tensors, and its own are freed."""
         one_copy.give(layer)
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)

@@ -26,8 +26,8 @@ def parallel_token_scores() -> None:
 
 
 def state_at_fixed_addresses() -> None:
-    """Keep the tables of the sequences' state, such as temperatures, at fixed addresses in GPU memory, and copy them
-    from the host only if they have changed.
+    """Keep vLLM's tables with the state of sequences, such as their temperatures, at fixed addresses in GPU memory, and
+    copy them from the host only if they have changed.
 
     Symptom: in each decoding step the host copies 16 small tables, nearly always unchanged, and kernels read them from
         host memory. Since the tables' addresses change, these kernels cannot be in a CUDA graph.

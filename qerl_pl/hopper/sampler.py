@@ -35,9 +35,9 @@ def sampled_scores(
 
 
 def copy_if_changed(self: UvaBackedTensor, n: int | None = None) -> torch.Tensor:
-    """Copy a table of the sequences' state, such as temperatures, from the host to the GPU if it has changed since the
-    last call, and return its first n rows there. The GPU address is always the same, so that CUDA graphs can read the
-    table. Replaces ``UvaBackedTensor.copy_to_uva``."""
+    """Copy one of vLLM's tables with the state of sequences, such as their temperatures, from the host to the GPU if it
+    has changed since the last call, and return its first n rows on the GPU. The GPU address is always the same, so that
+    CUDA graphs can read the table. Replaces ``UvaBackedTensor.copy_to_uva``."""
     copied = vars(self).get("copied")  # values on the GPU; None: ``self.gpu`` is still vLLM's buffer
     if copied is None:
         self.gpu = torch.zeros_like(self.gpu)

@@ -88,8 +88,8 @@ def words_in_tile_order(words: Tensor) -> Tensor:
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Describe the bit moves of ``words_in_tile_order``. The keys are distances in bits, positive towards higher bits;
-    the values are masks of the bits of a word that move by this distance, at their positions before and after the
+    """Return how ``words_in_tile_order`` moves the bits of a 32-bit word: a mapping from distances in bits, positive
+    towards higher bits, to two masks of the bits that move by this distance, at their positions before and after the
     move."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):

@@ -150,7 +150,8 @@ def probe_gap(
 ) -> Gap:
     """Load a random adapter (probe adapter) into ``engine``, sample one token after each of several prefixes of
     ``tokens``, and compare the log-probabilities of these tokens by ``engine`` and by ``oracle``, an engine with the
-    trainer's model. Both engines must have the policy's adapter before the call, and have the probe adapter after it.
+    trainer's model. Returns their differences. Both engines must have the policy's adapter before the call, and have
+    the probe adapter after it.
 
     The lengths of the prefixes differ by two tokens. So some prefixes end soon after a block of the prefix cache (of 16
     tokens or more), where a cache that still holds keys and values of an older adapter changes log-probabilities most.

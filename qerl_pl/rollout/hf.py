@@ -290,8 +290,8 @@ class SampledLogprobs(LogitsProcessor):
         self._columns: list[Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Apply temperature, top_k and top_p to logits [B, V] fp32, which follow the tokens [B, S] int64; returns the
-        logits [B, V] from which the next tokens are sampled."""
+        """Apply temperature, top_k and top_p to the logits [B, V] fp32 for the next token of B sequences with the
+        tokens [B, S] int64; returns the logits [B, V] from which the next tokens are sampled."""
         self._note(input_ids)
         for cut in self._cuts:
             scores = cut(input_ids, scores)

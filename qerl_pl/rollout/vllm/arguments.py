@@ -30,11 +30,11 @@ def llm_arguments(
     on_cpu: bool,
 ) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. ``memory`` has the size of the KV
-    cache if it has been decided already. ``hooks`` and ``recorder`` are arguments of ``loader.register_loader``, which
-    is called here.
+    cache if the prediction of GPU memory or the user has chosen it. ``hooks`` and ``recorder`` are arguments of
+    ``loader.register_loader``, which is called here.
 
-    Norms whose weights get noise keep them in fp32, because 16-bit weights would round away noise that is smaller than
-    their spacing. Logits are computed in fp32, as in the trainer.
+    Norms whose weights get noise (AQN) keep these weights in fp32, because 16-bit weights would round small noise away.
+    Logits are computed in fp32, as in the trainer.
     """
     from qerl_pl.rollout.vllm.loader import register_loader
 

@@ -106,9 +106,9 @@ class OneAdapterKernels(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the adapter's output to y [T, N] in place, for T tokens x [T, K] and rank R. The N outputs are divided
-        into slices of the sizes n in ``output_slices``, each with one A [1, 1, R, K] and one B [1, 1, n, R]; ``scale``
-        is a factor of the update."""
+        """Add the output of a linear layer's LoRA adapter of rank R, times ``scale``, to y [T, N] in place, for T
+        tokens x [T, K] with K inputs and N outputs. ``output_slices`` has the numbers of outputs n of the layers that
+        are fused into this one, such as q, k and v; each has one A [1, 1, R, K] and one B [1, 1, n, R]."""
         with_adapter = self.token_lora_indices >= 0  # [T]
         if not with_adapter.any():
             return

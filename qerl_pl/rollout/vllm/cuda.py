@@ -79,9 +79,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the adapter's output to y [T, N] in place, for T tokens x [T, K] and rank R. The N outputs are divided
-        into slices of n outputs, one for each fused linear layer, each with one A [1, 1, R, K] and one B [1, 1, n, R].
-        B includes LoRA's scaling, so ``scale`` must be 1."""
+        """Add the output of a linear layer's LoRA adapter of rank R to y [T, N] in place, for T tokens x [T, K] with K
+        inputs and N outputs. Each of the layers that are fused into this one, such as q, k and v, has one A [1, 1, R,
+        K] and, for its n outputs, one B [1, 1, n, R]. B includes LoRA's scaling, so ``scale`` must be 1."""
         assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, slots(lora_a_stacked), slots(lora_b_stacked), *self.tokens)
 
@@ -143,8 +143,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Two tensors: the adapter index of each token, int64, -1 for tokens without the adapter, as long as the
-        largest possible number of tokens; and a flag, [1] bool on the host, True if no token has the adapter."""
+        """Tensors from which the LoRA kernels read which tokens use the adapter: the adapter index of each token,
+        int64, -1 for none, as long as the largest possible number of tokens; and a flag, [1] bool on the host, True if
+        no token uses it."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
