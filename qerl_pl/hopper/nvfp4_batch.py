@@ -183,8 +183,8 @@ def _stages(inputs: int) -> int:
 
 
 def _tile_s(schedule: Schedule, inputs: int) -> float:
-    """Predict the seconds that an SM needs to compute one tile of 64 outputs over the inputs of one thread block: all K
-    inputs, or one of ``splits`` parts of them."""
+    """Predict the seconds that an SM needs to compute one tile of 64 outputs from the inputs that a thread block
+    multiplies: all K inputs, or one of the parts into which ``schedule`` divides them."""
     (tokens, tiles), splits, _ = schedule
     k_blocks = -(-_stages(inputs) // splits) * STAGE_INPUTS // K_BLOCK
     factor = costs.TWO_TILES if tiles == 2 and tokens < 256 else 1

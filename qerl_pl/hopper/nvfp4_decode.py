@@ -102,9 +102,9 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
-    """Choose the division among thread blocks for a linear layer with so many outputs that its ``blocks`` of 256
-    outputs fill the GPU with little or no division of the K inputs. ``size`` is the largest number of tokens of the
-    kernel variant."""
+    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has so many ``blocks`` of 256
+    outputs that they fill the GPU with little or no division of the K inputs. ``size`` is the largest number of tokens
+    of the kernel variant."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks
@@ -117,8 +117,9 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 
 
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
-    """Choose the division among thread blocks for a linear layer with few ``blocks`` of 256 outputs, which fill the GPU
-    only if the K inputs are divided, too. ``size`` is the largest number of tokens of the kernel variant."""
+    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has few ``blocks`` of 256
+    outputs, which fill the GPU only if the K inputs are divided, too. ``size`` is the largest number of tokens of the
+    kernel variant."""
     if size > FEW_TOKENS:
         return None
     # Divide K into the largest number of parts with which all clusters run at the same time, one thread block per SM. A

@@ -53,8 +53,8 @@ def _sum(values):
 
 @triton.jit(do_not_specialize=["plane"])
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
-    """Write, for each row and block of the vocabulary, the highest logit, the sum of exp(z - highest) over its logits
-    z, and the number of logits that are at least as high as the given token's."""
+    """Write, for each row of logits and each block of the vocabulary, the highest logit, the sum of exp(z - highest)
+    over its logits z, and the number of logits that are at least as high as the given token's."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < V

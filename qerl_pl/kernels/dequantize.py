@@ -2,8 +2,8 @@
 
 Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
 threads writes 16 bytes of a 16-bit dtype, coalesced. The result is allocated by torch's caching allocator and freed
-once the matrix product has been queued, so the next layer gets the same memory. Unlike a static buffer, this is safe
-with several streams, threads and recomputation.
+once the matrix product that reads it has been queued, so the next layer gets the same memory. Unlike a static buffer,
+this is safe with several streams, threads and recomputation.
 
 Letters: N outputs, K inputs, E weights.
 """

@@ -87,8 +87,8 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy an adapter, given by PEFT's names, into vLLM's adapter slots. B is multiplied by LoRA's ``scaling`` in fp32
-    and then rounded to the compute dtype, as in the trainer."""
+    """Copy an adapter, given as tensors by PEFT's names, into vLLM's adapter slots. B is multiplied by LoRA's
+    ``scaling`` in fp32 and then rounded to the compute dtype, as in the trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
