@@ -1,18 +1,19 @@
-"""Attention over packed rows: sequences that are concatenated without padding, and whose tokens attend only to tokens
-of their own row.
+"""Attention over packed rows, that is, sequences of different lengths that are concatenated without padding. The tokens
+of a row attend only to tokens of the same row.
 
-On CUDA in bf16 and fp16, attention is computed by torch's varlen kernel (FlashAttention 2). For other dtypes and
-devices, and for heads wider than this kernel supports, queries, keys and values are padded, given to torch's
-scaled_dot_product_attention, and its output is packed again.
+On CUDA in bf16 and fp16, torch's varlen kernel (FlashAttention 2) computes attention. For other dtypes and devices, and
+for heads wider than this kernel supports, queries, keys and values are padded and given to torch's
+scaled_dot_product_attention, whose output is packed again.
 
-A prompt that several completions share may be in the packed sequence only once (``policy.packing``). FlashAttention is
-then called twice, for attention within each prompt and each completion, and for attention of completions to their
-prompts, and the two outputs are merged by their log-sum-exps. FlashAttention's backward is called twice, too. Both
-calls get the merged output and log-sum-exps, and each returns the exact gradients of one of the two kinds of attention.
+If several completions have the same prompt, the packed sequence may hold the prompt only once (``policy.packing``).
+FlashAttention is then called twice: for attention within each prompt and within each completion, and for attention of
+completions to their prompts. The two outputs are merged by their log-sum-exps. FlashAttention's backward is also called
+twice. Both calls get the merged output and log-sum-exps, and each returns the exact gradients of one of the two kinds
+of attention.
 
-Two faster kernels were tried on an H200 and are not used. cuDNN's, through torch 2.11, returns wrong gradients for
-packed rows of unequal lengths and takes 0.1 s for every new set of lengths. FlashAttention 3, in the form that vLLM
-ships, has no backward.
+Two faster kernels were tried on an H200 and are not used. cuDNN's kernel, as called by torch 2.11, returns wrong
+gradients for packed rows of unequal lengths and takes 0.1 s for every new set of lengths. FlashAttention 3, in the form
+that vLLM ships, has no backward.
 """
 
 from functools import partial
@@ -41,9 +42,9 @@ _SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make the attention of a transformers model accept packed rows, which are concatenated without padding. Their
-    boundaries, [B + 1] int32 for B rows, are passed to the model's forward as ``cu_seq_lens_q``. Calls without this
-    argument use transformers' "sdpa"."""
+    """Make the attention of a transformers model accept packed rows, which are concatenated without padding. The caller
+    passes the rows' boundaries, [B + 1] int32 for B rows, to the model's forward as ``cu_seq_lens_q``. Without this
+    argument the model uses transformers' "sdpa" attention."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(ATTENTION)
@@ -72,8 +73,8 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention within each of B packed rows; returns [T, heads, D] for T tokens in all rows together
-    and heads of D dimensions.
+    """Compute causal attention within each of B packed rows, which have T tokens together. Returns [T, heads, D] for
+    heads of D dimensions.
 
     Args:
         query: [T, heads, D].
@@ -82,7 +83,8 @@ def packed_attention(
         starts: [B + 1] int32, index of each row's first token, followed by T.
         longest: number of tokens of the longest row.
         scale: factor of the scores q k^T; None means D^-0.5.
-        window: number of tokens that a token attends to, itself included; None means all tokens before it.
+        window: width of the sliding window: the number of tokens that a token attends to, itself included; None means
+            itself and all earlier tokens of its row.
     """
     if _has_varlen(query.device, query.dtype, query.shape[-1]):
         seen = (-1 if window is None else window - 1, 0)
@@ -132,8 +134,8 @@ def _attention(
     shared_prompts: SharedPrompts | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' attention interface asks: inputs [1, heads, T, D] for T packed tokens, output
-    [1, T, heads, D]. Without ``cu_seq_lens_q``, transformers' "sdpa" computes it."""
+    """Attention function with the signature that transformers' ``AttentionInterface`` prescribes: inputs [1, heads, T,
+    D] for T packed tokens, output [1, T, heads, D]. Without ``cu_seq_lens_q``, it calls transformers' "sdpa"."""
     if cu_seq_lens_q is None or max_length_q is None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
@@ -151,10 +153,13 @@ def _attention(
 def shared_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, shared: SharedPrompts, scale: float | None
 ) -> Tensor:
-    """Compute causal attention of packed tokens, [T, heads, D], where a prompt that several completions share occurs
-    only once and their tokens attend to it; on a GPU in 16 bits by FlashAttention 2. ``query`` is [T, heads, D],
-    ``key`` and ``value`` are [T, key heads, D]; ``starts``, ``longest`` and ``shared`` are fields of
-    ``packing.Packed``."""
+    """Compute causal attention of T packed tokens of a sequence that holds each prompt once for all its completions. A
+    completion's tokens attend to its prompt and to the completion's earlier tokens. Returns [T, heads, D].
+
+    ``query`` is [T, heads, D], ``key`` and ``value`` are [T, key heads, D]; ``starts``, ``longest`` and ``shared`` are
+    fields of ``packing.Packed``, and ``scale`` is the factor of the scores (None: D^-0.5). FlashAttention 2 is used on
+    a GPU in 16 bits, ``shared_attention_reference`` otherwise.
+    """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _SharedAttention.apply(query, key, value, starts, longest, shared, scale)
     return shared_attention_reference(query, key, value, starts, shared, scale)
@@ -163,8 +168,8 @@ def shared_attention(
 def shared_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, shared: SharedPrompts, scale: float | None = None
 ) -> Tensor:
-    """Compute what ``shared_attention`` computes, with a full score matrix [T, T] for T packed tokens; the definition
-    that tests compare ``shared_attention`` to."""
+    """Compute the result of ``shared_attention`` with a full score matrix [T, T] for T packed tokens. Tests compare
+    ``shared_attention`` with it."""
     place = torch.arange(len(query))
     row = torch.zeros_like(place)  # for each token, the number of its prompt or completion
     asks, answers = torch.full_like(place, -1), torch.full_like(place, -2)  # prompt that a token attends to, or is in

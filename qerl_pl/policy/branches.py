@@ -15,14 +15,14 @@ from qerl_pl.policy.evidence import in_shares
 
 ODDS = (2.0, 8.0)
 CERTAIN = 0.99
-"""Largest total probability of the tokens with which earlier completions continued a prefix. If it is exceeded, the
-next completion is almost certain to continue with one of these tokens, which is almost no evidence, so the test leaves
-this token out."""
+"""Limit for the test in ``branch_evidence``, which predicts a completion's next token from the tokens with which
+earlier completions continued the same prefix. If these tokens have a larger total probability than this, the next token
+is left out of the test: it is almost certainly one of them, so it says almost nothing about the engine."""
 
 
 class _Rest(NamedTuple):
-    """Remaining tokens of a completion, from ``at`` on, that starts with a prefix which no other completion has so far.
-    When a second completion has this prefix, the first of these tokens becomes a node of the tree of prefixes
+    """The tokens, from index ``at`` on, of a completion whose prefix up to ``at`` no other completion has so far. When
+    a second completion has this prefix, the token at ``at`` gets a node of its own in the tree of prefixes
     (``_Branch``)."""
 
     tokens: Sequence[int]
@@ -32,8 +32,8 @@ class _Rest(NamedTuple):
 
 @dataclass(eq=False)
 class _Branch:
-    """Node of the tree of prefixes of a group's completions: a token that at least one completion has after a certain
-    prefix."""
+    """Node in the tree of the prefixes of one prompt's completions: a token with which at least one completion
+    continues the prefix that leads to this node."""
 
     probability: float
     rest: _Rest | None
@@ -115,9 +115,9 @@ def _of_group(
 
 
 def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator[float]:
-    """Yield the log-likelihood ratio in nats of ``token`` after the prefix that ends in ``branch``, for each property,
-    direction and odds (see ``branch_evidence``). ``means`` are the means of the properties over the group's earlier
-    completions."""
+    """Yield, for each property, direction (low, high) and odds, the log-likelihood ratio in nats that
+    ``branch_evidence`` describes, of one ``token`` after the prefix that ends in ``branch``. ``means`` are the means of
+    the properties over the group's earlier completions."""
     taken = branch.following.get(token)
     for number, mean in enumerate(means):
         for sign in (1, -1):

@@ -34,8 +34,9 @@ CHUNK = 64
 
 
 class Groups:
-    """Division of the rows of one packed batch into groups of similar lengths, each of which is padded and computed
-    together. All layers share one such object, so the lengths are read from the GPU only once per batch."""
+    """Division of the rows of one packed micro-batch into groups of rows of similar lengths; the rows of a group are
+    padded and computed together. All layers share one such object, so the lengths are copied from the GPU only once per
+    forward pass."""
 
     def __init__(self) -> None:
         self._starts: Tensor | None = None
@@ -50,8 +51,8 @@ class Groups:
 
     def of(self, starts: Tensor) -> Groups:
         """Divide packed rows into groups, and return this object. ``starts`` [B + 1] int32 has the index of each row's
-        first token, followed by the number of tokens. A further call with the identical tensor object keeps the
-        groups."""
+        first token, followed by the number of tokens. If the previous call had the same tensor object as its argument,
+        its groups are kept."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()
@@ -67,9 +68,10 @@ class Groups:
 
 
 def grouped(lengths: Sequence[int]) -> list[list[int]]:
-    """Divide rows of the given lengths, in tokens, into groups of similar lengths; returns the rows' indices, longest
-    rows first. The shortest row of a group has more than half as many chunks of 64 tokens as its longest row, and a
-    group of several rows has at most ``GROUP_TOKENS`` tokens, padding included. Rows of length 0 are left out."""
+    """Divide rows of the given lengths, in tokens, into groups of similar lengths, and return the row indices of each
+    group, longest rows first. The shortest row of a group has more than half as many chunks of 64 tokens as its longest
+    row, and a group of several rows has at most ``GROUP_TOKENS`` tokens, padding included. Rows of length 0 are left
+    out."""
     groups: list[list[int]] = []
     chunks = [ceil(length / CHUNK) for length in lengths]
     for row in sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]):
@@ -83,8 +85,9 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def use_packed_delta_nets(model: PreTrainedModel) -> None:
-    """Make the gated delta nets of a transformers model accept packed rows, whose boundaries, [B + 1] int32, are passed
-    as ``cu_seq_lens_q``. Calls without this argument compute what transformers computes."""
+    """Make the gated delta nets (layers with a recurrent state) of a transformers model accept packed rows, which are
+    concatenated without padding. The rows' boundaries, [B + 1] int32 for B rows, are passed to the model's forward as
+    ``cu_seq_lens_q``. Without this argument the layers compute what transformers computes."""
     groups = Groups()
     for module in model.modules():
         known: Any = module

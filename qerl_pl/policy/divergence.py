@@ -1,17 +1,17 @@
 """Divergence of a student's next-token distribution from a teacher's, without holding the logits [T, V] of all tokens.
 
 Letters: T tokens, H and H' hidden sizes of student and teacher, V vocabulary, R rows of a chunk; p is the student's
-distribution, q the teacher's, m = beta q + (1 - beta) p. The table has the generalised Jensen-Shannon divergence of GKD
-(arXiv 2306.13649, equation 1), with its limits at beta 0 and 1, and the derivatives with respect to the student's z =
-logits / temperature:
+distribution, q the teacher's, m = beta q + (1 - beta) p. The divergence is the generalised Jensen-Shannon divergence of
+GKD (arXiv 2306.13649, equation 1), with its limits at beta 0 and 1. The columns below are beta, the divergence, and its
+derivative with respect to the student's logits divided by the temperature:
 
     beta = 0       KL(q || p), forward                             p - q
     0 < beta < 1   beta KL(q || m) + (1 - beta) KL(p || m)         (1 - beta) p (log(p / m) - KL(p || m))
     beta = 1       KL(p || q), reverse                             p (log(p / q) - KL(p || q))
 
 These derivatives do not depend on how the loss uses the divergence. So the forward pass multiplies them by the output
-head while the logits exist, which gives the gradient with respect to the student's hidden states, [T, H], and backward
-only scales this gradient.
+head's weight as soon as a chunk's logits are computed. This gives the gradient with respect to the student's hidden
+states, [T, H], which backward only has to scale by the loss's gradient.
 """
 
 import math
@@ -52,8 +52,8 @@ def divergence(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Divergence:
     """Compute the generalised Jensen-Shannon divergence of the next-token distributions of a student and a teacher,
-    which share a tokenizer. Vocabularies that were padded to different lengths are cut to the tokens that both models
-    have.
+    which share a tokenizer. If their vocabularies are padded to different lengths, both distributions are restricted to
+    the tokens that both models have.
 
     Args:
         hidden: [T, H], the student's last hidden states of T tokens.
@@ -61,8 +61,8 @@ def divergence(
         teacher_hidden: [T, H'], the teacher's last hidden states of the same tokens.
         teacher_head: output head of the teacher.
         beta: 0 is the forward KL, KL(teacher || student); 1 is the reverse KL.
-        chunk_bytes: bytes of the fp32 logits of the tokens that are computed at a time; about five times as much memory
-            is needed.
+        chunk_bytes: bytes of the fp32 logits of one chunk of tokens; the function needs about five times as much
+            memory.
 
     Raises:
         ValueError: beta is not in [0, 1], or the numbers of tokens differ.

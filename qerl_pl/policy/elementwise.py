@@ -1,10 +1,10 @@
 """Norms, rotary embeddings and SwiGLU as one fused kernel each for forward and backward, from the library liger-kernel.
 
 transformers computes each of these operations as a chain of element-wise kernels, whose intermediate results autograd
-keeps. liger-kernel's kernels round after the same operations, keep less for backward, and work in place where possible:
-rotary embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inputs with their gradients. Linears
-that read the same input, such as q_proj, k_proj and v_proj, are computed by one node of the autograd graph
-(``apply_linears``).
+keeps. The kernels of liger-kernel round at the same places, keep fewer tensors for backward, and work in place where
+possible: rotary embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inputs with their
+gradients. Linear layers that read the same input, such as q_proj, k_proj and v_proj, are computed by one node of the
+autograd graph (``apply_linears``).
 """
 
 from collections.abc import Callable
@@ -95,8 +95,8 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute an attention module of Llama, Mistral, Granite, Qwen2 or Qwen3 as transformers does, but with a fused
-    rotary embedding. With a KV cache, call the module's original forward ``plain``."""
+    """Forward of an attention module of Llama, Mistral, Granite, Qwen2 or Qwen3 that computes what transformers
+    computes, but with a fused rotary embedding. With a KV cache, it calls the module's original forward ``plain``."""
     if past_key_values is not None:
         return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)

@@ -1,11 +1,11 @@
-"""Sequential tests of whether completions are independent draws from the distribution that the engine reports.
+"""Sequential tests of whether completions are independent draws from the distribution that the rollout engine reports.
 
 All tests are likelihood-ratio tests. For a distribution p that the engine reports and any other distribution A, such as
-a modification of the trainer's distribution q, the ratio A(x) / p(x) has mean 1 over draws x from p. The product of
-such ratios over tokens is therefore a non-negative martingale of mean 1, and so is a mixture of such products. By
-Ville's inequality, the probability that this product ever exceeds 1 / a is at most a, without any assumption about p,
-about the length of completions, or about how far q is from p. The logarithm of the product, in nats, is called evidence
-here.
+a modification of the trainer's distribution q, the ratio A(x) / p(x) has mean 1 over draws x from p. So the product of
+such ratios over tokens is a non-negative martingale of mean 1, and so is a weighted mean of several such products. By
+Ville's inequality, the probability that such a martingale ever exceeds 1 / a is at most a, without any assumption about
+p, about the length of completions, or about how far q is from p. In this module, "evidence" means the logarithm of such
+a product, in nats.
 """
 
 import math
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 POWERS = (0.5, 0.75, 7 / 8, 15 / 16, 31 / 32, 33 / 32, 17 / 16, 9 / 8, 1.25, 1.5, 2.0, 4.0)
-"""Exponents b of the alternatives q^b, where q is the trainer's distribution. Those near 1 detect small changes of many
-tokens, as when the engine keeps the likelier of several completions."""
+"""Exponents b of the alternative hypotheses q^b, where q is the trainer's distribution. Exponents near 1 detect small
+changes of many tokens, which arise, for example, if the engine keeps the likelier of several completions."""
 NUCLEI = (0.5, 0.8, 0.9, 0.95, 0.99)
 TOPS = (5, 20, 50)
 END_ODDS = (1 / 8, 1 / 2, 2.0, 8.0)
@@ -34,16 +34,18 @@ ALTERNATIVES = (
 OUTSIDE = 0.05  # weight of q in an alternative with top_p or top_k, so that one token outside does not rule it out
 SHARES = (1.0, 1 / 4, 1 / 16)
 """Shares of the completions, or of the groups of completions of one prompt, that an alternative hypothesis assumes to
-be sampled in another way. The other completions are draws from the distribution p that the engine reports."""
+be sampled in another way. All other completions are assumed to be draws from the distribution p that the engine
+reports."""
 COPY_RATES = (0.9, 0.5, 0.1, 0.01)
 REDRAW_RATES = (0.9, 0.5)
 LEAST_LEFT = 1e-3
-"""Lower bound for the probability of all completions that a group has not drawn yet; smaller values are raised to
-it."""
+"""Lower bound for the total probability of all completions that a group does not have yet; the likelihood ratio divides
+by it."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
 STEEPNESS = 4
-"""Parameter k of the alternative hypothesis that groups of completions are sorted: a completion's relative rank among
-those before it is then distributed as the largest, or smallest, of k uniform draws."""
+"""Parameter k of the alternative hypothesis that an engine returns the completions of a prompt in sorted order, for
+example by length: the relative rank of a completion among itself and those before it is then distributed as the largest
+(or smallest) of k uniform draws."""
 COPIED = ("any earlier", "the previous", "the first", "the one half a group earlier")
 """Earlier completions of the same prompt of which an alternative makes copies."""
 
@@ -103,23 +105,23 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
 
 
 def in_shares(evidence: Tensor) -> Tensor:
-    """Add up log-likelihood ratios, [K, N] in nats, of K alternatives to the policy over N independent units
-    (completions or groups of completions), for hypotheses by which each unit was sampled from the alternative with
-    probability s and from the policy otherwise. Returns [len(SHARES) * K] in nats: K sums for each s of ``SHARES`` in
-    order."""
+    """Add up the log-likelihood ratios, ``evidence`` [K, N] in nats, of K alternative hypotheses to the policy over N
+    independent units (completions, or groups of completions of one prompt). Each sum is the log-likelihood ratio of the
+    hypothesis that every unit was sampled from the alternative with probability s and from the policy otherwise.
+    Returns [len(SHARES) * K] in nats: K sums for the first s of ``SHARES``, then K for the next one."""
     shares = torch.tensor(SHARES, dtype=evidence.dtype).reshape(-1, 1, 1)
     return torch.logaddexp((1 - shares).log(), shares.log() + evidence).sum(dim=2).flatten()
 
 
 def accumulated(before: Tensor, evidence: Tensor) -> Tensor:
-    """Update K sequential tests by the results of one rollout. Each tests the hypothesis that, from this or an earlier
-    rollout on, completions are sampled from an alternative and no longer from the distribution p that the engine
-    reports. ``evidence`` [K] has this rollout's log-likelihood ratios of the alternatives to p, in nats; ``before`` [K]
-    is what this function returned for the previous rollout, -inf at first.
+    """Update K sequential tests with the results of one rollout. Each tests the hypothesis that, from this or an
+    earlier rollout on, completions are sampled from an alternative distribution and no longer from the distribution p
+    that the engine reports. ``evidence`` [K] has the log-likelihood ratios of the alternatives to p for this rollout,
+    in nats; ``before`` [K] is what this function returned for the previous rollout, and -inf before the first rollout.
 
-    The result is log M_n [K] of the Shiryaev-Roberts sum M_n = (1 + M_{n-1}) exp(evidence_n) over the rollouts at which
-    the change may have begun (an e-detector, arXiv 2203.03532). M_n - n is a martingale under draws from p, so the
-    probability that M exceeds c within n rollouts is at most n / c.
+    Returns log M_n [K] of the Shiryaev-Roberts sum M_n = (1 + M_{n-1}) exp(evidence_n), which adds up the likelihood
+    ratios for all rollouts at which the change may have begun (an e-detector, arXiv 2203.03532). M_n - n is a
+    martingale under draws from p, so the probability that M exceeds c within n rollouts is at most n / c.
     """
     return torch.logaddexp(torch.zeros_like(before), before) + evidence
 
@@ -130,26 +132,27 @@ class Draw(NamedTuple):
     prompt: int
     """Number that identifies the prompt."""
     equal: tuple[float, ...]
-    """One number for each entry of ``COPIED``: the share of the earlier completions that the entry names which equal
-    this completion; NaN if there is no such earlier completion."""
+    """One number for each entry of ``COPIED``, which names some of the earlier completions of the prompt: the share of
+    them that equal this completion; NaN if there are none."""
     logprob: float
     """Log-probability of the completion in nats."""
     left: float
-    """Probability, under the policy, of all completions that the group has not drawn before this one."""
+    """Total probability, under the policy, of all completions that the group did not have before this one."""
     is_new: bool
     """True if no earlier completion of the group equals this one."""
 
 
 def copy_evidence(draws: Iterable[Draw]) -> Tensor:
-    """Test whether completions are copies of each other, or avoid each other, and are not independent draws from the
-    policy p.
+    """Test whether completions of a prompt are copies of each other, or avoid each other, and are therefore not
+    independent draws from the policy p.
 
-    Each alternative hypothesis is about a share of the prompts (``SHARES``). Either a completion repeats an earlier
-    completion of its prompt (one that ``COPIED`` names) with probability r (``COPY_RATES``), and is a draw from p
-    otherwise. Or it is drawn with probability r (``REDRAW_RATES``) from the completions that its group does not have
-    yet, and from p otherwise. For draws x from p, the mean of 1{x equals a given earlier completion} / p(x) is 1, and
-    so is that of 1{x is new} / p(all that is new), so the likelihood ratios are martingales. Equal completions add
-    almost no evidence if p(x) is nearly 1, because then they are expected.
+    Each alternative hypothesis is about a share of the prompts (``SHARES``). By the first kind of hypothesis, a
+    completion is with probability r (``COPY_RATES``) a copy of an earlier completion of its prompt (of one that
+    ``COPIED`` names), and otherwise a draw from p. By the second kind, it is drawn with probability r
+    (``REDRAW_RATES``) from the completions that its group does not have yet, and otherwise from p. For draws x from p,
+    the mean of 1{x equals a given earlier completion} / p(x) is 1, and so is that of 1{x is new} / p(all that is new),
+    so the likelihood ratios are martingales. Equal completions with p(x) near 1 change the ratios very little, because
+    independent draws are then equal, too.
 
     Returns:
         Log-likelihood ratio of each hypothesis to independent draws, for each share, [len(SHARES) * (len(COPY_RATES) *
@@ -172,9 +175,9 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
 
 
 def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]) -> Iterator[Draw]:
-    """Yield a ``Draw`` for each completion of a rollout, the input of ``copy_evidence``: whether the completion equals
-    completions of the same prompt in earlier rollouts, and those of its group that ``COPIED`` lists; its
-    log-probability; and the probability of all completions that its group does not have yet.
+    """Yield a ``Draw``, the input of ``copy_evidence``, for each completion of a rollout. It says whether the
+    completion equals completions of the same prompt in earlier rollouts or in its group, its log-probability, and the
+    total probability of the completions that its group does not have yet.
 
     Args:
         seen: digest of the prompt and digest of the completion, for each completion of earlier rollouts.
@@ -198,14 +201,14 @@ def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, floa
 
 def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
     """Test whether a property of completions, such as their length, depends on a completion's place in its group (the
-    completions of one prompt).
+    completions of one prompt, in the order in which the engine returned them).
 
-    Independent draws are equally likely in any order. So the rank u of each value among itself and the values before it
-    in its group, divided by their number, with ties broken at random, is uniform in [0, 1] and independent of the
-    earlier ranks. The alternative hypotheses are other densities of u. Densities 1 + c (2 u - 1), for c of ``SLOPES``,
-    mean that later values are larger, or smaller, as when the later half was sampled with another adapter. Densities k
-    u^(k - 1) and k (1 - u)^(k - 1), with k = ``STEEPNESS``, mean that groups are sorted, as when the engine selected
-    the shortest completions.
+    If completions are independent draws, all orders are equally likely. Let u be the rank of a value among itself and
+    the values before it in its group, divided by their number, with ties broken at random. Then u is uniform in [0, 1]
+    and independent of the ranks before it. The alternative hypotheses are other densities of u. Densities 1 + c (2 u -
+    1), for c of ``SLOPES``, mean that later values are larger (or smaller), for example because the later half was
+    sampled with another adapter. Densities k u^(k - 1) and k (1 - u)^(k - 1), with k = ``STEEPNESS``, mean that the
+    engine returns completions in sorted order, for example because it selected the shortest.
 
     Args:
         values: [F, P, G], F properties of the G completions of each of P prompts.
@@ -228,8 +231,8 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def log_false_alarm(evidence: Tensor) -> float:
-    """Return the natural logarithm of an upper bound on the probability that independent draws give log-likelihood
-    ratios as large as ``evidence``, [K] in nats for K alternatives. The bound is Ville's inequality for the mixture of
-    the alternatives with equal weights. If ``accumulated`` returned the evidence, multiply the bound by the number of
-    rollouts."""
+    """Return the natural logarithm of an upper bound on the probability of a false alarm: that independent draws from
+    the policy give log-likelihood ratios as large as ``evidence``, [K] in nats for K alternative hypotheses. The bound
+    is Ville's inequality for the mean of the K likelihood ratios. If ``accumulated`` returned ``evidence``, the caller
+    has to multiply the bound by the number of rollouts."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

@@ -12,8 +12,7 @@ from torch import Tensor
 FAR = 8.0
 MAX_FAR_SHARE = 1 / 256  # share of tokens; a correct engine has less than 1e-4
 LEAST_OTHERS = 0.01
-"""Lower bound, in ``logit_gap``, for the total probability of all tokens other than the sampled one; smaller values are
-raised to it."""
+"""Lower bound for the total probability of all tokens other than the sampled one; ``logit_gap`` divides by it."""
 ROUNDING = 1e-6
 """Relative difference up to which means of fp32 numbers count as equal."""
 
@@ -29,9 +28,9 @@ class Jump(NamedTuple):
 
 
 def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
-    """Compare a positive value with the earlier values in ``history``, by the median and the median absolute deviation
-    of their logarithms. Values below ``floor`` are raised to ``floor``. With fewer than ``least`` earlier values, the
-    result is that of no difference: ratio 1 and 0 standard deviations."""
+    """Compare a positive value of this rollout with the values of earlier rollouts in ``history``, by the median and
+    the median absolute deviation of their logarithms. Values below ``floor`` are raised to ``floor``. With fewer than
+    ``least`` earlier values, the result is ratio 1 and 0 standard deviations."""
     if len(history) < least:
         return Jump(1.0, 0.0)
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
@@ -42,9 +41,10 @@ def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2
 
 
 def change(now: Sequence[float], before: Sequence[float]) -> float:
-    """Return the p-value of Welch's t test of whether two samples of group means have the same mean; 1 if all values
-    are equal up to fp32 rounding. The mean of each sample is added to the other sample as one more value. Without this,
-    samples of a few equal values, whose variance is 0, would make any difference certain."""
+    """Return the p-value of Welch's t test of whether two samples have the same mean; 1 if all values are equal up to
+    fp32 rounding. A value is the mean over a group of completions. The mean of each sample is added to the other sample
+    as one more value. Without this, the variance of a few equal values would be 0, and any difference would count as
+    certain."""
     first, second = (torch.tensor(values, dtype=torch.float64) for values in (now, before))
     first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
     values = torch.cat([first, second])
@@ -67,21 +67,21 @@ def far_share(log_ratio: Tensor) -> float:
 
 def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
     """Estimate, for each of N tokens, how much the logits of trainer and sampler differ, from their log-probabilities
-    of the token, [N] each in nats. Returns absolute differences [N], limited to 1, so that no single token decides a
-    mean.
+    of the token, [N] each in nats. Returns absolute differences [N]; larger ones than 1 are set to 1, so that a few
+    tokens do not dominate a mean.
 
     If the logits z_v of two implementations differ by e_v, then the log-probability of token y differs by about sum_v
-    p_v (e_y - e_v), which is 1 - p_y times a mean of differences of the errors. So the difference of log-probabilities
-    is divided by 1 - p_y, which makes it equally large for all tokens, whatever the entropy is. Errors of the
-    log-probabilities themselves, such as their rounding, do not scale with 1 - p_y. They are therefore visible at
-    tokens of which the policy is nearly certain.
+    p_v (e_y - e_v), which is 1 - p_y times a mean of differences of the errors. The difference of log-probabilities is
+    therefore divided by 1 - p_y. The result then depends on the errors of the logits only, and not on how certain the
+    policy is. Errors of the log-probabilities themselves, such as their rounding, are not proportional to 1 - p_y, so
+    the division makes them large, and visible, where p_y is near 1.
     """
     others = torch.maximum(-trainer.expm1(), -sampler.expm1()).clamp(min=LEAST_OTHERS)
     return ((trainer - sampler).abs() / others).clamp(max=1.0)
 
 
 def high_gap(row_gaps: Tensor) -> float:
-    """Return the largest value that the gaps of at least 1/32 of the rows, and of at least two rows, reach or exceed,
-    so that one bad row does not decide. ``row_gaps`` [B] has, for each row, the mean over tokens of the absolute
-    difference between the trainer's and the sampler's log-probability, in nats."""
+    """Return the largest number that the gaps of at least 1/32 of the rows, and of at least two rows, reach or exceed,
+    so that one bad row does not decide. ``row_gaps`` [B] has one gap for each of B completions: the mean over its
+    tokens of the absolute difference between the trainer's and the sampler's log-probability, in nats."""
     return row_gaps.sort(descending=True).values[min(max(2, -(-len(row_gaps) // 32)), len(row_gaps)) - 1].item()

@@ -1,12 +1,12 @@
-"""Selective gradient checkpointing: store the results of a block's expensive operations, and recompute the other
-operations in backward.
+"""Selective gradient checkpointing: store the results of a decoder block's expensive operations (matrix products and
+attention), and recompute the others, which are element-wise, in backward.
 
 torch.utils.checkpoint runs a block in forward without keeping activations, and again in backward. With ``keeping`` as
 its ``context_fn``, matrix products and attention store their results in the first run and return the stored results in
-the second; the element-wise operations between them run again. torch's own selective checkpointing selects operations
-by their dispatcher names. It cannot be used here, because linears with LoRA write into memory that an autograd node
+the second, and only the element-wise operations run again. torch's own selective checkpointing selects operations by
+their dispatcher names. It cannot be used here, because linear layers with LoRA write into memory that an autograd node
 allocated, and weights are dequantised by kernels that are not registered with the dispatcher. So the code of these
-linears and of attention calls the methods of ``Kept``.
+layers and of attention calls the methods of ``Kept``.
 """
 
 import threading
@@ -33,8 +33,8 @@ class Kept:
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """Remove and return the next stored result, a leaf of the autograd graph. RuntimeError: none is left, because
-        backward runs a second time over the same graph."""
+        """Remove and return the next stored result, as a tensor without autograd history. RuntimeError: no result is
+        left, because backward runs a second time over the same graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"
@@ -42,9 +42,9 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Call ``compute`` in the forward pass, store its result, and let autograd keep all tensors that the backward
-        of this computation needs. When torch.utils.checkpoint runs the block again in backward, return the stored
-        result without calling ``compute``."""
+        """Return the result of ``compute``, without calling it again when backward recomputes the block. In the forward
+        pass, this calls ``compute``, stores the result, and lets autograd keep all tensors that the backward of
+        ``compute`` needs. When torch.utils.checkpoint runs the block again, it returns the stored result."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):
@@ -53,9 +53,10 @@ class Kept:
         return result
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
-        """Call ``compute`` in the forward pass; when torch.utils.checkpoint runs the block again in backward, return
-        ``instead`` without calling it. Use this for an input of ``compute`` functions that are passed to ``whole``,
-        such as rotated queries and keys: they are not called in the second run, so nothing reads the value then."""
+        """Return the result of ``compute`` in the forward pass, and ``instead`` when torch.utils.checkpoint runs the
+        block again in backward, without calling ``compute``. It is for values that only functions passed to ``whole``
+        read, such as rotated queries and keys: those functions are not called in the second run, so nothing reads the
+        value then."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
@@ -86,15 +87,15 @@ def kept_whole(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return two context managers, for a block's run in forward and for its second run in backward, as the argument
-    ``context_fn`` of torch.utils.checkpoint has to return them."""
+    """Return the pair of context managers that torch.utils.checkpoint expects from its argument ``context_fn``: one for
+    a block's run in forward, and one for its second run in backward."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 
 
 class _Run:
-    """Context in which a block runs in forward, or again in backward. It can be entered several times, because torch
-    enters the context of the second run once per call of backward."""
+    """Context in which a decoder block runs in forward, or again in backward. It can be entered several times, because
+    torch enters the context of the second run once per call of backward."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

@@ -8,12 +8,13 @@ and p = softmax(z):
     d entropy       / dz = -p (log p + entropy)
 
 The derivative of log p[target] does not depend on the loss. So on a GPU, the forward pass multiplies it by the output
-head while the logits exist, and backward only scales the result, [T, H], by the loss's gradients; it computes the
-logits again only if the loss depends on the entropy. On other devices, backward always computes the logits again, by a
-third matrix product with the head.
+head's weight as soon as a chunk's logits are computed, and backward only scales the result, [T, H], by the loss's
+gradients. Backward computes the logits again only if the loss depends on the entropy. On other devices, backward always
+computes the logits again, by a third matrix product with the head's weight.
 
-On CUDA the Triton kernels of ``qerl_pl.kernels.softmax`` compute everything on [R, V] between the matrix products;
-``statistics_reference`` and ``logit_gradient_reference`` in this module define what they compute.
+On CUDA, the Triton kernels of ``qerl_pl.kernels.softmax`` compute all element-wise operations and sums over the logits
+of a chunk. They have to compute what ``statistics_reference`` and ``logit_gradient_reference`` in this module compute,
+which other devices use.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,8 +42,8 @@ class Head(NamedTuple):
 
 
 def head_of(model: Any, family: Family, temperature: float) -> Head:
-    """Return the output head of a transformers model, together with the constants that turn its logits into the
-    distribution from which tokens are sampled at the given temperature."""
+    """Return the output head of a transformers model, together with the temperature and the soft cap by which its
+    logits become the distribution that tokens are sampled from at the given sampling temperature."""
     divisor = 1.0 if family.logit_divisor is None else getattr(model.config, family.logit_divisor)
     cap = None if family.logit_cap is None else getattr(model.config, family.logit_cap)
     embeddings = model.get_output_embeddings()
@@ -63,15 +64,17 @@ def token_logprobs(
     """Compute the log-probability of given tokens, and the entropy of the distribution from which each token would be
     sampled; both are differentiable with respect to ``hidden``.
 
-    Matrix products take inputs of their own dtype and accumulate in fp32; the logits of bf16 and fp16 inputs are not
-    rounded (``fp32_logits``), as in the rollout engines. Everything else is computed in fp32 (fp64 for fp64 inputs).
+    Matrix products take inputs of their own dtype and accumulate in fp32. The logits of bf16 and fp16 inputs are not
+    rounded (``fp32_logits``), because vLLM does not round them either. Everything else is computed in fp32 (fp64 for
+    fp64 inputs).
 
     Args:
         hidden: [T, H] of any floating dtype, the hidden states from which the targets are predicted.
         weight: [V, H] of the same dtype, the output embedding, frozen.
         targets: [T] int64 in [0, V).
         temperature: divides the logits, as in sampling.
-        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before they are divided by the temperature.
+        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before they are divided by the temperature;
+            None: no cap.
         slope_in_forward: if ``hidden`` requires a gradient, compute the gradient of the log-probabilities in forward
             and not in backward; None means True on a GPU and False elsewhere.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half of ``chunk_bytes`` in addition;
@@ -161,9 +164,10 @@ def logit_gradient_reference(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of the loss with respect to the logits, [R, V] in ``dtype``, from its gradients with respect
-    to the targets' log-probabilities and to the entropies, [R] each. ``entropy`` and ``log_partition`` [R] are results
-    of ``statistics_reference``."""
+    """Compute the gradient of the loss with respect to the logits, [R, V] in ``dtype``. ``d_logprobs`` and
+    ``d_entropy`` [R] are the gradients of the loss with respect to the targets' log-probabilities and to the entropies
+    (None: the loss does not depend on entropies). ``entropy`` and ``log_partition`` [R] are results of
+    ``statistics_reference``."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)
@@ -183,8 +187,9 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
 
 
 def uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
-    """Convert gradients with respect to soft-capped logits to gradients with respect to the logits before the cap, [R,
-    V] each; overwrites both arguments. Without a cap, the gradients are returned unchanged."""
+    """Convert the gradient with respect to soft-capped logits into the gradient with respect to the logits before the
+    cap. ``d_logits`` [R, V] is the gradient and ``logits`` [R, V] the capped logits; both are overwritten. Without a
+    cap, ``d_logits`` is returned unchanged."""
     if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
         d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))
     return d_logits
@@ -224,8 +229,9 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def rows_of_chunk(hidden: Tensor, vocabulary: int, chunk_bytes: int) -> int:
-    """Return the number of tokens whose logits over ``vocabulary`` tokens take at most ``chunk_bytes``, at least 1. If
-    it is more than 128, it is rounded down to a multiple of 128, the tile size of the matrix product."""
+    """Return how many tokens are processed at a time, at least 1, such that their logits over a ``vocabulary`` of this
+    size take at most ``chunk_bytes``. More than 128 tokens are rounded down to a multiple of 128, the tile size of the
+    matrix product."""
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * vocabulary))
     return rows - rows % 128 if rows > 128 else rows
 

@@ -29,16 +29,17 @@ class LoraSettings:
             ``start``, or 32 without ``start``.
         dropout: dropout on the adapter's input while training. Above 0, training takes more memory, and the trainer's
             log-probabilities differ from those that the engine samples with, because the engine has no dropout.
-        targets: names of the linears that get an adapter, a subset of ``PROJECTIONS``; null: all, or those of
-            ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear, qkv_proj; naming all three means
-            qkv_proj, and naming gate_proj and up_proj means gate_up_proj. In a mixture of experts, gate_proj, up_proj
-            and down_proj together mean the linears of all experts; MLPs of blocks without experts stay frozen there.
+        targets: names of the linear layers that get an adapter, a subset of ``PROJECTIONS``; null: all, or those of
+            ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one linear layer, qkv_proj; naming all three
+            means qkv_proj, and naming gate_proj and up_proj means gate_up_proj. In a mixture-of-experts model,
+            gate_proj, up_proj and down_proj together mean the linear layers of all experts; MLPs of blocks without
+            experts stay frozen there.
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
         train_norms: also train the weights of two norms of every block (as QeRL's published code does, unlike its
             paper).
-        expert_rank: rank of the adapters on the experts of a mixture. Their updates are scaled by the same factor as
-            those of other linears. 0: experts get no adapters; null: that of ``start``, or without ``start`` rank / k,
-            at least 1, where k experts compute each token.
+        expert_rank: rank of the adapters on the experts of a mixture-of-experts model. Their updates are scaled by the
+            same factor as those of other linear layers. 0: experts get no adapters; null: that of ``start``, or without
+            ``start`` rank / k, at least 1, where k experts compute each token.
         start: folder of an adapter that PEFT wrote, with which the run starts, for example after supervised
             fine-tuning; it is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
     """
@@ -83,8 +84,8 @@ class LoraSettings:
             raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
 
     def filled_in(self) -> tuple[int, float, tuple[str, ...], bool]:
-        """Return rank, alpha, targets and rslora. None of them is None, because the constructor has replaced unset
-        values by those of the adapter ``start`` or by defaults."""
+        """Return rank, alpha, targets and rslora as values that are not None. The constructor has replaced those that
+        the user did not set by the values of the adapter ``start``, or by defaults."""
         assert self.rank is not None
         assert self.alpha is not None
         assert self.targets is not None
@@ -92,9 +93,9 @@ class LoraSettings:
         return self.rank, self.alpha, self.targets, self.rslora
 
     def of_base(self, chosen: int) -> Self:
-        """Return the settings with the rank of adapters on experts filled in, for a base with ``chosen`` experts per
-        token (0: the base has no experts). ValueError: ``expert_rank`` is set although no experts get adapters, or
-        experts get adapters and ``dropout`` is above 0."""
+        """Return the settings with ``expert_rank``, the rank of adapters on experts, filled in for a base model with
+        ``chosen`` experts per token (0: a dense model). ValueError: ``expert_rank`` is set and experts get no adapters,
+        or experts get adapters and ``dropout`` is above 0."""
         rank, _, targets, _ = self.filled_in()
         found = expert_rank(rank, self.expert_rank, targets, chosen)
         if self.expert_rank and not found:
@@ -115,10 +116,10 @@ class LoraSettings:
 
 
 def open_settings() -> LoraSettings:
-    """Create ``LoraSettings`` whose unset fields are still None, by not running the constructor, which would replace
-    None by default numbers. This is the default of the command line: if a user sets only ``start``, the command line
-    calls ``dataclasses.replace`` with it, which runs the constructor and takes every field that is None from the
-    adapter ``start``."""
+    """Create ``LoraSettings`` without running the constructor, so that all fields which a user may leave open are still
+    None. It is the default value of the command line's option. If a user sets only ``start``, the command line applies
+    ``dataclasses.replace`` to this object. This runs the constructor, which takes every field that is None from the
+    adapter ``start``. If the default had numbers there, they would count as the user's."""
     settings = object.__new__(LoraSettings)
     for field in fields(LoraSettings):
         object.__setattr__(settings, field.name, field.default)
@@ -130,11 +131,11 @@ def _sorted(value: Any) -> Any:
 
 
 class LoraLinear(nn.Module, LoraLayer):
-    """PEFT layer that adds a LoRA adapter to a frozen linear, dense or quantised.
+    """PEFT layer that adds a LoRA adapter to a frozen linear layer, dense or quantised.
 
     The adapter is never merged into the base, because 4-bit weights could not represent the update. PEFT's own layer
-    casts the input to the dtype of A and B, so fp32 master weights would mean matrix products in fp32. Here the fp32
-    master weights are cast to the input's dtype, in which the rollout engine also holds A and B.
+    casts the input to the dtype of A and B, so with fp32 master weights it would compute matrix products in fp32. This
+    layer casts the fp32 master weights to the input's dtype instead. vLLM holds A and B in this dtype, too.
     """
 
     def __init__(
@@ -158,8 +159,8 @@ class LoraLinear(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def adapted(self) -> Adapted | None:
-        """Return the layer's weight and adapter as an argument of ``lora_products``; None if the adapter is disabled,
-        or if it applies dropout, which ``lora_products`` does not support."""
+        """Return the layer's weight and adapter as an argument of ``lora_products``. Returns None if the adapter is
+        disabled or applies dropout, which ``lora_products`` does not support."""
         (name,) = self.active_adapters
         if self.disable_adapters or not isinstance(self.lora_dropout[name], nn.Identity):
             return None
@@ -186,17 +187,17 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Apply several linears with K inputs to the same x [..., K], and return one output for each. If all of them have
-    adapters, they are one node of the autograd graph; otherwise they are called one after another."""
+    """Apply several linear layers with K inputs to the same x [..., K], and return one output for each. If all layers
+    have adapters, they become one node of the autograd graph; otherwise they are called one after another."""
     adapted = [linear.adapted() if isinstance(linear, LoraLinear) else None for linear in linears]
     whole = [linear_adapted for linear_adapted in adapted if linear_adapted is not None]
     return lora_products(x, whole) if len(whole) == len(linears) else tuple(linear(x) for linear in linears)
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
-    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as its layer for linears. ``base`` is the name of
-    the base model that the configuration gets, and ``norms`` are the names of a block's norms that are trained if
-    ``train_norms`` is set."""
+    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as its layer for linear layers. ``base`` is the
+    base model's name, which PEFT writes to adapter_config.json. ``norms`` are the names of a decoder block's norms that
+    are trained if ``train_norms`` is set."""
     rank, alpha, targets, rslora = settings.filled_in()
     experts = settings.expert_rank or 0
     config = LoraConfig(
@@ -215,9 +216,9 @@ def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> L
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...], family: Family) -> None:
-    """Raise ValueError if an adapter target matches no linear of the model, or is not one of the linears of a decoder
-    block that the model family lists (``Family.projections``). PEFT raises no error in either case; an adapter on
-    another linear, such as the output head, would never be trained."""
+    """Raise ValueError if a name in ``targets`` matches no linear layer of the model, or is not one of the layers of a
+    decoder block that the model family lists (``Family.projections``). PEFT raises no error in either case; an adapter
+    on another layer, such as the output head, would never be trained."""
     linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
     unmatched = [target for target in targets if target not in linears]
     if unmatched:

@@ -1,8 +1,8 @@
-"""LoRA adapters on the frozen experts of a mixture of experts, with the names and shapes of PEFT's
+"""LoRA adapters on the frozen experts of mixture-of-experts (MoE) layers, with the names and shapes that PEFT uses for
 ``target_parameters``.
 
-Letters: E experts of a block, k experts per token, r rank, N outputs and K inputs of a linear of an expert (gate_proj,
-up_proj or down_proj).
+Letters: E experts of a layer, k experts per token, r rank; N outputs and K inputs of one of an expert's linear layers
+(gate_proj, up_proj or down_proj).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ bytes are a multiple of 16."""
 
 
 def expert_rank(rank: int, setting: int | None, targets: Collection[str], chosen: int) -> int:
-    """Return the rank of the adapters on experts: 0 if the base has no experts (``chosen``, the number of experts per
-    token, is 0) or LoRA's ``targets`` do not name all linears of the MLP, else the ``setting``. If the setting is None,
-    the rank is that of other adapters divided by ``chosen``, at least 1."""
+    """Return the rank of the adapters on experts, for LoRA of the given ``rank`` and ``targets`` on a base model with
+    ``chosen`` experts per token. It is 0 (no adapters on experts) if ``chosen`` is 0, which means a dense base, or if
+    ``targets`` lacks gate_proj, up_proj or down_proj. Otherwise it is the user's ``setting``, or, if that is None, rank
+    / chosen, at least 1."""
     if not chosen or not set(MLP) <= set(targets):
         return 0
     return max(1, rank // chosen) if setting is None else setting
 
 
 def adapted(names: Iterable[str]) -> list[str]:
-    """List, sorted, the names of the linears that an adapter adapts, from PEFT's names of its tensors. An adapter on
-    experts counts as one on gate_proj, up_proj and down_proj."""
+    """List, sorted, the names of the linear layers that an adapter adapts, from PEFT's names of its tensors. An adapter
+    on experts counts as one on gate_proj, up_proj and down_proj."""
     linears = {name.split(".")[-3] for name in names if name.endswith(".lora_A.weight")}
     return sorted(linears - {"experts", "base_layer"} | (set(MLP) if "experts" in linears else set()))
 
@@ -48,15 +49,17 @@ def of_experts(name: str) -> bool:
 
 
 def stacked(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """View the matrices of an adapter on ``number`` = E experts, in PEFT's form A [E r, K] and B [N, r E], as A [E, r,
-    K] and B [E, N, r]. In PEFT's A the rows of one expert are consecutive; in its B, the columns of one rank index."""
+    """View the LoRA matrices of E experts (``number`` is E) as one matrix per expert: A [E, r, K] and B [E, N, r]. The
+    arguments have PEFT's shapes, A [E r, K] and B [N, r E]. PEFT orders the rows of A by expert, then by rank index,
+    and the columns of B by rank index, then by expert."""
     return a.view(number, -1, a.shape[1]), b.view(len(b), -1, number).permute(2, 0, 1)
 
 
 def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number: int) -> Tensor | None:
-    """Compute the update B A, without its scale, of one linear (``part``, such as up_proj) of all experts of a block:
-    [E, N, K]. ``adapter`` maps PEFT's names to tensors, ``experts`` is PEFT's name of the experts' module, and
-    ``number`` is E. Returns None if the adapter has no tensors of this linear."""
+    """Compute the LoRA update B A, [E, N, K], without the factor alpha / r, of one linear layer of all E experts of an
+    MoE layer, so that the caller can merge it into the base. ``adapter`` maps PEFT's names to tensors, ``experts`` is
+    PEFT's name of the experts' module, ``part`` names the linear layer, such as up_proj, and ``number`` is E. Returns
+    None if the adapter has no tensors of this linear layer."""
     name = f"{experts}.lora_" if part == "down_proj" else f"{experts}.base_layer.lora_"
     if f"{name}A.weight" not in adapter:
         return None
@@ -65,15 +68,15 @@ def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number
 
 
 class LoraExperts(nn.Module, LoraLayer):
-    """PEFT layer that holds the adapter of the down_proj of all experts of a block. It wraps a second ``LoraExperts``,
-    which holds the adapter of gate_proj and up_proj together and wraps the frozen experts. PEFT's own layer is not
-    used, because it would build a dense sum of weight and update for all experts."""
+    """PEFT layer that holds the adapters on down_proj of all experts of an MoE layer. It wraps a second
+    ``LoraExperts``, which holds the adapters on gate_proj and up_proj together and wraps the frozen experts. PEFT's own
+    layer is not used, because it would build a dense sum of weight and update for all experts."""
 
     def __init__(
         self, base_layer: nn.Module, config: LoraConfig, adapter: str, *, sizes: tuple[int, int, int, int], scale: float
     ) -> None:
-        """Add an adapter to a linear of all experts of a block. ``sizes`` are the numbers of experts, ranks, outputs
-        and inputs; the adapter's update is multiplied by ``scale``."""
+        """Add adapters to one linear layer of all experts. ``sizes`` are the number of experts, the rank, and the
+        numbers of outputs and inputs; the adapters' updates are multiplied by ``scale``."""
         super().__init__()
         LoraLayer.__init__(self, base_layer)
         self.number, rank, self.out_features, self.in_features = sizes
@@ -84,8 +87,9 @@ class LoraExperts(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [E, R, K] and B [E, N, R] times the scale, in fp32 and differentiable. R is the rank, padded with
-        zeros to a multiple of ``MULTIPLE``, as the grouped products need."""
+        """Return the LoRA matrices A [E, R, K] and B [E, N, R] of all experts, in fp32 and differentiable; B is
+        multiplied by the scale. R is the rank, padded with zeros to a multiple of ``MULTIPLE``, as grouped matrix
+        products need."""
         (name,) = self.active_adapters
         a, b = self.lora_A[name].get_parameter("weight"), self.lora_B[name].get_parameter("weight")
         a, b = stacked(a, self.scaling[name] * b, self.number)
@@ -103,8 +107,8 @@ class LoraExperts(nn.Module, LoraLayer):
 
 
 def with_experts(config: LoraConfig, rank: int, scaling: float) -> LoraConfig:
-    """Add adapters on experts, of the given rank (0: none), to PEFT's configuration, which is changed and returned.
-    Their updates B A are multiplied by ``scaling``, as those of other linears are."""
+    """Add adapters on experts, of the given rank (0: none), to ``config``, PEFT's configuration, which is changed and
+    returned. ``scaling`` is the factor of their updates B A; adapters on other linear layers have the same factor."""
     if rank:
         alpha: Any = scaling * (rank**0.5 if config.use_rslora else rank)
         config.target_parameters = list(PARAMETERS)

@@ -1,16 +1,16 @@
-"""Frozen linear and its LoRA update as one node of the autograd graph.
+"""Frozen linear layer and its LoRA update as one node of the autograd graph.
 
     y = x W^T + bias + (x A^T) (s B)^T
 
-Linears with the same input x, such as q_proj, k_proj and v_proj, may share one node. Letters: T tokens, K inputs, N
-outputs, r rank, s the scale alpha / r.
+Linear layers with the same input x, such as q_proj, k_proj and v_proj, may share one node. Letters: T tokens, K inputs,
+N outputs, r rank, s the scale alpha / r.
 
-The product s B is computed in fp32 and then rounded to the compute dtype (``scaled``), as in the rollout engines:
-rounding B before the multiplication would give other values, unless s is a power of two. The adapter's term is computed
+The product s B is computed in fp32 and then rounded to the compute dtype (``scaled``), as in the rollout engines.
+Rounding B before the multiplication would give other values, unless s is a power of two. The adapter's term is computed
 first, and the matrix product with W adds to it in place (beta = 1), so no [T, N] or [T, K] tensor is read or written
 only for an addition. Gradients of the fp32 master weights are never rounded to the compute dtype. Autograd keeps x, x
-A^T, A and s B in the compute dtype; W is dequantised again in backward. With few tokens, the time is that of launching
-kernels from the CPU, so there is one autograd node with as few operations as possible.
+A^T, A and s B in the compute dtype; W is dequantised again in backward. With few tokens, most of the time goes to
+launching kernels from the CPU, so there is one autograd node with as few operations as possible.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,24 +46,24 @@ class Adapted(NamedTuple):
     scaling: float
     """s."""
     kept: Kept | None = None
-    """Stored results of selective gradient checkpointing: y is added to them in forward, and taken from them when
-    backward recomputes the block. None if y is not stored."""
+    """Storage of selective gradient checkpointing: y is stored there in forward, and read from there when backward
+    recomputes the block. None: y is not stored."""
 
 
 def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
-    """Compute y = x W^T + bias + (x A^T) (s B)^T for a frozen linear W with K inputs and N outputs and its LoRA
-    adapter: [..., N] in the dtype of x [..., K], in which the products are computed. Differentiable with respect to x,
-    A and B."""
+    """Compute y = x W^T + bias + (x A^T) (s B)^T for a frozen linear layer W with K inputs and N outputs and its LoRA
+    adapter. Returns [..., N] in the dtype of x [..., K], in which the products are computed. Differentiable with
+    respect to x, A and B."""
     (y,) = lora_products(x, [adapted])
     return y
 
 
 def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """Compute y = x W^T + bias + (x A^T) (s B)^T for several linears with the same input x [..., K], as one node of the
-    autograd graph; returns [..., N] for each linear.
+    """Compute y = x W^T + bias + (x A^T) (s B)^T for several linear layers with the same input x [..., K], as one node
+    of the autograd graph; returns [..., N] for each layer.
 
     The matrices A are concatenated, so x is read once for all of them, in forward and for their gradients. The gradient
-    of x is the sum over the linears; each linear's matrix product adds to it in place.
+    of x is the sum over the layers; each layer's matrix product adds to it in place.
     """
     known = tuple(
         linear.kept.take().detach() if linear.kept and linear.kept.recomputing else None for linear in linears

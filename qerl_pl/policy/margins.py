@@ -1,14 +1,14 @@
-"""Check that sampled tokens are those that vLLM's sampler must have chosen, given the noise that it must have added to
-the logits.
+"""Check that sampled tokens are those that vLLM's sampler must have chosen, given the pseudo-random noise that it must
+have added to the logits.
 
 vLLM's sampler on a GPU (its model runner V2) samples by the Gumbel-max trick: it takes the token with the largest sum
 of logit and noise, and the noise is a hash of the request's seed, the position and the token. So the trainer can
 compute from its own logits which token the sampler must have taken, up to the difference between the trainer's and the
 sampler's logits (Token-DiFR, arXiv 2511.20621, which audits inference providers in this way).
 
-The seed of a request is computed from the run's seed, the prompt's tokens and the number of the completion. So three
-faults give tokens that this noise would not have selected, even if their log-probabilities are right: a completion that
-belongs to another prompt, one that was selected among several, and a token that was changed after sampling.
+The seed of a request is computed from the run's seed, the prompt's tokens and the completion's index in its group. So
+the check finds three faults, even if the log-probabilities of the tokens are right: a completion belongs to another
+prompt, it was selected among several, or a token was changed after sampling.
 """
 
 import math
@@ -22,17 +22,17 @@ WORD = 0xFFFFFFFF  # arithmetic is modulo 2^32, in int64
 
 
 def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
-    """Compute the margin of each target token, which says how far it is from the token that must have been sampled:
-    max(z + g) - (z + g)[target], for logits z and noise g.
+    """Compute how far each sampled token is from the token that the sampler must have taken. This distance, the margin,
+    is max(z + g) - (z + g)[target], for the trainer's logits z and the sampler's noise g.
 
     A margin is at least 0. If the sampler took the token with the largest sum of its own logits and the noise, the
-    margin is at most the largest difference between two tokens' logit errors (sampler minus trainer). A token that was
-    sampled with another temperature, row of logits or noise usually has a margin of some nats.
+    margin is at most the largest difference between two tokens' logit errors (sampler minus trainer). If a token was
+    sampled with another temperature, other noise or the logits of another position, its margin is usually some nats.
 
     Args:
         logits: [R, V] fp32, z, divided by the sampling temperature.
         noise: [R, V] fp32, g, as ``keyed_noise`` returns it.
-        targets: [R] int64 in [0, V).
+        targets: [R] int64 in [0, V), the sampled tokens.
 
     Returns:
         [R] fp32 in nats.
@@ -42,12 +42,12 @@ def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
 
 
 def chance_of_far(logprobs: Tensor) -> Tensor:
-    """Compute the probability that the margin of a token exceeds log ``FAR`` if the token was sampled with other noise,
-    independent of the noise from which the margin (``margins``) is computed.
+    """Compute the probability that the margin of a token (``margins``) exceeds log ``FAR`` if the token was sampled
+    with noise that is independent of the noise from which the margin is computed.
 
-    The largest sum of logit and noise of all other tokens, minus that of the token itself, has a logistic distribution
-    around log((1 - p) / p). So the probability is (1 - p) / (1 - p + ``FAR`` p). ``logprobs`` are log p in nats, of any
-    shape.
+    The largest sum of logit and noise among the other tokens, minus this sum of the sampled token, has a logistic
+    distribution around log((1 - p) / p), where p is the token's probability. So the result is (1 - p) / (1 - p +
+    ``FAR`` p). ``logprobs`` are log p in nats, of any shape, which is also the shape of the result.
     """
     others = -logprobs.expm1()
     return others / (others + FAR * logprobs.exp())
@@ -55,13 +55,14 @@ def chance_of_far(logprobs: Tensor) -> Tensor:
 
 def is_audited(logprobs: Tensor) -> Tensor:
     """Return whether each token has a probability of at most about 0.97, bool of the shape of ``logprobs`` (in nats).
-    Only these tokens count in ``draw_evidence``, since likelier ones would be sampled with almost any noise."""
+    Only these tokens count in ``draw_evidence``, because almost any noise would select a likelier token."""
     return chance_of_far(logprobs) > MAX_FAR_SHARE
 
 
 def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
-    """Compute, for each token, the log-likelihood ratio of the hypothesis that it was sampled with noise independent of
-    ``keyed_noise`` to the hypothesis of correct sampling, given only whether the token's margin exceeds log ``FAR``.
+    """Compute, for each token, the log-likelihood ratio of two hypotheses: that the token was sampled with noise
+    independent of ``keyed_noise``, to that it was sampled correctly. The only observation that counts is whether the
+    token's margin (``margins``) exceeds log ``FAR``.
 
     For a correct engine, the probability of such a margin is assumed to be at most ``MAX_FAR_SHARE`` at every token,
     given the tokens before it. The likelihood ratio then has a mean of at most 1, so products of these ratios are
@@ -80,7 +81,7 @@ def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def keyed_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Compute the Gumbel noise that vLLM 0.32 adds to R rows of logits: [R, V] fp32.
+    """Compute the Gumbel noise that vLLM 0.32 adds to R rows of logits before it takes the largest: [R, V] fp32.
 
     The noise is -log(-log(1 - u)) for u = (h + 1/2) / 2^32, where h is murmur3's 32-bit hash of four 32-bit words: the
     two halves of the seed, the position and the token.

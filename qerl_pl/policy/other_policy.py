@@ -1,18 +1,20 @@
-"""Sequential test of whether an engine sampled some of the completions with another policy than the current one, even
-if the other policy changes the log-probability of a token less than rounding errors do.
+"""Sequential test of whether an engine sampled some of the completions with another policy than the current one, such
+as the base without the adapter. It works even if the other policy changes log-probabilities less than rounding errors
+do.
 
 For each sampled token, the error r is the engine's log-probability minus the trainer's, and the effect d is how much
-the other policy, such as the one without the adapter, would change the log-probability. If the engine used the other
-policy, r is d plus rounding errors. If the engine is correct, r is rounding errors alone, which are as likely positive
-as negative whatever d is. The likelihood ratio of the first case to the second has mean 1 for a correct engine, for
-rounding errors of any size and any symmetric distribution, so products of such ratios over tokens are seldom large for
-a correct engine (``policy.evidence``).
+the other policy would change the log-probability. If the engine used the other policy, r is d plus rounding errors. If
+the engine is correct, r is rounding errors alone, which are as likely positive as negative whatever d is. The
+likelihood ratio of the first case to the second has mean 1 for a correct engine, for rounding errors of any size and
+any symmetric distribution, so products of such ratios over tokens are seldom large for a correct engine
+(``policy.evidence``).
 
 The test is valid only if the rounding errors of the trainer's log-probability, which are in r, are not also in d. So d
-is the central difference of two passes that do not use the current policy itself: one with the policy moved towards the
-other policy, and one with it moved as far in the opposite direction. What both passes have in common with a pass of the
-current policy cancels. Both are moved by a multiple of the distance between the policies (the strength), so that the
-change is larger than the rounding errors of these two passes.
+is computed from two other forward passes: one with the policy moved towards the other policy, and one with it moved as
+far in the opposite direction. Both are moved by a multiple of the distance between the policies (the strength), and d
+is the difference of the two log-probabilities divided by twice the strength. Rounding errors that both passes share
+with a pass of the current policy cancel in this difference. The strength makes the change larger than the rounding
+errors of the two passes.
 """
 
 import math
@@ -25,27 +27,28 @@ from torch.nn.functional import softplus
 from qerl_pl.policy.jumps import LEAST_OTHERS
 
 TOLERATED = 0.3
-"""Fraction of the other policy's effect d that a correct engine's errors may contain.
+"""Fraction of the other policy's effect d that the errors of a correct engine may contain.
 
 A correct engine computes a slightly smaller effect of the adapter than the trainer does: with pretrained models in bf16
-by up to a tenth after the first updates, and by about a hundredth later. If the last update was small compared with all
-updates before it, a hundredth of the whole adapter is a large part of the last update's effect
-(``docs/correctness.md``).
+by up to a tenth after the first updates, and by about a hundredth later. One of the other policies is the one before
+the last update. If this update was small compared with all updates before it, a hundredth of the whole adapter's effect
+is a large fraction of the last update's effect (``docs/correctness.md``).
 """
 MOST_CERTAIN = 0.95
 """Largest probability of the tokens that the test uses. The scale of the rounding errors of likelier tokens is too
 small to be estimated well."""
 RESOLUTION = 1e-6
-"""Lower bound for the scale of a token's rounding errors in nats. Sums of fp32 logits have errors of this size, even at
-tokens of which the policy is certain."""
+"""Number in nats that is added to the scale of each token's rounding errors. Sums of fp32 logits have errors of this
+size, even at tokens of which the policy is certain."""
 STRONGEST = 32.0
-"""Largest strength of a test: the multiple of the distance to the other policy by which the current policy is moved."""
+"""Largest strength. The strength is the multiple of the distance to the other policy by which the current policy is
+moved to measure the other policy's effect."""
 LARGER = 16.0
-"""Desired ratio of two differences of logits: between the two policies that were moved in opposite directions, and
+"""Ratio that ``next_strength`` aims at: the difference of logits between the two moved policies, divided by that
 between engine and trainer. At this ratio, rounding errors hardly change the estimated effect of the other policy."""
 LINEAR = 0.5
-"""Largest mean difference of logits between the two moved policies for which the effect counts as proportional to the
-strength."""
+"""Largest mean difference of logits between the two moved policies; up to it, the effect of moving a policy counts as
+proportional to the strength."""
 
 
 def moved(current: Mapping[str, Tensor], other: Mapping[str, Tensor], *, by: float) -> dict[str, Tensor]:
@@ -58,19 +61,19 @@ def moved(current: Mapping[str, Tensor], other: Mapping[str, Tensor], *, by: flo
 
 def effect(towards: Tensor, away: Tensor, *, strength: float) -> Tensor:
     """Estimate how much another policy would change the log-probabilities of N tokens: [N] in nats. ``towards`` and
-    ``away`` [N] are the log-probabilities, in nats, by the current policy moved towards the other policy, and in the
-    opposite direction, by ``strength`` times the distance between the two."""
+    ``away`` [N] are the tokens' log-probabilities, in nats, after the current policy was moved towards the other
+    policy, or as far in the opposite direction. Both moves are ``strength`` times the distance between the two
+    policies."""
     return (towards - away) / (2 * strength)
 
 
 def rounding_scale(trainer: Tensor, sampler: Tensor) -> Tensor:
-    """Estimate the scale of the difference that rounding errors cause between the trainer's and the sampler's
-    log-probability of each of N tokens, [N] each in nats. Returns the scale s of a logistic distribution for each
-    token, [N] in nats.
+    """Estimate how large the differences between the trainer's and the sampler's log-probabilities of N tokens are
+    because of rounding errors. The arguments are the log-probabilities, [N] each in nats. Returns for each token the
+    scale s of a logistic distribution of its difference, [N] in nats.
 
-    Errors of logits change a log-probability by 1 - p times as much (``jumps.logit_gap``), where p is the token's
-    probability, and are assumed to have one scale for all tokens. The estimate does not depend on the signs of the
-    differences.
+    A token's difference is assumed to be proportional to 1 - p, where p is its probability (``jumps.logit_gap`` says
+    why), with one factor for all tokens. The estimate does not depend on the signs of the differences.
     """
     others = (-trainer.expm1()).clamp(min=LEAST_OTHERS)
     mean = torch.minimum((sampler - trainer).abs(), others).sum() / others.sum().clamp(min=LEAST_OTHERS)
@@ -103,29 +106,33 @@ def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
 
 def part(error: Tensor, effect: Tensor, scale: Tensor) -> float:
     """Estimate by weighted least squares the factor x for which the errors of N tokens are x times the effect of the
-    other policy, plus rounding errors: about 0 if the engine is correct, 1 if it sampled all tokens with the other
-    policy. Arguments are as in ``token_evidence``. Returns 0 if the other policy has no effect."""
+    other policy, plus rounding errors. It is about 0 if the engine is correct, 1 if it sampled all tokens with the
+    other policy, and 0 if the other policy has no effect. The arguments are those of ``token_evidence``."""
     weight = effect / scale.square()
     return (error * weight).sum().item() / max((effect * weight).sum().item(), 1e-12)
 
 
 def next_strength(strength: float, change: float, gap: float) -> float:
-    """Choose the strength of the next test, 1 to ``STRONGEST``: the one with which the policies that are moved towards
-    the other policy and away from it differ by ``LARGER`` times as much as engine and trainer, but by at most
-    ``LINEAR``, as mean differences of logits (``jumps.logit_gap``). ``change`` is the difference of the two moved
-    policies with the current ``strength``, ``gap`` that of engine and trainer."""
+    """Choose the strength for the next rollout's test, from 1 to ``STRONGEST``: the multiple of the distance to the
+    other policy by which the current policy is moved towards it and away from it.
+
+    ``change`` is the mean difference of logits (``jumps.logit_gap``) between the two moved policies at the current
+    ``strength``, and ``gap`` that between engine and trainer. The result is the strength at which ``change`` would be
+    ``LARGER`` times ``gap``, but at most ``LINEAR``.
+    """
     return min(max(1.0, strength * min(LARGER * gap, LINEAR) / max(change, 1e-12)), STRONGEST)
 
 
 def is_first(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[bool]]:
-    """Find the completion tokens that no earlier row has after the same preceding tokens. Where rows have a common
-    beginning, their rounding errors are equal, and may count only once in a test.
+    """Mark the completion tokens that count in a test of several rows. A token counts if no earlier row has the same
+    token after the same preceding tokens, those of the prompt included: the rounding errors of the two would be equal,
+    and may count only once.
 
     Args:
         rows: tokens of prompt and completion of each row.
 
     Returns:
-        A list for each row, with a value for each token of its completion.
+        A list for each row, with a bool for each token of its completion: True if the token counts.
     """
     seen: set[tuple[int, int]] = set()
     found = []

@@ -2,11 +2,11 @@
 packed tokens.
 
 The model processes [1, T] tokens, where T is the sum of the rows' lengths; only attention (``policy.attention``) and
-recurrent layers (``policy.delta_net``) have to know where rows end. If several rows of a pass have the same prompt, the
-packed sequence has it, and the model computes it, only once, provided that this saves enough tokens. G completions of C
-tokens to a prompt of P tokens then take P + G C tokens instead of G (P + C). The packed sequence holds all prompts,
-then all completions, those of the same prompt together. The tokens of a completion attend to its prompt and to the
-completion's earlier tokens.
+recurrent layers (``policy.delta_net``) have to know where rows end. If several rows of a forward pass have the same
+prompt, the packed sequence holds the prompt only once, provided that this saves enough tokens (``WORTH``). The model
+then computes P + G C tokens instead of G (P + C) for G completions of C tokens to a prompt of P tokens. Such a packed
+sequence holds all prompts, then all completions, those of the same prompt together. The tokens of a completion attend
+to its prompt and to the completion's earlier tokens.
 
 Letters: B rows, S columns, T packed tokens.
 """
@@ -25,21 +25,23 @@ from qerl_pl.model.layers import attention_windows
 from qerl_pl.quant.experts import UNSEEN, Replay
 
 WORTH = 1 / 16
-"""Smallest fraction of the tokens of a forward pass that sharing prompts must save. If it saves fewer, the second
-attention call that shared prompts need takes more time than is saved."""
+"""Smallest fraction of the tokens of a forward pass that must be saved by packing equal prompts once. If less would be
+saved, every row keeps its own prompt, because prompts that are packed once need a second attention call, which would
+take more time than is saved."""
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Boundaries, in a packed sequence, of shared prompts and of the completions that attend to them."""
+    """Boundaries, in a packed sequence, of prompts that several completions share, and of the completions of each
+    prompt."""
 
     num_prompt_tokens: int
     """Number of tokens of all prompts together, which come first in the packed sequence."""
     keys: Tensor
     """[G + 1] int32, boundaries of the G prompts that have completions; these are the first prompts of the sequence."""
     queries: Tensor
-    """[G + 1] int32, boundaries between the completions of one prompt and those of the next. They count completion
-    tokens only: 0 is the first token after all prompts."""
+    """[G + 1] int32, boundaries between the completions of one prompt and those of the next, counted in completion
+    tokens: 0 is the first token after all prompts."""
     num_keys: int
     """Tokens of the G prompts."""
     longest_key: int
@@ -57,14 +59,16 @@ class Packed:
     positions: Tensor
     """[T] int64, position of each token in its row."""
     rows: Tensor
-    """[T] int64, row of each token; a token of a shared prompt has the first row with this prompt."""
+    """[T] int64, index of the row of each token; for a token of a shared prompt, the index of the first row with this
+    prompt."""
     starts: Tensor
     """[B + 1] int32, index of each row's first token, followed by T."""
     longest: int
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
-    """Boundaries of prompts that several rows share. If given, ``starts`` and ``longest`` describe prompts and
-    completions, without empty ones, instead of rows. None: no token attends to a shared prompt."""
+    """Boundaries of prompts and completions if the sequence holds each prompt once. In this case, ``starts`` and
+    ``longest`` describe prompts and completions, without empty ones, instead of rows. None: every row has its own
+    prompt."""
 
 
 class Layout(NamedTuple):
@@ -79,19 +83,19 @@ class Layout(NamedTuple):
 
 def attends_to_everything(config: PretrainedConfig) -> bool:
     """Return whether every layer of a model attends to all earlier tokens, without sliding window or recurrent state.
-    Only then can rows share one copy of a prompt."""
+    Only then can several completions share one copy of their prompt in a packed sequence."""
     return all(window is None for window in attention_windows(config))
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Return whether rows with equal prompts may be packed with one copy of the prompt: the model is on a GPU in 16
-    bits, and all its layers attend to all earlier tokens."""
+    """Return whether a forward pass of the model may hold equal prompts of several rows only once. This requires a
+    model on a GPU in 16 bits, all of whose layers attend to all earlier tokens."""
     return model.device.type == "cuda" and model.dtype != torch.float32 and attends_to_everything(model.config)
 
 
 def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
-    """Return, for each of B rows, the index of the first row with an equal prompt: [B] int64. ``tokens`` is [B, S]
-    int64; ``prompts`` [B] int64 are the lengths of the rows' prompts."""
+    """Return, for each of B rows, the index of the first row that has the same prompt: [B] int64. ``tokens`` is [B, S]
+    int64; ``prompts`` [B] int64 are the lengths of the rows' prompts, with which the rows begin."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = column < prompts.unsqueeze(1)  # [B, S]
     mixed = (column + 1) * 0x5851F42D4C957F2D  # int64 products wrap around
@@ -111,16 +115,16 @@ def micro_batches_of_groups(
     the one with the most tokens first.
 
     Each group is split into units of as many of its rows as fit into one micro-batch, and ``micro_batches`` divides the
-    units as if each were a row. The policy shares prompts in a micro-batch only if this saves a fraction
-    ``least_saved`` of its tokens. If it would save less in a micro-batch that fits only with shared prompts, the rows
-    of this micro-batch are divided again, without sharing.
+    units as if each were a row. The forward pass (``share_prompts``) holds a prompt only once if this saves a fraction
+    ``least_saved`` of the micro-batch's tokens. A micro-batch in which it would save less, and which would exceed
+    ``max_tokens`` without sharing, is dissolved: its rows are divided again, and every row's prompt counts.
 
     Args:
         lengths: [B] int64, tokens of each row, the prompt included.
         prompts: [B] int64, tokens of each row's prompt, equal for all rows of a group.
         group: [B] int64, index of each row's group.
         max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
-        least_saved: smallest fraction of a micro-batch's tokens that sharing must save to be done.
+        least_saved: smallest fraction of a micro-batch's tokens that one copy of equal prompts must save to be used.
     """
     lengths = lengths.cpu()
     units: dict[tuple[int, int], list[int]] = {}
@@ -163,13 +167,13 @@ def pack(tokens: Tensor, lengths: Tensor) -> Packed:
 
 
 def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tensor]:
-    """Pack the tokens that the model has to process to predict the N masked tokens.
+    """Pack the tokens that the model has to process to predict N tokens, which a mask selects.
 
     Args:
         tokens: [B, S] int64.
         mask: [B, S] bool, True for tokens to predict, never in column 0. The tokens before a row's first masked token
             are its prompt.
-        share: whether equal prompts may be packed once for several rows.
+        share: whether equal prompts of several rows may be packed once.
 
     Returns:
         The packed rows, and [N] int64: for each masked token, in the order of ``mask.nonzero()``, the packed index of
@@ -189,8 +193,9 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
-    """Pack rows such that equal prompts occur only once, or return None if that would save less than a fraction
-    ``WORTH`` of the tokens. ``micro_batches_of_groups`` plans micro-batches by the same rule.
+    """Pack rows such that each prompt occurs only once, followed by the completions of all rows that have it. Returns
+    None, without packing, if this would save less than a fraction ``WORTH`` of all tokens; the caller then packs each
+    row with its own prompt. ``micro_batches_of_groups``, which divides rows into micro-batches, assumes the same limit.
 
     Args:
         tokens: [B, S] int64.
@@ -240,10 +245,11 @@ def predicting(
     """Run a model over the tokens that are needed to predict N masked tokens. ``tokens`` is [B, S] int64, and ``mask``
     [B, S] bool is True for the tokens to predict.
 
-    Returns the indices of the masked tokens, the hidden states [N, H] from which they are predicted, and a third
-    result, which is None without ``routes``. ``routes`` [B, S, L, k] names the k experts that compute each token in
-    each of the model's L mixtures. The third result [B, S, L] uint8 then counts how many of these the router would not
-    have chosen; it is ``UNSEEN`` for tokens that were not computed.
+    Returns the indices of the masked tokens (rows and columns), the hidden states [N, H] from which they are predicted,
+    and a third result, which is None without ``routes``. ``routes`` [B, S, L, k] says which k experts compute each
+    token in each of the model's L mixture-of-experts layers, whatever the router chooses. The third result, [B, S, L]
+    uint8, counts how many of these experts the router would not have chosen; it is ``UNSEEN`` for tokens that were not
+    computed.
     """
     packed, before = pack_for(tokens, mask, share=shares_prompts(model))
     if routes is None:
@@ -259,8 +265,8 @@ def predicting(
 
 def packed_hidden_states(model: Callable[..., Any], packed: Packed, replay: Replay | None = None) -> Tensor:
     """Compute the last hidden states of packed tokens, [T, H], with a decoder that ``use_packed_attention`` has
-    prepared. ``replay`` names the experts to use, [T, L, k], for the L mixtures of a model that
-    ``quant.experts.use_replay`` has prepared; None: the routers choose."""
+    prepared. ``replay`` has the indices of the experts that compute each token, [T, L, k], for a model with L
+    mixture-of-experts layers that ``quant.experts.use_replay`` has prepared; None: the routers choose the experts."""
     starts, longest = packed.starts, packed.longest
     output = model(
         input_ids=packed.tokens.unsqueeze(0),

@@ -37,16 +37,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TokenStats(NamedTuple):
-    """Log-probabilities and entropies of tokens under the policy, for B rows of S tokens; 0 for tokens that were not
-    asked for."""
+    """Results of a forward pass of the policy for B rows of S tokens. They are 0 for tokens that the caller did not
+    select by its mask, unless a field says otherwise."""
 
     logprobs: Tensor
     """[B, S] fp32 in nats, log-probability of each token given the previous tokens."""
     entropy: Tensor
     """[B, S] fp32 in nats, entropy of the distribution of the token given the previous tokens."""
     others: Tensor | None = None
-    """[B, S, L] uint8, number of experts that were given for the token and its router would not have chosen, in each of
-    L mixtures; ``UNSEEN`` for tokens that were not computed. None: no experts were given."""
+    """[B, S, L] uint8. If the caller prescribed the experts of each token (``routes``): how many of them the router
+    would not have chosen, in each of L mixture-of-experts layers, or ``UNSEEN`` for tokens that were not computed. None
+    without ``routes``."""
     divergence: Tensor | None = None
     """[B, S] fp32 in nats, divergence from the teacher's distribution; None: no teacher was given."""
     agrees: Tensor | None = None
@@ -60,8 +61,8 @@ class TeacherStates(NamedTuple):
     """[N, H'], last hidden states from which the tokens are predicted, in row-major order of the masked tokens."""
     head: Head
     beta: float
-    """Weight of the teacher in the mixture of the two distributions with which the divergence compares them, see
-    ``policy.divergence``: 0 is the forward KL, 1 the reverse KL."""
+    """Weight of the teacher in the generalised Jensen-Shannon divergence (``policy.divergence``): 0 is the forward KL,
+    1 the reverse KL."""
 
 
 class Policy(nn.Module):
@@ -128,9 +129,9 @@ class Policy(nn.Module):
         apply_recompute(self.causal_lm, how)
 
     def recompute_more(self) -> Setting | None:
-        """Switch to the next level of gradient checkpointing, which needs less memory, and return the value of
-        ``model.gradient_checkpointing`` that means this level. If there is no further level, or the user's settings fix
-        the level, change nothing and return None."""
+        """Switch to the next level of gradient checkpointing, which needs less memory; it is called after a pass ran
+        out of memory. Returns the value of ``model.gradient_checkpointing`` that means the new level. If there is no
+        further level, or the user's settings fix the level, this changes nothing and returns None."""
         less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
         if less is None or not self.recompute_is_open:
             return None
@@ -159,8 +160,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Make the model compute, inside the context, what it computed when the run began: with the adapter from which
-        the run started (``start``), or else with the base alone."""
+        """Make the model compute, inside the context, what it computed when the run began: with the adapter ``start``
+        from which the run started, or, if there is none, with the base alone."""
         if self.start is None:
             with self.model.disable_adapter():
                 yield
@@ -194,9 +195,9 @@ class Policy(nn.Module):
                 module.training = training
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Return the norms of all blocks to whose weights AQN, noise on norm weights during rollouts, is added
-        (``Family.noise_norms``), by names of weights such as ``model.layers.0.input_layernorm.weight``. If these norms
-        are trained, they are PEFT's trainable copies."""
+        """Return the norms of all decoder blocks to which adaptive quantization noise (AQN) is added during rollouts
+        (``Family.noise_norms``). Keys are names of weights, such as ``model.layers.0.input_layernorm.weight``. If these
+        norms are trained, the values are PEFT's trainable copies."""
         modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -211,8 +212,9 @@ class Policy(nn.Module):
         return {name: module.get_parameter("weight").detach() for name, module in self.norm_modules().items()}
 
     def embedding_weights(self) -> dict[str, Tensor]:
-        """Return by name the input embedding [V, H] and, unless it is the same tensor, the output head [V, H]; both
-        share the model's memory."""
+        """Return by name the weights of the input embedding [V, H] and of the output head [V, H], which vLLM shares
+        with the trainer: the tensors share the model's memory. The head is left out if it is the same tensor as the
+        embedding."""
         names = "model.embed_tokens.weight", "lm_head.weight"
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
@@ -230,8 +232,8 @@ class Policy(nn.Module):
         return Routing(len(found), *found[0].sizes[:2]) if found else None
 
     def packed_linears(self) -> dict[str, FrozenLinear]:
-        """Return the linears with 4-bit weights, those of experts included, by their names in the base's checkpoint;
-        empty if the base is dense."""
+        """Return the linear layers with 4-bit weights, those of experts included, by their names in the base's
+        checkpoint; empty if the base is dense."""
         modules = self.causal_lm.named_modules()
         linears = {
             name.removesuffix(".base_layer"): module for name, module in modules if isinstance(module, FrozenLinear)
@@ -253,7 +255,8 @@ class Policy(nn.Module):
         teacher: TeacherStates | None = None,
         routes: Tensor | None = None,
     ) -> TokenStats:
-        """Compute log-probabilities and entropies of masked tokens, differentiable with respect to the adapter.
+        """Compute log-probabilities and entropies of the tokens that a mask selects, differentiable with respect to the
+        adapter.
 
         Rows are packed, so padding and tokens after a row's last masked token are not processed, and the output head is
         applied only to hidden states from which a masked token is predicted.
@@ -262,11 +265,12 @@ class Policy(nn.Module):
             tokens: [B, S] int64, right-padded with any valid token.
             mask: [B, S] bool, True for tokens to compute. Column 0 must be False: no token precedes it.
             temperature: sampling temperature, by which logits are divided.
-            targets: [N] int64, one for each of the N masked tokens: compute the log-probability of this token at the
-                masked token's place instead. The model's input does not change. None: the masked tokens themselves.
+            targets: [N] int64, one for each of the N masked tokens, in row-major order. The result then has the
+                log-probability of the target at the masked token's place; the model's input does not change. None: the
+                masked tokens themselves.
             teacher: results of a teacher at the masked tokens, to compute the divergence from it; None: no divergence.
-            routes: [B, S, L, k] integers, the k experts to use in each of the model's L mixtures, also when backward
-                recomputes a block; None: the routers choose.
+            routes: [B, S, L, k] integers, the k experts to use for each token in each of the model's L
+                mixture-of-experts layers, also when backward recomputes a block; None: the routers choose.
         """
         wanted, hidden, others = self._predicting(tokens, mask, routes)
         targets = tokens[wanted] if targets is None else targets
@@ -294,16 +298,18 @@ class Policy(nn.Module):
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute, for each of the N masked tokens in row-major order, its log-probability under the policy and under
-        other ways of sampling, such as another temperature, and how far it is from the token that the noise of its
-        row's seed selects. ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``;
-        ``end_tokens`` are the tokens that end a completion. ``seeds`` [B] int64 are the seeds of rows that vLLM sampled
-        with ``margins.keyed_noise``; None for other engines.
+        """Compute, for each of the N masked tokens in row-major order, what the tests of rollouts need: its
+        log-probability under the policy and under other ways of sampling, such as another temperature; and its distance
+        from the token that vLLM's sampler must have taken.
+
+        ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``; ``end_tokens`` are the tokens
+        that end a completion. ``seeds`` [B] int64 are the seeds of the requests with which vLLM sampled the rows on a
+        GPU, from which its noise is computed (``margins.keyed_noise``); None for other engines.
 
         Returns:
             Log-probabilities under the policy and under K other ways of sampling, [N, 1 + K] in nats
-            (``evidence.alternative_logprobs``); and distances in logits from the selected token, [N] fp32 in nats
-            (``margins.margins``), 0 without seeds and for tokens that ``margins.is_audited`` excludes.
+            (``evidence.alternative_logprobs``); and the distances, [N] fp32 in nats (``margins.margins``), 0 without
+            seeds and for tokens that ``margins.is_audited`` excludes.
         """
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         (row, column), hidden, _ = self._predicting(tokens, mask, routes)
@@ -327,8 +333,8 @@ class Policy(nn.Module):
         return shares_prompts(self.causal_lm)
 
     def head(self, temperature: float) -> Head:
-        """Return the output head with the constants that turn its logits into the distribution from which tokens are
-        sampled at the given temperature."""
+        """Return the output head, together with the temperature and the soft cap by which its logits become the
+        distribution that tokens are sampled from at the given sampling temperature."""
         return head_of(self.causal_lm, self.family, temperature)
 
     def _predicting(
@@ -339,8 +345,8 @@ class Policy(nn.Module):
 
 
 def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if an adapter lacks a tensor of ``expected``, has a tensor that is not in ``expected``, or has
-    one of another shape or not of floating-point numbers."""
+    """Raise ValueError unless an ``adapter`` has tensors of exactly the names and shapes of ``expected``, all of
+    floating-point numbers."""
     missing, unknown = sorted(expected.keys() - adapter.keys()), sorted(adapter.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
@@ -356,7 +362,7 @@ def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def load_policy(base: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", **settings: Any) -> Policy:
-    """Load a base model on a device, and add a fresh LoRA adapter. ``base`` is the checkpoint folder; its weights are
+    """Load a base model on a device, and add a new LoRA adapter. ``base`` is the checkpoint folder; its weights are
     dense or in the 4-bit format that its config.json names.
 
     The other arguments are those of ``make_policy``. Raises ValueError as ``make_policy`` does, and if the folder holds
@@ -375,13 +381,13 @@ def make_policy(
     gradient_checkpointing: Setting = "none",
     fused_elementwise: FusedSetting = False,
 ) -> Policy:
-    """Build a policy by adding a fresh LoRA adapter to a loaded base model.
+    """Build a policy by adding a new LoRA adapter to a loaded base model.
 
     Args:
         model: the base.
         base: its checkpoint folder.
         dtype: compute dtype; the adapter's master weights are always fp32.
-        lora: settings of the adapter. LoRA's B starts at 0, so a fresh policy equals the base, unless ``start`` is set.
+        lora: settings of the adapter. LoRA's B starts at 0, so a new policy equals the base, unless ``start`` is set.
         seed: seed of the adapter's initial values; torch's global random state is not changed.
         gradient_checkpointing: what backward recomputes, see ``policy.recompute``; "auto" begins without recomputation.
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.

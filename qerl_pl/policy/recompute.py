@@ -54,17 +54,17 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """List the levels of gradient checkpointing from which the memory plan chooses, each of which needs less memory
-    than the previous one."""
+    """List the levels of gradient checkpointing for a model of ``num_layers`` blocks, each of which needs less memory
+    than the previous one. The memory plan chooses one of these levels if the user's setting is "auto"."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
 def recompute_of(setting: Setting, num_layers: int) -> Recompute | None:
-    """Return the level of gradient checkpointing that ``model.gradient_checkpointing`` means for a model of
-    ``num_layers`` blocks; None for "auto", with which the memory plan chooses the level. ValueError: the setting is
-    unknown, or names more blocks than the model has."""
+    """Return the level of gradient checkpointing that a value of ``model.gradient_checkpointing`` means for a model of
+    ``num_layers`` blocks; None for "auto", with which the memory plan chooses the level. ValueError: the value is
+    unknown, or a number of blocks that the model does not have."""
     wanted = {True: "blocks", False: "none"}.get(setting, setting) if isinstance(setting, bool) else setting
     if wanted == "auto":
         return None
@@ -86,8 +86,9 @@ def recompute_of(setting: Setting, num_layers: int) -> Recompute | None:
 
 
 def apply_recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Set which activations of a model's blocks are recomputed in backward, from the next forward pass on. For the
-    level "offload", this recomputes all blocks; the caller has to keep the blocks' inputs in host memory."""
+    """Set which activations of a model's decoder blocks backward recomputes, from the next forward pass on. For the
+    level "offload", this makes backward recompute all blocks, and the caller has to move the blocks' inputs to host
+    memory."""
     decoder: Any = model.model
     last_linear = FAMILIES[model.config.model_type].last_linear
     for index, block in enumerate(decoder.layers):

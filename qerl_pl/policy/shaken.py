@@ -51,11 +51,11 @@ def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Compute N log-probabilities, and estimate by how much rounding errors change each of them. Returns two tensors
-    [N] in nats: the log-probabilities of a pass without added errors, and the root mean square of their changes in
-    ``SHAKES`` passes with random rounding errors of ``dtype``.
+    [N] in nats: the log-probabilities of a forward pass without added errors, and the root mean square of their changes
+    in ``SHAKES`` passes with random rounding errors of the size of ``dtype``.
 
-    ``score(copies)`` has to compute the log-probabilities by ``model`` in one batch of ``copies`` equal rows, and
-    return them as [copies, N]. Each of the rows gets other random errors.
+    The caller's function ``score(copies)`` has to run ``model`` on one batch of ``copies`` equal rows and to return the
+    N log-probabilities for each row, [copies, N]. Each row gets different random errors.
     """
     [plain] = score(1)
     return plain, rounding_of(plain, score, model, dtype, seed=seed)
@@ -64,9 +64,9 @@ def with_rounding(
 def rounding_of(
     plain: Tensor, score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> Tensor:
-    """Compute, for each of N log-probabilities ``plain`` [N], the root mean square of its changes in ``SHAKES`` passes
-    with random rounding errors of ``dtype``: [N] in nats. ``score(copies)`` has to compute the log-probabilities with
-    ``model`` in a batch of ``copies`` equal rows: [copies, N]."""
+    """Estimate by how much rounding errors change each of N log-probabilities, which a forward pass without added
+    errors gave as ``plain`` [N]. Returns the root mean square of the changes in ``SHAKES`` passes with random rounding
+    errors of the size of ``dtype``, [N] in nats. The arguments are those of ``with_rounding``."""
     with shaken(model, dtype, seed=seed):
         errors = score(SHAKES) - plain
     return errors.square().mean(dim=0).sqrt()

@@ -1,5 +1,5 @@
-"""Read an adapter that PEFT wrote and with which a run starts: its settings, its tensors, and a digest of the tensors,
-by which a resumed run checks that it has the same adapter."""
+"""Read the adapter with which a run starts, from a folder that PEFT wrote: its settings, its tensors, and a digest of
+the tensors. A resumed run compares digests to check that the folder still holds the same adapter."""
 
 import hashlib
 import json
@@ -25,10 +25,11 @@ WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "eva_config", "loftq_config", "corda_config"),
     *("megatron_config", "megatron_core", "ensure_weight_tying", "lora_ga_config"),
 )
-"""Fields of adapter_config.json that do not change what a trained adapter computes. Which linears it adapts is known
-from the names of its tensors."""
+"""Fields of adapter_config.json that do not change what a trained adapter computes. Which linear layers it adapts is
+known from the names of its tensors."""
 OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
-"""Initialisations of LoRA for which PEFT changes the base's weights, so the adapter belongs to the changed base."""
+"""Values of PEFT's ``init_lora_weights`` with which PEFT changes the base's weights. Such an adapter works only with
+the changed base, so it is refused."""
 
 
 class StartAdapter(NamedTuple):
@@ -105,8 +106,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_of_other_base(start: StartAdapter, *names: str) -> bool:
-    """Return whether an adapter was trained for another base than a run's, which may have several ``names``; False if
-    the adapter names no base.
+    """Return whether an adapter was trained for another base model than the one with the given ``names``, which are its
+    name on the hub and its folder. Returns False if the adapter names no base.
 
     Only the last components of folders and hub names are compared. Two names also count as the same base if one begins
     with the other, because the name of a 4-bit copy begins with the name of its model.
@@ -136,9 +137,9 @@ def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
 
 
 def _expert_rank(config: Mapping[str, Any], where: str) -> int:
-    """Return the rank of the adapters on experts that PEFT's configuration describes, 0 if it describes none.
-    ValueError: gate_up_proj and down_proj of all experts are not both adapted, their ranks or alphas differ, or their
-    scale is not that of the adapters on other linears."""
+    """Return the rank of the adapters on experts that ``config``, PEFT's configuration, describes, or 0 if it describes
+    none. ValueError: gate_up_proj and down_proj of all experts are not both adapted, their ranks or alphas differ, or
+    their scale is not that of the adapters on other linear layers."""
     parameters, ranks, alphas = (config.get(name) or {} for name in EXPERTS)
     if not (parameters or ranks or alphas):
         return 0

@@ -51,15 +51,15 @@ class Teacher:
             self.model.to(device=torch.device("cpu"))
 
     def head(self, temperature: float) -> Head:
-        """Return the output head, on the device, with the constants that turn its logits into the next-token
-        distribution at the given temperature."""
+        """Return the output head, on the device, together with the temperature and the soft cap by which its logits
+        become the next-token distribution at the given temperature."""
         head = head_of(self.model, self.family, temperature)
         return head._replace(weight=head.weight.to(self.device))
 
     @torch.no_grad()
     def score(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities of the masked tokens, and the hidden states from which they are predicted. The
-        weights must be on the device: call it inside of the context ``ready``.
+        """Compute the log-probabilities of the tokens that a mask selects, and the hidden states from which they are
+        predicted. The caller has to be inside the context ``ready``, which moves the weights to the device.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
