@@ -12,15 +12,15 @@ from torch import Tensor
 Baseline = Literal["normalized", "batch_normalized", "centered", "leave_one_out"]
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]
 """A rule that computes advantages [P, G] from rewards [P, G] and a mask ``scored`` [P, G] bool. Where the mask is
-False, the completion has no reward, and the rule has to return 0."""
+False, the completion has no reward, and its advantage has to be 0."""
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Return [P] bool: True for groups in which at least two scored rewards differ, so that the built-in rules give
-    them advantages other than 0.
+    """Return [P] bool: True for groups (the completions of one prompt) in which at least two scored rewards differ, so
+    that the built-in rules of ``group_advantages`` give advantages other than 0. ``rewards`` and ``scored`` are as
+    there.
 
-    ``rewards`` and ``scored`` are as in ``group_advantages``. ValueError: their shapes differ or are not [P, G], or a
-    scored reward is not finite.
+    ValueError: the shapes differ or are not [P, G], or a scored reward is not finite.
     """
     if rewards.ndim != 2 or rewards.shape != scored.shape:
         raise ValueError(
@@ -41,9 +41,11 @@ def group_advantages(
     eps: float = 1e-4,
     std_of_batch: Tensor | None = None,
 ) -> Tensor:
-    """Compute advantages: how much better each completion is than its group.
+    """Compute advantages: how much better the reward of each completion is than those of its group, the G completions
+    of one of P prompts.
 
-    The rule ``baseline`` is one of, with r the reward, and mean and std over the group unless stated otherwise:
+    The rule ``baseline`` is one of the following. r is the reward, and mean and std are those of the group unless
+    stated otherwise:
 
     - "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
       no eps);
@@ -98,12 +100,12 @@ def batch_std(rewards: Tensor) -> Tensor:
 def less_penalty(
     advantages: Tensor, penalty: Tensor, scored: Tensor, baseline: Baseline | AdvantageFunction = "normalized"
 ) -> Tensor:
-    """Subtract a penalty [P, G], such as the KL of each completion to a reference, from advantages [P, G]. The penalty
-    is first taken relative to its group: the mean over the group is subtracted ("leave_one_out": the mean over the
-    other completions).
+    """Subtract a penalty [P, G], such as the KL of each completion to a reference policy, from advantages [P, G].
+    Before that, the mean of the penalties of the group (the completions of one prompt) is subtracted from each penalty;
+    with "leave_one_out", this is the mean over the group's other completions.
 
-    For the rules "centered" and "leave_one_out", which are linear, the result equals ``group_advantages(rewards -
-    penalty)``, which is RLOO's KL in the reward (arXiv 2402.14740). For the other rules, the penalty is not divided by
+    With the rules "centered" and "leave_one_out", which are linear, the result equals ``group_advantages(rewards -
+    penalty)``, which is RLOO's KL in the reward (arXiv 2402.14740). With the other rules, the penalty is not divided by
     a std. Otherwise, in a group of equal or nearly equal rewards, the noise of the penalty would be scaled to about 1,
     however small the penalty's coefficient is.
     """

@@ -2,8 +2,8 @@
 correct it with importance weights.
 
 All functions take log(trainer / sampler), in nats, at the sampled tokens. The trainer's probability is that of the
-policy before its first update on the batch, because the ratio in the surrogate loss covers the change by the updates.
-Shapes: B rows (one completion each), S token positions.
+policy before its first optimizer step on the rollout. Later changes of the policy are not part of this difference,
+because the ratio in the surrogate loss covers them. Shapes: B rows (one completion each), S token positions.
 """
 
 import math
@@ -30,8 +30,8 @@ class Rejection:
     completions are rejected.
 
     Args:
-        level: the quantity that is bounded: the ratio of trainer to sampler over the whole completion ("sequence",
-            whose spread grows with the length), or its geometric mean per token ("geometric").
+        level: the quantity that is bounded: the ratio of trainer to sampler probability of the whole completion
+            ("sequence", whose spread grows with the length), or the geometric mean of its tokens' ratios ("geometric").
         low: lower bound of the ratio, at most 1; null: 0.5 for a "sequence", 0.99 for "geometric".
         high: upper bound, at least 1, .inf for none; null: 2 for a "sequence", 1.01 for "geometric".
 
@@ -68,8 +68,8 @@ REJECTION_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 
 
 class Correction(NamedTuple):
-    """Importance weights of a micro-batch, and sums for metrics. A "unit" is what has one weight: a token if every
-    token has a weight of its own, else a whole completion."""
+    """Importance weights of a micro-batch, and sums for metrics. A "unit" is what one weight belongs to: a token if
+    every token has its own weight, otherwise a whole completion."""
 
     weights: Tensor
     """[B, S] importance weight of each token: a factor of its loss without gradient, 0 in padding."""
@@ -97,7 +97,8 @@ def importance_weights(
     high: float = 2.0,
     rejection: Rejection | None = None,
 ) -> Correction:
-    """Compute importance weights from the ratio r of trainer to sampler probability.
+    """Compute importance weights, which correct the difference between trainer and sampler, from the ratio r of trainer
+    to sampler probability.
 
     Modes: "none": the weight is 1. "truncate": r clamped to [low, high]; with low 0, this is truncated importance
     sampling (Ionides 2008; used for the difference of trainer and sampler by Yao et al. 2025, with high 2). "mask": r
@@ -156,8 +157,8 @@ def importance_weights(
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Return the ratios of trainer to sampler, fp32, and for each ratio a bool: True if ``mask`` has at least one of
-    the tokens that this ratio belongs to. Both are [B, S] at the level "token", else [B, 1]."""
+    """Return two tensors that are [B, S] at the level "token" and [B, 1] otherwise: the ratios of trainer to sampler
+    probability, fp32, and a bool that is True if ``mask`` has at least one of the tokens to which the ratio belongs."""
     values, units = torch.where(mask, log_ratio.detach(), 0.0), mask
     if level != "token":
         units = mask.any(dim=1, keepdim=True)
@@ -194,8 +195,8 @@ class Mismatch(NamedTuple):
 
 def mismatch(log_ratio: Tensor) -> Mismatch:
     """Compute statistics of ``log_ratio`` [N], log(trainer / sampler) in nats at the N sampled tokens of all ranks. The
-    caller gathers the tokens of all ranks, because percentiles cannot be averaged over ranks. The function also serves
-    for one cause of the difference alone, such as noise on the sampler's weights."""
+    caller has to gather the tokens of all ranks, because percentiles of ranks cannot be averaged. The statistics may
+    also be those of one cause of the difference, such as noise on the sampler's weights."""
     values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)

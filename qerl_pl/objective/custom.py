@@ -23,11 +23,12 @@ class UserFunction:
     path: str
     function: Callable[..., Any]
     takes: frozenset[str]
-    """Names of those arguments offered by the caller that the function has as parameters."""
+    """Names of the arguments that the caller offers and that are parameters of the user's function."""
 
     @classmethod
     def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> UserFunction:
-        """Import the function ``path`` that the setting ``key`` names, and call it once on small example arguments.
+        """Import the user's function that the setting ``key`` names by its import ``path``, and call it once on small
+        example arguments.
 
         ``offered`` has the example arguments by name. The function must have a parameter with the first of these names,
         may have parameters with the other names, and may not require any other argument.
@@ -62,8 +63,8 @@ class UserFunction:
         return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
-        """Call the function with those arguments of ``offered`` that it has parameters for, and return its value. If
-        ``offered`` has a mask ``scored``, the value is set to 0 where the mask is False.
+        """Call the user's function with those arguments of ``offered`` that it has parameters for, and return its
+        value. If ``offered`` has a mask ``scored``, the value is set to 0 where the mask is False.
 
         Raises:
             ValueError: the function fails, or its value is not a finite floating-point tensor of the first argument's
@@ -87,20 +88,21 @@ class UserFunction:
 
 @dataclass(frozen=True)
 class UserSurrogate:
-    """A user's surrogate loss, callable with the arguments of ``objective.losses.sequence_policy_loss``.
+    """A surrogate loss that a user wrote, callable with the arguments of ``objective.losses.sequence_policy_loss``.
 
-    The user's function returns the loss of each token, [B, S]. It gets those of the following arguments that it has
-    parameters for: ``logprobs`` and ``old_logprobs`` [B, S] in nats, 0 outside of ``mask``; ``advantages`` [B, 1];
-    ``mask`` [B, S] bool, True for the tokens in the loss; and ``clip_low``, ``clip_high`` and ``max_ratio``, each only
-    if it is set. ``UserSurrogate`` multiplies the returned losses by importance weights and averages them.
+    The user's function returns the loss of each token, [B, S], for B completions of at most S tokens. It may have any
+    of these parameters: ``logprobs`` and ``old_logprobs`` [B, S] in nats, 0 outside of ``mask``; ``advantages`` [B, 1];
+    ``mask`` [B, S] bool, True for the tokens in the loss; and ``clip_low``, ``clip_high`` and ``max_ratio``, which are
+    passed only if the user has set them. ``UserSurrogate`` multiplies the returned losses by importance weights and
+    averages them.
     """
 
     function: UserFunction
 
     @classmethod
     def load(cls, path: str, **bounds: float) -> UserSurrogate:
-        """Import a user's surrogate loss by its path, and call it once on a small example. ``bounds`` are the clip
-        bounds that are set, by name.
+        """Import a user's surrogate loss by its import path, and call it once on a small example. ``bounds`` are the
+        clip bounds that are set, by name.
 
         Raises:
             ValueError: see ``UserFunction.load``; or the function has no parameter for a bound that is set, or its
@@ -150,12 +152,12 @@ class UserSurrogate:
 
 @dataclass(frozen=True)
 class UserAdvantages:
-    """A user's rule for advantages: a function of ``rewards`` [P, G] fp32 and ``scored`` [P, G] bool, False where there
-    is no reward and ``rewards`` is 0.
+    """A user's rule for advantages: a function of ``rewards`` [P, G] fp32 and ``scored`` [P, G] bool, for G completions
+    of each of P prompts. Where a completion has no reward, ``scored`` is False and ``rewards`` 0.
 
-    The user's function returns advantages [P, G]. The advantages of a group should depend on this group's rewards
-    alone: dynamic sampling replaces other groups later, and each rank calls the function with only its own groups of
-    the batch.
+    The user's function returns advantages [P, G]. The advantages of a group (the completions of one prompt) should
+    depend on this group's rewards alone: dynamic sampling replaces other groups later, and each rank calls the function
+    with only its own groups of the batch.
     """
 
     function: UserFunction

@@ -1,9 +1,9 @@
 """Policy losses, KL estimators and their reductions, as pure functions of tensors.
 
 Every loss is the sum of ``row_weights[b] * value[b, s]`` over the tokens at which the mask is True. The row weights
-express the averaging rule and contain its divisor. The divisor is counted over the whole batch (all micro-batches and
-ranks), so the losses of micro-batches add up to the loss of the batch. The published objectives are pairs of a loss and
-an averaging rule:
+express how token losses are averaged, and already contain the division by the number of tokens or rows (the divisor).
+This number is counted over the whole batch (all micro-batches and ranks), so the losses of micro-batches add up to the
+loss of the batch. The published objectives are pairs of a loss and a way of averaging:
 
     GRPO       arXiv 2402.03300   clipped_policy_loss,  "sequence"
     DAPO       arXiv 2503.14476   clipped_policy_loss,  "token"
@@ -50,12 +50,12 @@ class PolicyLoss(NamedTuple):
 
 
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
-    """Count the tokens or rows that the loss of a micro-batch is averaged over, [] int64. The caller sums the counts of
-    all micro-batches and ranks to get the divisor.
+    """Count what the loss of a micro-batch is averaged over, [] int64. The sum of these numbers over all micro-batches
+    and ranks is the divisor of the loss, the argument of ``row_weights``.
 
-    "token": the tokens at which ``mask`` [B, S] bool is True. "sequence": the rows with at least one such token; the
-    other rows were filtered out or have no reward. "constant": the number of these rows times ``max_tokens``, the limit
-    on the length of a completion in tokens.
+    With the aggregation "token", this is the number of tokens at which ``mask`` [B, S] bool is True; with "sequence",
+    the number of rows with at least one such token (other rows were filtered out or have no reward); with "constant",
+    the number of these rows times ``max_tokens``, the limit on the length of a completion in tokens.
     """
     if aggregation == "token":
         return mask.sum()
@@ -64,12 +64,12 @@ def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) ->
 
 
 def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tensor:
-    """Compute the factor that multiplies each token's loss, one per row, [B] fp64; finite also where the divisor or a
-    row's length is 0.
+    """Compute the factor that multiplies the loss of each of a row's tokens, [B] fp64 for B rows; finite also where the
+    divisor or a row's length is 0.
 
-    "token" and "constant": 1 / divisor. "sequence": 1 / (divisor x number of the row's tokens in ``mask``). The divisor
-    is the sum of ``count_divisor`` over all micro-batches and ranks. If gradients are averaged over W ranks instead of
-    summed, it is that sum divided by W.
+    With the aggregation "token" or "constant", it is 1 / divisor; with "sequence", 1 / (divisor x number of the row's
+    tokens in ``mask``). The divisor is the sum of ``count_divisor`` over all micro-batches and ranks. If gradients are
+    averaged over W ranks instead of summed, the caller passes this sum divided by W.
     """
     divisor = divisor.to(mask.device, torch.float64)
     divisor = torch.where(divisor > 0, divisor, 1.0)
@@ -79,8 +79,9 @@ def row_weights(mask: Tensor, aggregation: Aggregation, divisor: Tensor) -> Tens
 
 
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """Reduce values [B, S], such as KL estimates or entropies, to a scalar as the policy losses do: sum them over
-    ``mask``, multiplied by the weights [B] from ``row_weights``."""
+    """Reduce values [B, S], such as KL estimates or entropies, to a scalar in the same way as policy losses: the sum
+    over the tokens of ``mask``, where those of row b are multiplied by ``weights[b]``, which ``row_weights``
+    returned."""
     return (torch.where(mask, values, 0.0) * weights.unsqueeze(1).to(values.dtype)).sum()
 
 
@@ -97,7 +98,8 @@ def clipped_policy_loss(
     importance: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute PPO's clipped surrogate with separate bounds: the sum of -min(r A, clip(r, 1 - clip_low, 1 + clip_high)
-    A) over tokens, weighted by row, with the ratio r = new / old probability and the advantage A.
+    A) over tokens, each multiplied by the weight of its row. r is the ratio of new to old probability and A the
+    advantage.
 
     This is arXiv 2503.14476, eq. 8; with ``clip_low == clip_high`` it is arXiv 2402.03300, eq. 3 without its KL term.
     The upper bound acts where A > 0, the lower one where A < 0. ``max_ratio`` is the two-sided clip of INTELLECT-2
@@ -138,8 +140,8 @@ def sequence_policy_loss(
     2507.18071, eq. 5).
 
     Arguments and errors are those of ``clipped_policy_loss``, with the paper's bounds as defaults, and ``whole``. Every
-    token of a row has the row's ratio, so the counts in the result are numbers of tokens, and the weights of any
-    averaging rule may be used.
+    token of a row has the row's ratio, so the result's numbers of clipped ratios count tokens, and ``weights`` may
+    express any way of averaging.
 
     Args:
         whole: [B, S] bool, True on all tokens that the row's ratio is taken over; ``mask`` may select only some of them
@@ -164,12 +166,13 @@ def cispo_policy_loss(
     max_ratio: float | None = None,
     importance: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute the loss of CISPO, REINFORCE with a clipped and constant ratio: the sum of -clip(r, 1 - clip_low, 1 +
-    clip_high) A log pi over tokens, weighted by row, without a gradient through r (arXiv 2506.13585).
+    """Compute the loss of CISPO (arXiv 2506.13585), REINFORCE with a clipped and constant ratio: the sum of -clip(r, 1
+    - clip_low, 1 + clip_high) A log pi over tokens, each multiplied by the weight of its row. No gradient flows through
+    r.
 
-    Every token keeps its gradient; the bounds only limit the token's weight, for both signs of the advantage A.
-    Arguments and errors are those of ``clipped_policy_loss``, except that ``max_ratio`` raises ValueError. The paper
-    sets no lower bound and does not publish its upper bound; the default of this function allows a ratio of at most 5.
+    Every token keeps its gradient; the bounds only limit the factor r, for both signs of the advantage A. Arguments and
+    errors are those of ``clipped_policy_loss``, except that ``max_ratio`` raises ValueError. The paper sets no lower
+    bound and does not publish its upper bound; the default of this function allows a ratio of at most 5.
     """
     log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     low, high = _bounds(clip_low, clip_high)
@@ -209,13 +212,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
 
 
 def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Compute importance weights [B, S], without gradient, for KL estimates at tokens that an older policy sampled.
+    """Compute importance weights [B, S], without gradient, that correct KL estimates at tokens which an older policy
+    sampled.
 
-    A KL estimator expects tokens sampled from the current policy. After the first update on a batch, the tokens are
-    those of an older policy, and the expectation under the new policy is that under the old policy of the estimate
-    times new / old, per token (the ratio in the KL term of arXiv 2512.02556, which also lets a gradient through it).
-    The result is new / old, multiplied by ``importance`` [B, S], the weights that correct the difference between
-    trainer and sampler.
+    A KL estimator expects tokens that were sampled from the current policy. After the first update on a batch, the
+    tokens are those of an older policy. Multiplied by new / old probability of its token, an estimate has the
+    expectation that it would have under the current policy (the ratio in the KL term of arXiv 2512.02556, which also
+    lets a gradient through it). The result is this ratio, times ``importance`` [B, S], the weights that correct the
+    difference between trainer and sampler (None: 1).
 
     Quantities that depend only on the preceding tokens, such as the exact entropy, need no weight: the expectation of
     the weight over the sampled token is 1, so it would only add noise.
@@ -226,12 +230,11 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
     """Find the entropy [], in nats, that a given ``share`` of N tokens reaches or exceeds (tau for the share rho in
-    arXiv 2506.01939).
+    arXiv 2506.01939). Only these tokens get a policy loss; the loss is still divided by the number of all tokens, as in
+    the paper.
 
     ``entropy`` [N] has the entropies in nats of the tokens in the loss of all ranks. The number of tokens that reach
-    the threshold is rounded up; without any token, the threshold is +inf. Tokens below the threshold carry no policy
-    loss, but the loss is still divided by the number of all tokens, as in the paper. ValueError: ``share`` is not in
-    (0, 1].
+    the threshold is rounded up; without any token, the threshold is +inf. ValueError: ``share`` is not in (0, 1].
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")
@@ -289,9 +292,9 @@ def _bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
 def prepared(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, importance: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a policy loss, and return two tensors [B, S]: the log-ratio in nats, and the detached
-    factor of the ratio in the loss, which is advantage x row weight x importance weight. Both are 0 outside of
-    ``mask``. ValueError: a shape or dtype is wrong."""
+    """Check the arguments of a policy loss, and return two tensors [B, S]: the log-ratio of new to old probability in
+    nats; and the factor by which the loss multiplies the ratio, advantage x row weight x importance weight, detached.
+    Both are 0 outside of ``mask``. ValueError: a shape or dtype is wrong."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:

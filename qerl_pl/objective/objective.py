@@ -83,9 +83,10 @@ class Objective:
             whose ratio has that form, else "token".
         correction_low: lower bound of a weight, from 0 to 1.
         correction_high: upper bound of a weight, at least 1; .inf: none.
-        correction_divisor: the policy loss is averaged over "all" tokens or completions, including masked and rejected
-            ones (IcePop's formula: masking makes the step smaller), or only over the "kept" ones, which costs a forward
-            pass before the first update. KL and entropy terms are always averaged over all.
+        correction_divisor: the policy loss is averaged over "all" tokens or completions, including those of weight 0,
+            which "mask" or rejection leaves out (IcePop's formula: this makes the optimizer step smaller), or only over
+            the "kept" ones, whose weight is above 0, which costs a forward pass before the first update. KL and entropy
+            terms are always averaged over all.
         rejection: bounds on a completion's ratio of trainer to sampler, outside of which the whole completion is left
             out of the loss, in addition to the importance weights; null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
@@ -150,14 +151,14 @@ class Objective:
 
 
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in settings of an objective that are null and whose values follow from other settings; ``values`` has all
-    settings by name.
+    """Return the settings of an objective with values in place of those nulls that follow from other settings.
+    ``values`` has all settings by name.
 
-    The "constant" aggregation gets "centered" rewards, as in Dr. GRPO, which weighs every token and every prompt
-    equally. Importance weights between sampler and trainer are on, because the two always differ a little, unless the
-    surrogate's ratio is taken against the sampler and so contains the difference. There is one weight per token or,
-    with the "sequence" surrogate, one per row, the geometric mean over its tokens, as GSPO's ratio is. Clip bounds of a
-    user's surrogate stay null.
+    With the "constant" aggregation, the rule for advantages becomes "centered", as in Dr. GRPO, which weighs every
+    token and every prompt equally. Importance weights between sampler and trainer are on, because the two always differ
+    a little, unless the denominator of the surrogate's ratio is the sampler's probability: the ratio then contains the
+    difference. There is one weight per token or, with the "sequence" surrogate, one per completion, the geometric mean
+    over its tokens, as GSPO's ratio is. Clip bounds of a user's own surrogate stay null.
 
     Raises:
         ValueError: a setting contradicts the preset, or names neither a known surrogate or baseline nor an import path.

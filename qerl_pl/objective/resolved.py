@@ -1,5 +1,5 @@
-"""Compute the loss of one micro-batch from complete settings, which ``Objective.resolve`` makes from those of the
-user."""
+"""The settings of a run's loss in the form in which it is computed, with values in place of nulls
+(``Objective.resolve`` makes them from the user's settings), and the loss of one micro-batch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from qerl_pl.objective.teacher import TeacherTerm
 class LossInputs(NamedTuple):
     """Tensors from which the loss of one micro-batch of B rows and S token positions is computed.
 
-    ``mask`` selects the tokens in the loss; ``counted`` and ``kept`` select some of these for the policy loss, and
-    ``training.terms.BatchTerms`` says which.
+    ``mask`` selects all tokens in the loss. Of these, ``kept`` selects the ones that have a policy loss, and
+    ``counted`` those over which it is averaged (``training.terms.BatchTerms`` has an example).
     """
 
     logprobs: Tensor
@@ -167,9 +167,9 @@ class ResolvedObjective:
         return {"correction_low": 0.0, "correction_high": 2.0, "correction_level": level}
 
     def at_noise(self, sigma: float) -> ResolvedObjective:
-        """Return the objective for one rollout that the engine sampled with noise of standard deviation ``sigma`` on
-        its norm weights (AQN; 0: without noise). If there was noise and ``correct_noise`` is False, the result has no
-        importance weights and no rejection, so that the loss keeps the effect of the noise."""
+        """Return the objective for one rollout, which the engine sampled with noise of standard deviation ``sigma`` on
+        its norm weights (AQN; 0: without noise). If there was noise and ``correct_noise`` is False, the returned
+        objective has no importance weights and no rejection, so that the loss keeps the effect of the noise."""
         if sigma == 0 or self.correct_noise:
             return self
         off: dict[str, Any] = {"correction": "none", "correction_divisor": "all", "rejection": None}
@@ -187,8 +187,8 @@ class ResolvedObjective:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss of any micro-batch depends on log-probabilities or entropies of the whole batch. If so, a
-        forward pass over the batch precedes the first backward pass."""
+        """Whether the loss of a micro-batch depends on log-probabilities or entropies of the whole batch. If so, the
+        trainer computes them by a forward pass over the batch before the first backward pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
 
@@ -247,9 +247,9 @@ class ResolvedObjective:
 
         Let p be the policy's and q the teacher's probability. If the setting ``divergence`` is "sampled", the result is
         (log p - log q)^2 / 2 at the sampled tokens. Its gradient is (log p - log q) grad log p, that of a policy loss
-        whose advantage is log q - log p. After the first update on a batch, importance weights multiply the result,
-        because an older policy sampled the tokens. The other divergences, over the whole vocabulary, depend only on the
-        preceding tokens, and need no weights.
+        whose advantage is log q - log p. It is multiplied by importance weights, because an older policy sampled the
+        tokens (``drift_weights``). The other divergences, over the whole vocabulary, depend only on the preceding
+        tokens, and need no weights.
         """
         if inputs.teacher_divergence is not None:
             return inputs.teacher_divergence

@@ -21,15 +21,17 @@ class TeacherTerm:
     - "sampled": the gradient of KL(p || q) at the sampled tokens alone, which is that of a policy loss whose advantage
       is log q - log p, token by token;
     - "reverse": KL(p || q) over the whole vocabulary, of which "sampled" is an unbiased and noisy estimate;
-    - "forward": KL(q || p), which asks the policy for everything that the teacher might say;
-    - "jensen_shannon": the mixture of these two divergences by GKD (arXiv 2306.13649, equation 1) with ``beta``.
+    - "forward": KL(q || p), which is large wherever the policy gives a low probability to a token that the teacher may
+      choose;
+    - "jensen_shannon": GKD's generalised Jensen-Shannon divergence (arXiv 2306.13649, equation 1) with ``beta``, which
+      lies between the two.
 
     Args:
         coefficient: factor of this term in the loss. For comparison: advantages are about 1, and the divergence is in
             nats per token.
         divergence: "sampled", "reverse", "forward" or "jensen_shannon". All but "sampled" keep the teacher's hidden
             states of a rollout, and compute logits of both models in every pass.
-        beta: share of the teacher in the mixture of "jensen_shannon", between 0 (forward) and 1 (reverse); null: 0.5.
+        beta: weight of the teacher in "jensen_shannon", between 0 (forward) and 1 (reverse); null: 0.5.
         rollouts: RL iterations over which the coefficient falls linearly to 0, after which rewards alone train the
             policy; null: the coefficient stays.
     """
@@ -57,8 +59,9 @@ class TeacherTerm:
 
     @property
     def mixture(self) -> float | None:
-        """Share of the teacher in the mixture of the two distributions, from 0 (forward KL) to 1 (reverse KL), which is
-        the argument ``beta`` of ``policy.divergence``; None for "sampled", which compares only the sampled tokens."""
+        """Argument ``beta`` of ``policy.divergence.divergence``, the weight of the teacher in the generalised
+        Jensen-Shannon divergence: 0 is the forward KL, 1 the reverse KL. None for "sampled", which compares only the
+        sampled tokens."""
         between = 0.5 if self.beta is None else self.beta
         shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": between}
         return shares[self.divergence]
