@@ -129,9 +129,9 @@ class QeRLModule(LightningModule):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check the settings, and that the rewards can read the answers in the data; predict GPU memory, and choose
-        settings by it; create the rollout loop. ValueError: settings of the trainer contradict each other or settings
-        of this module."""
+        """Called by Lightning before training or evaluation: check the settings, and that the rewards can read the
+        answers in the data; predict GPU memory, and choose settings by it; create the rollout loop. ValueError:
+        settings of the trainer contradict each other or settings of this module."""
         if self.trainer.precision != "32-true":
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
@@ -237,7 +237,8 @@ class QeRLModule(LightningModule):
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
         """Do one RL iteration: sample completions, score them, and update the policy. Returns a dict with the rollout,
-        its index, the report of the update, and the seconds of each phase."""
+        its index ("rollout_index"), the report of the update ("update"), and the seconds of each phase, for
+        callbacks."""
         index, watch = self.rollout_index, Stopwatch()
         self._forget_scalars()
         self.start_engine()
@@ -273,9 +274,9 @@ class QeRLModule(LightningModule):
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
 
     def _forget_scalars(self) -> None:
-        """Delete the scalars that the previous step logged. Lightning would otherwise log the old value of a scalar
-        that this step does not measure. The first step after a resume has no old values, so the curves of a resumed run
-        would differ."""
+        """Delete the scalars that the previous training step logged. Lightning would otherwise log the previous value
+        of a scalar again if this step does not measure it. The first step after a resume has no previous values, so the
+        curves of a resumed run would differ from those of an uninterrupted one."""
         for logged in self.trainer.fit_loop.epoch_loop._results.values():
             # this step has already called the hooks on_train_batch_start
             if not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start":

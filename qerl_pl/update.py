@@ -34,14 +34,14 @@ class UpdateReport:
     teacher_logprobs: Tensor | None
     """[B, S] fp32 nats: the teacher's log-probabilities, 0 where nothing was sampled; None without a teacher."""
     experience: Experience
-    """The batch on the policy's device. If the objective subtracts the KL from the reward (``kl_in: reward``), the
-    advantages have this penalty subtracted."""
+    """The rollout's tensors on the policy's device. If the objective subtracts the KL from the reward (``kl_in:
+    reward``), this penalty is already subtracted from the advantages."""
     with_gradient: Tensor
     """[B] bool, True for rows that had a backward pass. A row in the loss has one if its advantage is not 0, or if the
     loss has a KL, entropy or teacher term."""
     micro_batch_tokens: int
-    """Limit on the tokens per pass at the end of the update: the given limit, or a smaller one if GPU memory ran
-    out."""
+    """Limit on the tokens per forward and backward pass at the end of the update: the given limit, or a smaller one if
+    GPU memory ran out."""
 
 
 def improve(
@@ -54,22 +54,21 @@ def improve(
     watch: Stopwatch,
     teacher: Teacher | None = None,
 ) -> UpdateReport:
-    """Update the policy on one batch: ``num_updates`` epochs, each of ``num_mini_batches`` optimizer steps.
+    """Update the policy on the experience of one rollout: ``num_updates`` epochs, each of ``num_mini_batches``
+    optimizer steps.
 
-    The old log-probabilities are those of the trainer before its first update on the batch. They are taken from the
+    The old log-probabilities are those of the trainer before its first update on the rollout. They are taken from the
     first update's forward pass, unless the objective needs them before that pass. Rows without a gradient (advantage
     exactly 0, or left out of the loss) only get a forward pass, for the metrics.
 
     If GPU memory runs out, all passes of an optimizer step are repeated with smaller micro-batches or more
-    recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and losses are
-    divided by the divisor of the whole mini-batch. So the division into micro-batches changes the update only by
-    rounding.
+    recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and the losses of
+    micro-batches are divided by the number of tokens or rows of the whole mini-batch. So the division into
+    micro-batches changes the update only by rounding.
 
     Every rank calls this function with its own rows. Ranks may have different numbers of rows and micro-batches,
-    because they communicate only before the updates, in ``step``, and for the metrics.
-
-    In a mixture of experts, policy and reference use the experts that the sampler chose, if the experience contains
-    them.
+    because they communicate only before the updates, in ``step``, and for the metrics. In a mixture-of-experts model,
+    policy and reference use the experts that the sampler chose, if the experience contains them.
 
     Args:
         policy: the policy, in training mode.
@@ -125,10 +124,13 @@ def improve(
 
 
 def _score(batch: Batch, objective: ResolvedObjective, *, everything: bool) -> Tensor:
-    """Run the forward passes without gradient, and return [B] bool, True for rows that need a backward pass. If
-    ``everything`` is True, all rows are scored, because the loss needs old log-probabilities before the first backward
-    pass. Otherwise only the rows without a backward pass are scored, because a backward pass includes the forward pass
-    of its rows."""
+    """Run the forward passes without gradient that must precede the first update, and return [B] bool, True for rows
+    that need a backward pass.
+
+    If ``everything`` is True, all rows are scored, because the loss needs old log-probabilities before the first
+    backward pass. Otherwise only the rows without a backward pass are scored, because the others get log-probabilities
+    from the forward pass that precedes their backward pass.
+    """
     if objective.kl_coefficient > 0:
         batch.score_reference()
     if everything:
@@ -153,9 +155,10 @@ def _gradient(
     mini_batch: int,
     record: bool,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one optimizer step over the rows with the indices ``rows``, those of the mini-batch
-    that need a backward pass; returns sums of metrics by name. If ``record`` is True, this is the first pass over these
-    rows, and its log-probabilities and entropies are stored in the batch as those before the first update."""
+    """Accumulate the gradient of one optimizer step over the rows with the indices ``rows``: those rows of the
+    mini-batch that need a backward pass. Returns sums of metrics by name. If ``record`` is True, this is the first pass
+    over these rows, and its log-probabilities and entropies are stored in ``batch`` as those before the first
+    update."""
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):

@@ -1,5 +1,5 @@
-"""RMS norms with fp32 weights and 16-bit activations, so that noise smaller than the spacing of 16-bit numbers is not
-rounded away.
+"""RMS norms with fp32 weights and 16-bit activations, so that noise on the weights is not rounded away if it is smaller
+than the spacing of 16-bit numbers.
 
 bf16 numbers near 1 are 2^-8 to 2^-7 apart, so rounding the sum of weight and noise to bf16 would leave a tenth or less
 of noise with standard deviation 5e-4 (arXiv 2510.11696). These norms round the normalised input to the activations'
@@ -31,8 +31,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
 
 def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Cast a norm's output to the dtype of its input; a forward hook. A norm with an fp32 weight would otherwise return
-    fp32, and the residual stream would not stay in 16 bits."""
+    """Cast a norm's output to the dtype of its input; a forward hook of torch modules. A norm with an fp32 weight would
+    otherwise return fp32, and the residual stream would not stay in 16 bits."""
     return output.to(args[0].dtype)
 
 

@@ -32,8 +32,8 @@ class NormNoise:
 
 
 def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
-    """Return whether a parameter is the weight of a norm to which adaptive quantization noise (AQN) is added; ``norms``
-    are the names of these norms in a block (``Family.noise_norms``)."""
+    """Return whether the parameter ``name`` is the weight of a norm to which adaptive quantization noise (AQN) is
+    added. ``norms`` are the names that these norms have in each decoder block (``Family.noise_norms``)."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module.rpartition(".")[2] in norms
 

@@ -23,8 +23,9 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
 
 
 def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
-    """Return the index of the noise stage that a rollout belongs to. A run is split into ``num_stages`` stages of
-    equally many rollouts; rollouts after the end of the run belong to the last stage."""
+    """Return the index, from 0, of the noise stage that a rollout belongs to; all rollouts of a stage have noise of the
+    same standard deviation. A run is split into ``num_stages`` stages of equally many rollouts; rollouts after the end
+    of the run belong to the last stage."""
     if index < 0:
         raise ValueError(f"rollout index is {index}; expected 0 or more")
     if num_rollouts < 1:
@@ -41,7 +42,8 @@ def stage_sigma(
     sigma_end: float = 5e-4,
     decay: Decay = "exponential",
 ) -> float:
-    """Return the standard deviation sigma of a rollout's noise (arXiv 2510.11696, eq. 8 and algorithm 1).
+    """Return the standard deviation sigma of the noise on norm weights in the rollout ``index`` (arXiv 2510.11696, eq.
+    8 and algorithm 1).
 
     A run has K = ``num_stages`` stages of equal length, from 0 to K - 1. Stage 0 has no noise, stage 1 has sigma_start,
     and the last stage has sigma_end. With the exponent that the paper gives for stage k, (k-1)/(K-1), sigma_end would

@@ -17,7 +17,7 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
-    """Build the optimizer, with the parameters split into groups by ``parameter_groups``.
+    """Build the optimizer by calling ``build``, with the parameters split into groups by ``parameter_groups``.
 
     Raises:
         ValueError: the optimizer refuses its settings, such as a negative learning rate; or a trial step on a small
@@ -53,9 +53,9 @@ def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torc
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Split the parameters that require a gradient into an optimizer's groups: matrices, and vectors (norm weights).
-    Vectors get no weight decay, because it would pull them towards 0, while the neutral value of a norm weight is near
-    1."""
+    """Split the parameters that require a gradient into two parameter groups of an optimizer: matrices, and vectors
+    (norm weights). Vectors get no weight decay, because it would pull them towards 0, while the neutral value of a norm
+    weight is near 1."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -109,10 +109,11 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
-    """Set the optimizer's settings (learning rate, betas, ...) to those of this run's configuration after a checkpoint
-    was loaded, because loading replaced them by the checkpoint's; log every value that differs.
+    """Set an optimizer's settings (learning rate, betas, ...) to those of this run's configuration; log every value
+    that differs. It is called after a checkpoint was loaded, which replaced them by the checkpoint's.
 
-    ``settings`` is what ``group_settings`` returned before the loading. The scheduler must be at the checkpoint's step.
+    ``settings`` is what ``group_settings`` returned before the loading. The scheduler must be at the checkpoint's
+    optimizer step.
     """
     changed = {}
     groups = optimizer.param_groups
@@ -127,12 +128,11 @@ def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequen
 
 def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
     """Average the gradients over ranks, clip them, and return the norm [] of all gradients before clipping. Every rank
-    must call this function.
+    must call this function. With ``max_norm`` 0, gradients are not clipped.
 
-    A parameter without a gradient gets the gradient 0. If no row contributes to the loss (all advantages are 0, or all
-    rows were rejected or masked), the optimizer thus makes a step with a zero gradient: the schedule advances, and
-    AdamW moves by its momentum and decays the weights, as with a gradient that is almost 0. TRL and verl do the same.
-    With ``max_norm`` 0, gradients are not clipped.
+    A parameter without a gradient gets the gradient 0. This happens to all of them if no row contributes to the loss
+    (all advantages are 0, or all rows were rejected or masked). The optimizer then still makes a step: the schedule
+    advances, and AdamW moves by its momentum and decays the weights. TRL and verl do the same.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     ranks.average_gradients(trained)

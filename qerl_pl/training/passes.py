@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches of one rollout's experience.
 
-Shapes: B rows of the batch (a prompt and its completion each), S tokens of the longest row, R rows of a micro-batch, L
-layers with a mixture of experts.
+Shapes: B rows of the rollout (a prompt and its completion each), S tokens of the longest row, R rows of a micro-batch,
+L mixture-of-experts layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ class UpdateSettings:
     max_tokens: int
     """Limit on the completion length during sampling."""
     micro_batch_tokens: int
-    """Limit on the number of tokens in one forward and backward pass; a row with more tokens is a pass by itself."""
+    """Limit on the number of tokens in one forward and backward pass; a row with more tokens has a pass by itself."""
     temperature: float = 1.0
     """Sampling temperature, by which the trainer's logits are divided too."""
     num_updates: int = 1
@@ -75,8 +75,8 @@ class TeacherScores(NamedTuple):
 
 
 class Batch:
-    """Experience of one rollout on the policy's device, with buffers for log-probabilities and entropies that the
-    trainer computes for it."""
+    """Experience of one rollout on the policy's device, with buffers for the log-probabilities and entropies that the
+    trainer computes for its tokens."""
 
     def __init__(self, policy: Policy, experience: Experience, settings: UpdateSettings) -> None:
         device = next(policy.parameters()).device
@@ -102,15 +102,16 @@ class Batch:
         """The teacher's log-probabilities and hidden states; None without a teacher."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
-        """Call ``work`` with the limit on the tokens per pass, and repeat the call if GPU memory runs out: with a
-        smaller limit or, if ``work`` has a backward pass (``with_gradient``), with more activations recomputed."""
+        """Call ``work`` with the largest number of tokens per pass, and return its result. If GPU memory runs out, the
+        call is repeated with fewer tokens per pass or, if ``work`` has a backward pass (``with_gradient``), with more
+        activations recomputed in backward."""
         longest = int(self.experience.lengths.max())
         options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
         """Split the rows with the indices ``rows`` into micro-batches of at most ``max_tokens`` tokens. If the policy
-        computes the prompt of several rows in a micro-batch only once, the tokens of this prompt count once."""
+        computes equal prompts of the rows of a micro-batch only once, the tokens of such a prompt count once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)
@@ -124,7 +125,8 @@ class Batch:
 
     def token_stats(self, part: Part, *, teacher: TeacherStates | None = None) -> TokenStats:
         """Run the policy on a micro-batch, and return log-probabilities and other statistics of its tokens. In a
-        mixture of experts, the sampler's choice of experts is used if the experience contains it."""
+        mixture-of-experts model, each token is computed by the experts that the sampler used for it, if the experience
+        has them (``routes``)."""
         routes = self.experience.routes
         return self.policy.token_stats(
             part.read(self.experience.tokens),
@@ -135,17 +137,17 @@ class Batch:
         )
 
     def record(self, part: Part, stats: TokenStats) -> None:
-        """Store log-probabilities, entropies and counts of experts from a forward pass of a micro-batch, which must
-        precede the first update."""
+        """Store log-probabilities, entropies and numbers of differing experts from a forward pass of a micro-batch. The
+        pass must precede the first update."""
         part.write(self.old, stats.logprobs.detach())
         part.write(self.entropy, stats.entropy.detach())
         if self.others is not None and stats.others is not None:
             part.write(self.others, stats.others)
 
     def score(self, rows: Tensor) -> None:
-        """Run the policy on the rows with the indices ``rows`` without gradient, and store log-probabilities and
-        entropies in ``old`` and ``entropy`` and, if the sampler's experts are used, differences of experts in
-        ``others``."""
+        """Run the policy without gradient on the rows with the indices ``rows``. Store their log-probabilities in
+        ``old`` and their entropies in ``entropy``; if the experience has the sampler's experts, also store in
+        ``others`` how many of them the policy's routers would not have chosen."""
         self._evaluate(rows, self.record)
 
     def score_reference(self) -> None:
@@ -156,9 +158,9 @@ class Batch:
             self._evaluate(self.rows, lambda part, stats: part.write(reference, stats.logprobs))
 
     def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
-        """Run the teacher on all rows, and store its log-probabilities in ``teacher``. The teacher's hidden states are
-        stored too if ``mixture`` (see ``TeacherTerm``) is not None, because a divergence over the whole vocabulary
-        needs them."""
+        """Run the teacher on all rows, and store its log-probabilities in ``teacher``. If the loss needs a divergence
+        over the whole vocabulary (``mixture``, a property of ``TeacherTerm``, is not None), also store the teacher's
+        hidden states."""
         sampled, temperature = self.experience.sampled, self.settings.temperature
         states = None
         if mixture is not None:

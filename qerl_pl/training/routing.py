@@ -1,6 +1,7 @@
-"""Compare the experts that the sampler chose with those that the trainer's routers would have chosen.
+"""Compare the experts that the sampler chose with those that the trainer's routers would have chosen, in
+mixture-of-experts models.
 
-Shapes: B rows, S token positions, L layers with a mixture of E experts, of which each token uses k.
+Shapes: B rows, S token positions, L mixture-of-experts layers with E experts, k of which compute each token.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ those of another token or layer, the share would be near 1 - k / E."""
 
 
 def checked_routing(batch: Batch) -> dict[str, Tensor]:
-    """Check that the sampler's experts, which a batch was trained with, are mostly those that the trainer's routers
-    choose. Returns metrics [] over the tokens and layers of all ranks; an empty dict if the batch does not use the
-    sampler's experts.
+    """Check that the experts with which the sampler computed the tokens of a rollout, and which training used again,
+    are mostly those that the trainer's routers choose. Returns metrics [] over the tokens and layers of all ranks, by
+    name; an empty dict if training did not use the sampler's experts.
 
     Raises:
         CheckFailed: in some layer, more than a share ``MOST_OTHERS`` of the sampler's experts are not those of the
@@ -53,7 +54,7 @@ def checked_routing(batch: Batch) -> dict[str, Tensor]:
 
 
 def _loads(routes: Tensor, lengths: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens that each expert of each layer computed, [L, E] fp64. The last token of each row does not count,
+    """Count the tokens that each expert of each layer computed, [L, E] fp64. The last token of each row is not counted,
     because the sampler never computes it."""
     computed = torch.arange(routes.shape[1], device=routes.device) < lengths.unsqueeze(1) - 1
     layers = (layer[computed].flatten().long() for layer in routes.unbind(dim=2))

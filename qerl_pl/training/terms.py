@@ -1,5 +1,5 @@
-"""Compute the masks and divisors of the loss that depend on all micro-batches and ranks, before the first backward pass
-on a rollout."""
+"""Decide which tokens of a rollout count in which term of the loss, and by which number of tokens or rows each term is
+divided. Both depend on all micro-batches and ranks, so they are computed before the first backward pass."""
 
 from dataclasses import dataclass
 
@@ -17,15 +17,18 @@ class BatchTerms:
     """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches (one optimizer
     step each). S is the number of tokens of the longest row.
 
-    The masks of one row are related as follows (P: token of the prompt, x: True, a dot: False):
+    An example of the masks of one row (P: token of the prompt, x: True, a dot: False):
 
         experience.sampled   P P P x x x x x x   tokens that the policy sampled
         experience.mask      P P P x x x x x x   the same tokens, or none if the row is left out of the loss
-        counted              P P P x x . x x x   tokens of mask; with divisor "kept", those with weight > 0
-        kept                 P P P . x x . x .   tokens of mask with high entropy, which alone have a policy loss
+        counted              P P P x x . x x x   tokens of experience.mask over which the policy loss is averaged
+        kept                 P P P . x x . x .   tokens of experience.mask that have a policy loss
 
-    The policy loss is the sum over ``kept``, divided by a count over ``counted``; KL and entropy terms are means over
-    ``mask``. The weight in the third line is the importance weight between trainer and sampler.
+    ``counted`` equals ``experience.mask``, unless the setting ``correction_divisor`` is "kept"; then it has only the
+    tokens whose importance weight (trainer / sampler) is above 0. ``kept`` is not related to this setting's value: it
+    equals ``experience.mask``, unless ``top_entropy_share`` is below 1; then it has only the tokens of highest entropy.
+    The policy loss is summed over ``kept`` and divided by the number of tokens or rows in ``counted``. KL and entropy
+    terms are means over ``experience.mask``.
     """
 
     mini_batch: Tensor
@@ -41,9 +44,9 @@ class BatchTerms:
 
 
 def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
-    """Compute the masks and divisors of a batch. If the objective has a threshold on entropies or the divisor "kept",
-    the batch must already have entropies and old log-probabilities. Every rank must call this function, with equal
-    settings and its own rows."""
+    """Compute the masks and divisors of the loss for a rollout. If the objective has ``top_entropy_share`` below 1 or
+    the ``correction_divisor`` "kept", ``batch`` must already have entropies and old log-probabilities. Every rank must
+    call this function, with equal settings and its own rows."""
     experience, settings = batch.experience, batch.settings
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
@@ -68,9 +71,9 @@ def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
     """Assign each group (the completions of a prompt) of this rank to a mini-batch; returns the indices of the
     mini-batches, [num_groups] int64. Every rank must call this function.
 
-    Mini-batches consist of whole groups in the order of the global batch, of which rank r of W has the groups r, r + W,
-    r + 2W and so on. So the mini-batches do not depend on the number of ranks W. If dynamic sampling leaves fewer
-    groups, mini-batches are smaller.
+    The groups of all W ranks have a common order, in which rank r has the groups r, r + W, r + 2W and so on. Each
+    mini-batch consists of consecutive groups of this order, so it does not depend on W. If dynamic sampling leaves
+    fewer groups, mini-batches are smaller.
     """
     if num_mini_batches == 1:
         return torch.zeros(num_groups, dtype=torch.int64)
