@@ -22,7 +22,8 @@ from qerl_pl.rollout.common import end_tokens
 
 class EvaluationCache:
     """Stores the records of an evaluation (one per completion) in files, one per batch of prompts. A file's name is a
-    digest of everything that the records depend on.
+    digest of everything that the records depend on, so a file is used only by an evaluation that would give the same
+    records.
 
     Args:
         folder: folder of the cache's files.
@@ -79,7 +80,8 @@ def evaluation_identity(
 
 def _source(value: object) -> str:
     """Return the import path of a class or function, or of the class of an object, with a digest of its source file. If
-    the file is in a package, the digest is of all files of the package, because they may use one another."""
+    the file belongs to a package, the digest is of all Python files in the same folder, because they may use one
+    another."""
     owner: Any = value if isinstance(value, type | FunctionType) else type(value)
     path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))

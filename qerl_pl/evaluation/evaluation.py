@@ -62,8 +62,8 @@ class Evaluation:
 
         The scalars are the mean of every reward (by its name) and of the weighted sum (``reward``), the mean length,
         the share of truncated completions, and the share of completions without a score. With several completions per
-        problem there is also pass@k, where a completion is right if the first reward gives it 1. A completion without a
-        score counts as 0.
+        problem there is also pass@k. For pass@k, a completion counts as right if the first reward in ``model.rewards``
+        gives it 1, and as wrong if it has no score.
         """
         if self._loop.rewards and never_right(self._rows, name := self._loop.rewards[0].name):
             rank_zero_warn(
@@ -92,8 +92,8 @@ class Evaluation:
 
 
 def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether the reward ``name`` gave positive values but never 1. In that case, pass@k would count no
-    completion as right."""
+    """Return whether the reward ``name`` gave positive values but never 1. pass@k, which counts a completion as right
+    if this reward gives it 1, would then count no completion as right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     return 1 not in values and any(value > 0 for value in values)
 

@@ -1,5 +1,5 @@
-"""Compute pass@k and avg@n (the mean accuracy) from n completions of each of P problems, and bootstrap intervals of
-means."""
+"""Compute pass@k and avg@n (the mean accuracy) from n completions of each of P problems, and bootstrap confidence
+intervals of means."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
     fp64.
 
     ``num_correct`` [P] int64 is the number c of right completions among n. The estimate is 1 - C(n - c, k) / C(n, k)
-    (arXiv 2107.03374, eq. 1); for k = 1 it is c / n, avg@n. ValueError: k is not in 1 to n, or a count is not in 0 to
-    n.
+    (arXiv 2107.03374, eq. 1); for k = 1 it is c / n, avg@n. ValueError: k is not in 1 to n, or an element of
+    ``num_correct`` is not in 0 to n.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be computed from {n} completions; expected k from 1 to {n}")
@@ -24,8 +24,9 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
 
 
 def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
-    """Compute avg@n and pass@k of each of P problems, for k = 2, 4, 8, ... below n and k = n; returns a tensor [P] fp64
-    by name. ``num_correct`` [P] int64 is the number of right completions among n. With n = 1 there is only avg@1."""
+    """Compute avg@n and pass@k of each of P problems, where n completions per problem were sampled and ``num_correct``
+    [P] int64 of them are right. Returns a dict from names, such as "avg@8" and "pass@4", to tensors [P] fp64. k is 2,
+    4, 8, ... below n, and n; with n = 1 there is only "avg@1"."""
     powers = {2**power for power in range(1, n.bit_length())}
     return {f"avg@{n}": pass_at_k(num_correct, n, 1)} | {
         f"pass@{k}": pass_at_k(num_correct, n, k) for k in sorted(powers | {n} - {1})
@@ -33,8 +34,9 @@ def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
 
 
 def bootstrap_interval(values: Tensor) -> tuple[float, float]:
-    """Compute the 95 % percentile bootstrap interval of the mean of ``values`` [P], one per problem; returns its lower
-    and upper end. It uses 2000 draws of P problems with replacement, with a fixed seed."""
+    """Compute the 95 % percentile bootstrap interval of the mean of ``values`` [P], one per problem. Returns its lower
+    and upper end. It uses 2000 random draws of P problems with replacement; the seed is fixed, so equal values give an
+    equal interval."""
     rows = torch.randint(len(values), (2000, len(values)), generator=torch.Generator().manual_seed(0))
     low, high = torch.quantile(values.double()[rows].mean(dim=1), values.new_tensor([0.025, 0.975]).double()).tolist()
     return low, high

@@ -19,18 +19,19 @@ class Change:
     key: str
     """Key of the setting in the YAML file, such as ``model.micro_batch_tokens``."""
     value: Any
-    """New value of the setting. If the setting is a number v, it is the largest of v/2, v/4, ... with which the run
+    """New value of the setting. If the setting is a number v, this is the largest of v/2, v/4, ... with which the run
     fits."""
     peak: int
-    """Peak bytes of GPU memory of the run with this change and the changes listed before it."""
+    """Predicted peak bytes of GPU memory of the run with this change and all changes that come before it in the
+    list."""
 
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """Plan the memory of a run that is about to start; warn if it may not fit.
+    """Plan the GPU memory of a run that is about to start, and warn if it may not fit.
 
-    Training passes that are too large only cause a warning, because the run halves their tokens when memory runs out
-    (``retry.MicroBatchBudget``). A rollout engine that is too large is an error, because it cannot be made smaller
-    after its start.
+    Training passes that are too large only cause a warning: when memory runs out, the run continues with fewer tokens
+    per pass (``retry.MicroBatchBudget``). A rollout engine that is too large is an error, because it cannot be made
+    smaller after its start.
 
     Raises:
         ValueError: the rollout engine does not fit, even with a KV cache for a single sequence of the longest length.
@@ -50,9 +51,9 @@ def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
     """List the changes of settings that together make a run fit on a GPU, in the order of ``savings``.
 
-    A change is left out if it does not lower the bytes by which the run exceeds the GPU's memory, or if the other
-    changes suffice without it. If all changes together do not suffice, they are returned nevertheless, and ``peak`` of
-    the last change is above ``fitting.usable``.
+    A change is left out if it does not reduce the bytes that exceed the GPU's usable memory, or if the other changes
+    suffice without it. If all changes together do not suffice, they are returned nevertheless, and ``peak`` of the last
+    change is above ``fitting.usable``.
     """
 
     def planned(changes: Mapping[str, Any]) -> Plan:
@@ -96,11 +97,9 @@ ENGINE = "model.engine.init_args."
 
 
 def savings(run: RunMemory) -> dict[str, list[Any]]:
-    """Return the settings that ``advice`` may change, the least harmful first, by their keys in the YAML file.
-
-    Each setting has a list of values that need less memory, starting with the one that costs the run least. The list is
-    empty if the run already uses the value that needs the least.
-    """
+    """Return the settings that ``advice`` may change, by their keys in the YAML file, those first whose change harms a
+    run least. Each has a list of values that need less memory than the present one, starting with the value that costs
+    the run least; the list is empty if there is no such value."""
     engine = run.engine or EngineMemory()
     values_of = {
         "model.micro_batch_tokens": _halved(run.micro_batch_tokens, run.longest_row),
@@ -118,8 +117,8 @@ def savings(run: RunMemory) -> dict[str, list[Any]]:
 
 
 def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
-    """Return a run's memory settings with some values changed; ``changes`` has the new values by keys of the YAML file,
-    which are keys that ``savings`` returns."""
+    """Return a run's memory settings with some values changed. ``changes`` maps keys of the YAML file, which
+    ``savings`` returns, to new values."""
     engine = {key.removeprefix(ENGINE): value for key, value in changes.items() if key.startswith(ENGINE)}
     if run.engine and engine:
         run = replace(run, engine=replace(run.engine, **engine))

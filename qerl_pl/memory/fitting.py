@@ -21,7 +21,7 @@ USUAL_MICRO_BATCH = 16384
 HEADROOM = 0.04
 """Share of the GPU's memory that a memory plan leaves free, because its predictions may be too low by that much."""
 STEP = 256
-"""Step, in tokens, between the micro-batch sizes that are tried; a chosen size is a multiple of it, or exactly the
+"""Distance, in tokens, between the micro-batch sizes that are tried; a chosen size is a multiple of it, or exactly the
 longest prompt and completion together."""
 
 # The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): times of passes are
@@ -39,12 +39,13 @@ OFFLOAD = 0.07  # of copying the blocks' inputs to host memory and back, as a sh
 
 
 def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """Plan the memory of a run on a GPU, and choose the settings that the run leaves open.
+    """Plan the memory of a run on a GPU, and choose the settings that the user has left open.
 
-    The plan may not fit: compare its peak with ``usable``. A micro-batch has ``USUAL_MICRO_BATCH`` tokens or as many as
-    fit, and no fewer than the longest prompt and completion together. The level of gradient checkpointing is the one
-    with which a training pass takes the least time per token or, if none fits, the least memory. The KV cache holds all
-    sequences of a rollout at their maximum length or, if that does not fit, as many as fit, and at least one.
+    The result may exceed the GPU's memory: the caller has to compare its peak with ``usable``. A micro-batch has
+    ``USUAL_MICRO_BATCH`` tokens or as many as fit, and no fewer than the longest prompt and completion together. The
+    level of gradient checkpointing is the one with which a training pass takes the least time per token or, if none
+    fits, the least memory. The KV cache holds all sequences of a rollout at their maximum length or, if that does not
+    fit, as many as fit, and at least one.
     """
     if run.teacher is not None and run.teacher.keep == "auto":
         kept = [replace(run, teacher=replace(run.teacher, keep=place)) for place in ("gpu", "host")]
@@ -68,8 +69,8 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """Candidate level of gradient checkpointing, with the largest micro-batch with which it fits the GPU or, if it does
-    not fit with any, the smallest micro-batch."""
+    """A level of gradient checkpointing that the memory plan may choose, with the largest micro-batch with which it
+    fits the GPU or, if it fits with none, the smallest micro-batch."""
 
     how: Recompute
     setting: Setting
@@ -81,8 +82,8 @@ class Option(NamedTuple):
     recomputation (``time_per_token``)."""
 
     def why(self, everything: Option, gpu_bytes: int) -> str:
-        """Return a sentence that says why this level of gradient checkpointing was chosen, and how much slower it is
-        than ``everything``, the level that keeps all activations."""
+        """Return a sentence for the log that says why this level of gradient checkpointing was chosen, and how much
+        slower it is than ``everything``, the level that keeps all activations."""
         choice = f"gradient_checkpointing is {self.setting}"
         if self.setting == everything.setting:
             return f"{choice}: all activations that backward needs fit"
@@ -97,8 +98,9 @@ class Option(NamedTuple):
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing to choose from, whether they fit the GPU or not, starting with the one
-    that needs the most memory. If the run's settings name a level, the list has only this level."""
+    """List the levels of gradient checkpointing from which ``fitted`` chooses, whether they fit the GPU or not,
+    starting with the one that needs the most memory. If the user's settings name a level, the list has only this
+    level."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     setting = run.recompute(shape.num_layers)
     options = []
@@ -135,10 +137,11 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 
 
 def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
-    """Return the most tokens that each completion of a run may have on a GPU, a multiple of ``STEP``; 0 if none fits.
+    """Return the largest number of tokens, a multiple of ``STEP``, that each completion of a run may have on a GPU; 0
+    if not even ``STEP`` tokens fit.
 
-    For each length that is tried, the settings that the run leaves open are chosen anew, and the KV cache must hold at
-    least one sequence of this length. The number of positions that the model supports is not considered.
+    For each length that is tried, the settings that the user has left open are chosen anew, and the KV cache must hold
+    at least one sequence of this length. The number of positions that the model supports is not considered.
     """
 
     def too_long(steps: int) -> bool:

@@ -1,5 +1,5 @@
 """Formulas of the memory plan: the bytes of GPU memory that each part of a run takes, such as the activations of a
-block.
+decoder block.
 
 Letters: T tokens of a micro-batch; c bytes per value of the compute dtype; r LoRA's rank; L blocks; H hidden size; N
 outputs and K inputs of a linear layer. The formulas for activations count the tensors that autograd keeps for backward
@@ -21,8 +21,8 @@ from qerl_pl.policy.recompute import Recompute
 CONTEXT = 1 * 2**30
 """Bytes of the CUDA context, loaded kernels and workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
-"""Bytes that the engine's CUDA graphs take per decoder block and, if it drafts tokens, per number of drafts for which
-it captures graphs."""
+"""Bytes that vLLM's CUDA graphs take per decoder block. With speculative decoding, they take this once for each number
+of drafted tokens for which vLLM captures graphs."""
 FRAGMENTATION = 0.05
 """Bytes lost to fragmentation in torch's allocator, as a share of the bytes of tensors that exist only during a forward
 or backward pass."""
@@ -38,8 +38,8 @@ SCORED_TOGETHER = 1024
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the number of LoRA parameters of one block at rank 1: the sum of outputs plus inputs over its linear
-    layers that are in ``targets``."""
+    """Return the number of LoRA parameters of one decoder block at rank 1: the sum of outputs plus inputs over its
+    linear layers whose names are in ``targets``."""
     return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
 
 
@@ -60,36 +60,37 @@ def adapter_values(
 
 
 def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
-    """Return the bytes of the LoRA matrices of one block's experts, with a rank that is padded to a multiple of
-    ``MULTIPLE``, as the matrix products need it."""
+    """Return the bytes of the LoRA matrices of all experts of one MoE layer. The rank is padded to a multiple of
+    ``MULTIPLE``, because grouped matrix products need that."""
     return itemsize * ceil(expert_rank / MULTIPLE) * MULTIPLE * adapted_experts(shape)
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of the stored inputs [T, H] of those blocks that backward recomputes completely. If the inputs
-    are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
+    """Return the bytes of GPU memory that gradient checkpointing takes for the inputs of decoder blocks, a tensor [T,
+    H] of T tokens and hidden size H for each block that backward recomputes from its input. If these inputs are
+    offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
 def experts_kept(shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes per token that a mixture of experts keeps for backward: for each expert that computes the token,
-    the outputs of two linear layers, two int64 indices and an fp32 weight; and two fp32 copies of the probabilities of
-    all experts."""
+    """Return the bytes per token that the experts of one MoE layer keep for backward: for each expert that computes the
+    token, the outputs of two linear layers, two int64 indices and an fp32 weight; and two fp32 copies of the router's
+    probabilities of all experts."""
     sizes = shape.experts
     return sizes.chosen * (2 * itemsize * sizes.inner + 20) + 8 * sizes.num
 
 
 def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
-    """Return the bytes of the tensors with which training replays the engine's choice of experts. They hold the indices
-    of the experts of each token and layer (``Completion.routes``), and a byte per token and layer that counts
-    differences from the trainer's routers. They exist once for all tokens of a rollout, and twice for the tokens of a
-    pass."""
+    """Return the bytes of the tensors that training needs to use the experts with which vLLM computed each token
+    (``model.router_replay``). These tensors hold the indices of the experts of each token and layer
+    (``Completion.routes``), and for each token and layer a byte, the number of experts that the trainer's router would
+    not have chosen. They exist once for all tokens of a rollout, and twice for the tokens of a pass."""
     return (shape.experts.route_bytes + shape.experts.layers) * (run_tokens + 2 * pass_tokens)
 
 
 def recorded_routes(shape: ModelShape, slots: int) -> int:
-    """Return the bytes of the buffer in which vLLM's choice of experts is recorded: for every slot (token) of the KV
-    cache, an int16 per layer and chosen expert."""
+    """Return the bytes of vLLM's buffer that records which experts computed each token: an int16 per MoE layer and
+    chosen expert for each of the ``slots`` of the KV cache, one of which holds one token."""
     return 2 * shape.experts.layers * shape.experts.chosen * (slots + 1)
 
 
@@ -104,20 +105,24 @@ def block_kept(
     fused: bool = False,
     dropout: bool = False,
 ) -> int:
-    """Return the bytes of the activations that autograd keeps for backward of one block, if nothing is recomputed.
+    """Return the bytes of the activations that autograd keeps for backward of one decoder block, if nothing is
+    recomputed.
 
     In the compute dtype: the inputs of linear layers (two normalised inputs, the attention's output, the MLP's
-    product); queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each adapted
-    layer; A and B. In fp32: the inputs of all norms (query and key norms included) and the attention's log-sum-exp.
-    Fused norms keep their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no activation. In
-    a model with recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer keeps,
-    instead of attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and in fp32
-    the inputs of its norm and gate. In a mixture of experts, the tensors of a shared expert are added to those of the
-    chosen experts; every block counts as a mixture or as a dense MLP, whichever keeps more.
+    product); queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each linear layer
+    with an adapter; A and B. In fp32: the inputs of all norms (query and key norms included) and the attention's
+    log-sum-exp. Fused norms keep their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no
+    activation.
 
-    With LoRA dropout, each adapted layer keeps, instead of its input, a copy of the input with zeros for dropped
-    values, which it shares with no other layer, and a mask of one byte per value. The attention's output is kept in any
-    case, because backward of attention needs it.
+    In a model with recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer
+    keeps, instead of attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and
+    in fp32 the inputs of its norm and gate. In a mixture-of-experts model, the tensors of a shared expert are added to
+    those of the chosen experts, and every block counts as one with experts or as one with a dense MLP, whichever keeps
+    more.
+
+    With LoRA dropout, each linear layer with an adapter keeps, instead of its input, a copy of the input with zeros for
+    dropped values, which it shares with no other layer, and a mask of one byte per value. The attention's output is
+    kept in any case, because backward of attention needs it.
     """
     norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
     norm_rows = shape.block_norms + shape.head_norms * (shape.num_heads + shape.num_key_heads)
@@ -147,13 +152,14 @@ def block_kept_selectively(
     fused: bool = False,
     dropout: bool = False,
 ) -> int:
-    """Return the bytes of the activations that autograd keeps for backward of one block, if element-wise operations are
-    recomputed.
+    """Return the bytes of the activations that autograd keeps for backward of one decoder block, if element-wise
+    operations are recomputed.
 
     In the compute dtype: the block's input; the rotated queries and keys, the values and the output of attention; and
-    the outputs of adapted linear layers. Not counted are the output of the last layer, which backward does not need,
-    and outputs that share memory with attention's inputs: the values, and queries and keys if they are rotated in
-    place. In fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of adapted layers are recomputed too.
+    the outputs of linear layers with adapters. Not counted are the output of the last layer, which backward does not
+    need, and outputs that share memory with attention's inputs: the values, and queries and keys if they are rotated in
+    place. In fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of layers with adapters are recomputed
+    too.
     """
     sizes = shape.recurrent
     width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
@@ -179,11 +185,11 @@ def blocks_kept(
     fused: bool = False,
     dropout: bool = False,
 ) -> tuple[int, int]:
-    """Return the bytes of the activations that all blocks keep for backward at two moments: before backward, and during
-    backward of the last block, after its activations have been recomputed.
+    """Return the bytes of the activations that all decoder blocks together keep for backward, at two moments: before
+    backward, and during backward of the last block, after its activations have been recomputed.
 
-    The stored inputs of completely recomputed blocks are not included; ``checkpoints`` counts them. Backward of an
-    earlier block needs no more, because the completely recomputed blocks are the first ones.
+    The inputs from which blocks are recomputed completely are not included; ``checkpoints`` counts them. Backward of an
+    earlier block needs no more memory, because the completely recomputed blocks are the first ones.
     """
     options = {"targets": targets, "expert_rank": expert_rank, "fused": fused, "dropout": dropout}
     full = block_kept(shape, tokens, itemsize, rank=rank, **options)
@@ -207,15 +213,15 @@ def block_backward(
     fused: bool = False,
     longest_row: int = GROUP_TOKENS,
 ) -> int:
-    """Return the bytes that backward through one block needs in addition to the activations kept for it.
+    """Return the bytes that backward through one decoder block needs in addition to the activations kept for it.
 
     They are the gradient of the block's output, and the larger of what two moments in the MLP need. Backward of the
     last linear layer needs the gradient of its input, and its dequantised weight. Backward of SwiGLU's product
     silu(gate) * up needs the gradients of the two factors, which overwrite the factors if SwiGLU is fused; the
     product's gradient does not count then, because it takes the memory of the product. In a recurrent layer there is a
-    third moment, backward of the recurrence of one group of rows. In a mixture of experts, each expert that computes a
-    token has at most four tensors of the inner size and two gradients of its input per token; the gradients of adapters
-    on experts exist twice in fp32.
+    third moment, backward of the recurrence of one group of rows. In an MoE layer, each expert that computes a token
+    has at most four tensors of the expert's inner size and two gradients of its input per token; the gradients of
+    adapters on experts exist twice in fp32.
     """
     scanned = min(tokens, max(GROUP_TOKENS, longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
@@ -228,7 +234,7 @@ def block_backward(
 def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
     """Return the bytes that forward and backward through the final norm and the language-model head need.
 
-    They are the norm's input in fp32, and the larger of what two moments need. Forward of the head needs the hidden
+    They are the norm's input in fp32, plus the larger of what two moments need. Forward of the head needs the hidden
     states, the gradient of the log-probabilities with respect to them, and one chunk of logits in fp32 with its
     gradient in the compute dtype. Backward of the norm needs the gradient of its output, and three fp32 tensors of its
     shape.
@@ -240,8 +246,9 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the peak bytes of a forward pass without gradients, the larger of what two moments need: an MLP its
-    activations and a dequantised weight, and the head the hidden states and a chunk of logits."""
+    """Return the peak bytes of a forward pass without gradients. It is the larger of what two moments need: the MLP
+    needs its activations and a dequantised weight; the language-model head needs the hidden states and one chunk of
+    logits."""
     rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
     mlp = itemsize * (tokens * (max(3 * shape.inner, rows) + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
@@ -267,10 +274,10 @@ def kv_cache(
 ) -> int:
     """Return the bytes of vLLM's cache for ``num_sequences`` sequences of ``length`` tokens.
 
-    Every sequence takes a whole number of blocks of ``block`` tokens, and vLLM reserves one block more. In a model with
-    recurrent layers, blocks have more tokens, so that the keys and values of a block in one layer take at least as many
-    bytes as a recurrent state. vLLM divides the layers into groups of equal kind; a sequence needs one block per group
-    of recurrent layers.
+    Every sequence takes a whole number of cache blocks of ``block`` tokens, and vLLM reserves one cache block more. In
+    a model with recurrent layers, cache blocks have more tokens: as many as are needed for their keys and values in one
+    layer to take at least as many bytes as a recurrent state. vLLM divides the layers into groups of equal kind; a
+    sequence needs one cache block per group of recurrent layers.
     """
     token = kv_token_bytes(shape, itemsize, kv_cache_dtype)
     recurrent = shape.recurrent.num_layers
@@ -285,8 +292,8 @@ def kv_cache(
 
 
 def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, shared_embeddings: bool) -> int:
-    """Return the bytes of vLLM's weights: 4-bit linear layers, and everything else in the engine's compute dtype.
-    Embedding and head do not count if vLLM shares them with the trainer, which requires that both have the same
+    """Return the bytes of vLLM's weights: 4-bit linear layers, and everything else in vLLM's compute dtype. Embedding
+    and output head are not counted if vLLM shares them with the trainer, which requires that both have the same
     dtype."""
     own_embeddings = not shared_embeddings or engine_itemsize != itemsize
     dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
@@ -297,9 +304,9 @@ def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, share
 def engine_pass(
     shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int, dequantises: bool = False
 ) -> int:
-    """Return the peak bytes of vLLM's largest forward pass, the larger of what two moments need: an MLP with LoRA's
-    fp32 buffers (and, if the engine ``dequantises``, a dequantised copy of the fused gate and up), and sampling, with
-    two fp32 copies of the logits."""
+    """Return the peak bytes of vLLM's largest forward pass. It is the larger of what two moments need: an MLP with
+    LoRA's fp32 buffers and, if vLLM ``dequantises`` weights in large passes, a dequantised copy of gate and up; and
+    sampling, with two fp32 copies of the logits."""
     mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
     mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
     logits = shape.vocabulary * 4 * max(2 * num_seqs, SCORED_TOGETHER)
@@ -307,9 +314,9 @@ def engine_pass(
 
 
 def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -> int:
-    """Return the bytes that vLLM's kernels for experts allocate once, for two results per token and chosen expert. The
-    first is as large as the outputs of gate and up together, the second as large as SwiGLU's product; each is at least
-    as large as the expert's output."""
+    """Return the bytes that vLLM's kernels for MoE layers allocate once, for two results per token and chosen expert.
+    The first is as large as the outputs of gate and up together, the second as large as SwiGLU's product; each is at
+    least as large as the expert's output."""
     sizes, hidden = shape.experts, shape.hidden
     return itemsize * batched_tokens * sizes.chosen * (max(2 * sizes.inner, hidden) + max(sizes.inner, hidden))
 
@@ -318,9 +325,10 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
     """Return the bytes that vLLM keeps even while it sleeps.
 
     These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
-    graphs of decoding steps keep; and, for each sequence, an int32 and a bit per entry of the vocabulary. With
-    speculative decoding, an engine also has a set of the model's graphs for each number of drafts, logits for each
-    draft, and a table of all sequences' tokens in which it looks for drafts, with up to ``length`` int32 per sequence.
+    graphs of decoding steps keep; and, for each of ``num_seqs`` sequences, an int32 and a bit per entry of the
+    vocabulary. With speculative decoding, vLLM also has a set of the model's graphs for each number of drafted tokens,
+    logits for each of these, and the tokens of all sequences, in which it looks for drafts, with up to ``length`` int32
+    per sequence.
     """
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     sets, rows = 1, num_seqs
@@ -333,8 +341,8 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
 
 
 def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
-    """Return the bytes of vLLM's memory for one adapter (a slot). For experts, gate and up each have a copy there of
-    the matrix A that they share in the trainer."""
+    """Return the bytes of the memory in which vLLM holds one adapter (a slot). The adapters of gate and up of an expert
+    share one matrix A in the trainer; here, each has its own copy."""
     values = slot_rank(rank) * shape.num_layers * adapted(shape, targets)
     if expert_rank:
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden

@@ -25,14 +25,14 @@ PASSES = (
     "backward",
     "optimizer's temporaries",
 )
-"""Parts of a run's memory that are allocated and freed in every pass, and so fragment the memory of torch's
-allocator."""
+"""Parts of a run's memory that are allocated and freed in every forward or backward pass, and therefore fragment the
+memory of torch's allocator."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of GPU memory that every part of a run, such as "KV cache", takes at every moment of
-    ``MOMENTS``."""
+    """Predicted bytes of GPU memory that every part of a run, such as "KV cache", takes at each of the moments in
+    ``MOMENTS``, such as "rollout"."""
 
     parts: Mapping[str, Mapping[str, int]]
     """Bytes of each part by moment; moments at which the part does not exist are left out."""
@@ -85,8 +85,8 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the GPU memory of a run whose memory settings are all given; ``fitting.fitted`` chooses the settings that
-    a run leaves open."""
+    """Predict the GPU memory of a run whose memory settings are all given. (``fitting.fitted`` first chooses those that
+    the user has left open.)"""
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
     sizes |= _adapter(shape, run)
@@ -162,15 +162,15 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 
 
 def shared_base(shape: ModelShape, run: RunMemory) -> int:
-    """Return the bytes of the 4-bit base weights of which trainer and vLLM share one copy; the plan counts them in its
-    part "base" only."""
+    """Return the bytes of the 4-bit base weights of which trainer and vLLM share one copy. The memory plan counts them
+    only once, as part of "base"."""
     engine = run.engine  # the kernels that read the trainer's weights multiply by 16-bit activations only
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """Predict the memory of rollouts by transformers: a KV cache; a copy of one decoder block's part of the cache,
-    which transformers makes when it appends a token; and fp32 logits."""
+    """Predict the memory of rollouts that transformers samples: a KV cache; a second copy of the cache of one decoder
+    block, which transformers makes when it appends a token; and fp32 logits."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)
@@ -184,9 +184,9 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
-    """Predict the memory of a teacher model: its weights and its passes. For a divergence over the whole vocabulary,
-    also its hidden states at all completion tokens of the rollout, a copy of its head if its other weights are in host
-    memory, and five tensors of the size of a chunk of logits."""
+    """Predict the memory of a teacher model: its weights and its forward passes. For a divergence over the whole
+    vocabulary, these are also its hidden states at all completion tokens of the rollout, a copy of its output head if
+    its other weights are in host memory, and five tensors of the size of a chunk of logits."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

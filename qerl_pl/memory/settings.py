@@ -16,11 +16,12 @@ DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
 GRAPH_SEQUENCES = 64
 """Largest number of sequences for which vLLM's decoding steps run entirely as CUDA graphs, which keep memory for the
-logits. With more sequences the GPU takes longer than the host, so graphs would save no time."""
+logits. With more sequences, the GPU takes longer for a decoding step than the host, so graphs would save no time."""
 DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
-"""Pairs (S, D) for engines that use speculative decoding: a decoding step with up to S sequences verifies D drafted
-tokens per sequence, and one with more sequences than the last S verifies none. D is chosen to fill one more tile of the
-decode GEMMs, so a step with drafts has at most ``GRAPH_SEQUENCES`` tokens."""
+"""Pairs (S, D) for speculative decoding in vLLM, in ascending order of S: a decoding step with at most S sequences
+verifies D drafted tokens per sequence. The first pair that fits counts; with more sequences than the last S, no tokens
+are drafted. D is chosen such that a decoding step has at most ``GRAPH_SEQUENCES`` tokens, which fill one more tile of
+the matrix products."""
 CHECKED_TOKENS = 4096
 """Largest number of tokens of a forward pass without gradients in which the trainer checks completions while the engine
 is awake; a pass of this size takes less memory than the engine's own passes."""
@@ -64,8 +65,8 @@ class TeacherMemory:
 
     shape: ModelShape
     keep: Literal["auto", "gpu", "host"]
-    """Location of the teacher's weights while the teacher does not compute log-probabilities; "auto": the GPU if the
-    run fits with them there, else host memory."""
+    """Location of the teacher's weights while the teacher computes nothing; "auto": the GPU if the run fits with them
+    there, else host memory."""
     states: bool
     """Whether the teacher's hidden states at all sampled tokens are kept during the updates."""
 
@@ -87,7 +88,8 @@ class RunMemory:
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
     expert_rank: int | None = None
-    """LoRA rank of the adapters on experts of a mixture; None means the default, which ``rank_of_experts`` gives."""
+    """LoRA rank of the adapters on experts of a mixture-of-experts model; None means the default, which
+    ``rank_of_experts`` gives."""
     dropout: bool = False
     """Whether LoRA uses dropout, with which each adapted linear layer keeps a separate copy of its input for
     backward."""
@@ -108,7 +110,8 @@ class RunMemory:
     """Tokens in the KV cache of the transformers engine."""
     teacher: TeacherMemory | None = None
     router_replay: bool = False
-    """Whether training uses the experts that the engine chose for each token, if the model is a mixture of experts."""
+    """Whether training computes each token with the experts that vLLM used for it, if the model is a mixture-of-experts
+    model."""
     shared_embeddings: bool = True
     """Whether trainer and engine may share the memory of embedding and head; they do so only if both have the same
     dtype."""
@@ -146,8 +149,8 @@ class RunMemory:
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the limit on the tokens of a forward pass in which the trainer checks the engine's completions: the larger
-    of ``CHECKED_TOKENS`` and ``longest_row``, the tokens of the longest prompt and completion."""
+    """Return the limit on the tokens of a forward pass in which the trainer checks vLLM's completions: the larger of
+    ``CHECKED_TOKENS`` and ``longest_row``, the tokens of the longest prompt and completion together."""
     return max(longest_row, CHECKED_TOKENS)
 
 

@@ -1,5 +1,5 @@
-"""Dimensions of a model and bytes of its weights, determined without loading weights: from a checkpoint's headers, from
-config.json, or only from the model's name."""
+"""Dimensions of a model and bytes of its weights, determined without loading weights: from the headers of a
+checkpoint's files, from config.json, or only from the model's name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Recurrent(NamedTuple):
 
 
 class ExpertSizes(NamedTuple):
-    """Sizes of the mixtures of experts of a model; all are 0 if the model has no experts."""
+    """Sizes of the mixture-of-experts (MoE) layers of a model; all are 0 for a dense model."""
 
     num: int = 0
     """Number of experts of a block, E."""
@@ -61,14 +61,14 @@ class ExpertSizes(NamedTuple):
     inner: int = 0
     """Inner size of an expert."""
     layers: int = 0
-    """Number of blocks with a mixture."""
+    """Number of blocks with an MoE layer."""
     shared: int = 0
     """Inner size of the expert that computes every token; 0 without any."""
 
     @property
     def route_bytes(self) -> int:
-        """Number of bytes per token with which training stores which experts computed the token: one index for each
-        block with experts and each chosen expert."""
+        """Number of bytes per token with which training stores which experts computed the token: one index for each MoE
+        layer and each expert that computes the token."""
         return self.layers * self.chosen * Routing(self.layers, self.num, self.chosen).dtype.itemsize
 
 
@@ -82,7 +82,7 @@ class ModelShape:
     inner: int
     """I, inner size of the dense MLPs or, if all blocks have experts instead, of the shared experts."""
     experts: ExpertSizes
-    """Mixtures of experts in place of MLPs."""
+    """Sizes of the MoE layers, which some or all blocks have in place of an MLP."""
     vocabulary: int
     num_heads: int
     query_width: int
@@ -103,7 +103,7 @@ class ModelShape:
     """Name, number of outputs N and number of inputs K of each linear layer of a block that LoRA may adapt; the largest
     of all blocks."""
     linear_bytes: int
-    """Bytes of the trainer's linears except the head."""
+    """Bytes of the trainer's linear layers except the head."""
     engine_linear_bytes: int
     """Bytes of vLLM's linear layers except the head; NF4 layers, for which vLLM has no kernels, count as dense."""
     engine_packed_bytes: int
@@ -113,8 +113,9 @@ class ModelShape:
     """Bytes of those of vLLM's 4-bit weights that this project's NVFP4 kernels can read from the trainer's memory, so
     that vLLM needs no copy; included in ``engine_packed_bytes``."""
     unfit: tuple[str, ...]
-    """The NVFP4 linear layers of a block that this project's kernels do not support, as vLLM fuses them, with their
-    sizes N x K, each once, e.g. ``o_proj (896 x 1000)``. vLLM has a copy of these layers and runs its own kernels."""
+    """The NVFP4 linear layers of a block that this project's kernels do not support, in the fused form in which vLLM
+    computes them; each once, with its size N x K, e.g. ``o_proj (896 x 1000)``. vLLM has its own copy of these layers
+    and runs its own kernels."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
@@ -183,8 +184,8 @@ def planned_shape(
     base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
 ) -> ModelShape:
     """Find the dimensions of the base model that the settings ``model.base``, ``base_format`` and ``quantize``
-    describe. They come from the model's folder or, if the folder does not exist, from the table of known models, by
-    name, or from config.json on the hub. Raises ValueError if the model is in none of these places, or if a run cannot
+    describe, without downloading weights. They come from the model's folder or, if there is none, from a built-in list
+    of known models, or from config.json on the hub. ValueError: the model is in none of these places, or a run cannot
     use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
