@@ -1,5 +1,5 @@
-"""Analyse the runs of a study: a table of arms (named configurations), comparisons of arms in pairs of runs with equal
-seeds, and the files with the results."""
+"""Analyse the runs of a study: a table of the results of each arm (named configuration), comparisons of two arms by
+pairs of runs with equal seeds, and the files with these results."""
 
 import csv
 import io
@@ -72,10 +72,11 @@ class Judged(NamedTuple):
     """P-value of the comparison after Holm's adjustment for all comparisons by the same readout."""
     seen_from: float
     """Smallest true difference that the adjusted test finds significant with a probability of 80 %; NaN if there are
-    too few pairs for any significant result."""
+    too few pairs of runs for any significant result."""
     seeds: int | None
-    """Number of pairs with which the adjusted test finds a true difference of ``TINY_DIFFERENCE`` significant with a
-    probability of 80 %; None if the number is too large, or the standard deviation of the differences is unknown."""
+    """Number of pairs of runs with which the adjusted test finds a true difference of ``TINY_DIFFERENCE`` significant
+    with a probability of 80 %; None if the number is too large, or the standard deviation of the differences is
+    unknown."""
 
 
 def gather(study: Study) -> list[Group]:
@@ -100,8 +101,8 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare pairs of arms by one readout (a number that summarises a run). Each pair that the study names is compared
-    at every point of the grid at which both arms have finished runs."""
+    """Compare arms of a study by one readout (a number that summarises a run). The study names the pairs of arms; each
+    pair is compared at every point of the grid at which both arms have finished runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -121,15 +122,16 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[float]:
-    """Compute the differences in a readout between two groups of runs, ``one`` minus ``other``: one difference for each
-    seed with which both have a finished run."""
+    """Compute the differences in a readout (a number that summarises a run) between two groups of runs, ``one`` minus
+    ``other``: one difference for each seed with which both have a finished run, NaN if one of the two lacks the
+    readout."""
     seeds = sorted(one.runs.keys() & other.runs.keys())
     return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
 
 
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
-    """Replace values of a readout that are NaN or infinite by the lowest finite value of all runs, in place, so that a
-    run whose training collapsed counts against its arm."""
+    """Replace those values of a readout (a number that summarises a run) that are NaN or infinite by the lowest finite
+    value of all runs, in place, so that a run whose training collapsed counts against its arm."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
     for values in (values for group in groups for values in group.runs.values()):
         if finite and not math.isfinite(values.get(readout, 0.0)):
@@ -193,8 +195,8 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Return a sentence on the duration of the finished runs: the hours of all runs, in total and per command, and the
-    median duration of a run in seconds."""
+    """Return a sentence on the duration of the finished runs: the hours of all runs, in total and for each command
+    (training and evaluations), and the median duration of a run in seconds."""
     done = [state.seconds_done(run) for run in runs]
     names = dict.fromkeys(name for seconds in done for name in seconds)
     hours = {name: sum(seconds.get(name, 0.0) for seconds in done) / 3600 for name in names}

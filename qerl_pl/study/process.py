@@ -1,8 +1,11 @@
 """Execute the commands of one run of a study (training and evaluations) in one process, so that packages are imported
 only once.
 
-Usage: ``python -m qerl_pl.study.process FOLDER COMMANDS``, where FOLDER is the run's folder, and COMMANDS is a JSON
-list of pairs of a name and a list of arguments. The exit status is that of the first command that failed, else 0.
+Usage: ``python -m qerl_pl.study.process FOLDER COMMANDS``. FOLDER is the run's folder. COMMANDS is a JSON list of pairs
+[NAME, ARGUMENTS]: the command's name within the study, such as "fit", and its list of command-line arguments. Commands
+are executed in order. If one fails, the process ends with its exit status, and the commands after it are not executed;
+``study.runner`` then starts a new process with the commands that have not succeeded. If all succeed, the exit status is
+0.
 """
 
 import json
@@ -24,8 +27,8 @@ def words_of(folder: Path, commands: Sequence[Command]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Execute the commands of a run in order, until one fails; returns its exit status, else 0. Each command writes its
-    output to its own log file."""
+    """Execute the commands of a run in order, until one fails; returns the exit status of that one, or 0 if all
+    succeed. Each command writes its output to its own log file."""
     folder = Path(argv[0])
     began = time.monotonic()
     for name, arguments in json.loads(argv[1]):

@@ -14,8 +14,8 @@ Curves = dict[str, Curve]
 
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
     """Compute the readouts of a run (numbers that summarise it), by name. A readout is left out if the run did not log
-    the scalars that it needs. The readout "area under ..." is the mean of a curve over the steps of training. "entropy
-    at equal reward" is computed by ``analysis.gather``, because it depends on other runs too."""
+    the scalars that it needs. The readout "area under ..." is the mean of a curve over the optimizer steps of training.
+    "entropy at equal reward" is not computed here but by ``analysis.gather``, because it depends on other runs too."""
     validation = study.analysis.validation
     ledger = [tag for tag in sorted(curves) if tag.startswith("ledger/") and tag.endswith("/mean_abs")]
     of_curves = [
@@ -40,9 +40,9 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
 
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
-    """Read the pass@k of one evaluation of a run from its event files; returns a dict from k to the share. With one
-    completion per problem, k = 1 is the only key; the dict is empty if the evaluation has not been run. If the
-    evaluation was repeated with other settings, and so has several folders, the newest counts."""
+    """Read the pass@k of one evaluation of a run from its event files; returns a dict from k to the share of solved
+    problems. With one completion per problem, k = 1 is the only key; the dict is empty if the evaluation has not been
+    run. If the evaluation was repeated with other settings, and so has several folders, the newest counts."""
     files = (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")
     newest_first = sorted(files, key=lambda path: path.name, reverse=True)  # the names begin with the time
     for folder in dict.fromkeys(path.parent for path in newest_first):
@@ -89,8 +89,8 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
-    """Return the entropy of a run, in nats per token, at the first step at which its reward reaches ``reward``; both
-    are running means. None if the reward never reaches this value, or if no entropy was logged."""
+    """Return the entropy of a run, in nats per token, at the first optimizer step at which its reward reaches
+    ``reward``; both are running means. None if the run never reaches this reward, or if it logged no entropy."""
     if not {"train/reward", "policy/entropy"} <= curves.keys():
         return None
     reached = np.flatnonzero(smooth(curves["train/reward"].values) >= reward)

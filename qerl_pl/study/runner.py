@@ -26,8 +26,8 @@ TIME_IS_UP = 3  # exit status if the time limit ended the work
 
 @dataclass
 class Slot:
-    """Place for one run: at most one run is executed in a slot at a time, so the number of slots limits how many runs
-    are executed at the same time."""
+    """Place for one run on a machine. A slot executes one run at a time, so the number of slots is the number of runs
+    that are executed at the same time."""
 
     gpu: str | None
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
@@ -43,8 +43,8 @@ class Slot:
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     """Create the slots of this machine, each of which executes one run at a time. Each GPU (or the machine, if it has
-    no GPU) gets ``jobs`` slots or, if that is None, ``study.jobs``; if both are None, as many as GPU memory and CPU
-    cores allow. Consecutive slots are on different GPUs."""
+    no GPU) gets ``jobs`` slots or, if that is None, ``study.jobs``. If both are None, the number is as large as GPU
+    memory and CPU cores allow. Consecutive slots are on different GPUs."""
     import torch  # imported here, because `study --analyse` needs none
 
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
@@ -61,8 +61,9 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Executes the runs of a study in all slots at the same time, except runs that the process of another runner works
-    on. If ``minutes`` is given, processes that still run after that time are asked to stop at their next checkpoint."""
+    """Executes the runs of a study in all slots at the same time, except runs that another runner (another process with
+    the same study) works on. If ``minutes`` is given, runs that are not finished after that time are asked to stop at
+    their next checkpoint."""
 
     def __init__(self, study: Study, slots: list[Slot], minutes: float | None) -> None:
         self.study, self.slots = study, slots
@@ -75,7 +76,8 @@ class Runner:
 
     def work(self) -> int:
         """Execute all runs until each has finished or failed; returns exit status 0. If a signal is received or the
-        time limit is reached earlier, stop all processes at their next checkpoint, and return another exit status."""
+        time limit is reached earlier, this stops all processes at their next checkpoint, and returns another exit
+        status."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._say(f"{self.total - len(self.waiting)} of {self.total} runs are finished already")
@@ -153,8 +155,9 @@ class Runner:
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
-        """Record that the process of a slot has ended. If a command of the run has now failed ``study.attempts`` times,
-        the run is given up. A process that the runner stopped (``stopped``) does not count as failed."""
+        """Record that the process of a slot has ended with an exit status. If a command of the run has now failed
+        ``study.attempts`` times, the run is given up. If the runner itself stopped the process (``stopped``), this does
+        not count as a failure."""
         run = slot.run
         assert run is not None
         slot.process = None

@@ -5,7 +5,7 @@ One procedure gives the p-value and the interval, so that they cannot contradict
 permutation test of the mean. If the differences x are symmetric about m, flipping the signs of any subset of the values
 x - m leaves their distribution as it is. The mean after flipping a subset is at least as large as the observed mean
 exactly if the mean of that subset of x is at most m. So the p-value of any m, and the interval of all m that are not
-rejected, follow from the means of all subsets (typical values; Hartigan, JASA 1969).
+rejected, follow from the means of all subsets of x (typical values; Hartigan, JASA 1969).
 """
 
 import bisect
@@ -18,7 +18,8 @@ import numpy as np
 from scipy import optimize, stats
 
 ALPHA = 0.05
-"""Probability that the comparisons that decide a study together find at least one difference that does not exist."""
+"""Significance level: the probability that the comparisons that decide a study together find at least one difference
+that does not exist."""
 POWER = 0.8
 EXACT_PAIRS = 16
 """Largest number of pairs of runs for which the test uses all subsets of pairs; for more pairs it uses 2^16 random
@@ -73,8 +74,8 @@ def compare(values: Sequence[float]) -> Comparison:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values by Holm's step-down method, so that the probability of any false rejection among them is at most
-    the level of the test. A NaN stays NaN and does not count as a test."""
+    """Adjust the p-values of several comparisons by Holm's step-down method, so that the probability of any false
+    rejection among them is at most the level of the test. A NaN stays NaN and does not count as a test."""
     adjusted = np.array(p_values, dtype=np.float64)
     order = np.argsort(adjusted)[: np.count_nonzero(~np.isnan(adjusted))]  # NaN is sorted last
     stepped = np.maximum.accumulate(adjusted[order] * np.arange(len(order), 0, -1))
@@ -89,8 +90,8 @@ def smallest_p(pairs: int) -> float:
 
 
 def pairs_to_accept(comparisons: int) -> int:
-    """Return the smallest number of pairs of runs with equal seeds with which one of ``comparisons`` comparisons can be
-    significant after Holm's adjustment."""
+    """Return the smallest number of pairs of runs with equal seeds with which a comparison can be significant at all,
+    if Holm's method adjusts it for ``comparisons`` comparisons."""
     pairs = 1
     while comparisons * smallest_p(pairs) > ALPHA:
         pairs += 1
@@ -98,9 +99,9 @@ def pairs_to_accept(comparisons: int) -> int:
 
 
 def power(size: float, pairs: int, comparisons: int = 1) -> float:
-    """Compute the probability that the sign-flip test finds a difference significant in Holm's first step, p <= 0.05 /
-    ``comparisons``. The differences of the ``pairs`` pairs are assumed to be normally distributed, and ``size`` is
-    their true mean divided by their standard deviation."""
+    """Compute the power of the sign-flip test: the probability that it finds a difference significant in Holm's first
+    step, p <= 0.05 / ``comparisons``. The differences of the ``pairs`` pairs are assumed to be normally distributed,
+    and ``size`` is their true mean divided by their standard deviation."""
     alpha = ALPHA / comparisons
     if smallest_p(pairs) > alpha:
         return 0.0
@@ -166,9 +167,9 @@ def _standard_sums(pairs: int) -> np.ndarray:
 
 
 def _p_values(sums: np.ndarray) -> np.ndarray:
-    """Compute two-sided p-values of the sign-flip test that the mean difference is 0. ``sums`` [..., subsets] has the
-    sum of the paired differences over every subset of the pairs, and last the sum over all pairs; the result [...] has
-    one p-value per row."""
+    """Compute two-sided p-values of the sign-flip test that the mean difference is 0. The last axis of ``sums`` [...,
+    subsets] has the sum of the paired differences over every subset of the pairs; its last element is the sum over all
+    pairs. The result [...] has one p-value for each vector of sums."""
     # Flipping the signs of a subset makes the mean at least as extreme in two cases: (1) the subset's sum is 0, or its
     # sign differs from that of the sum of all differences; (2) it has that sign and is at least as large. A subset is
     # in case 1 exactly if its complement is in case 2, so case 1 is counted, and doubled.
@@ -180,8 +181,9 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
 
 
 def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
-    """Compute the 95 % confidence interval, i.e. the true means that the test does not reject, from the sorted means of
-    subsets. ``sums`` [subsets] has the sums of the differences over the subsets of the ``pairs`` pairs."""
+    """Compute the 95 % confidence interval of the mean difference, that is, the true means that the sign-flip test does
+    not reject. ``sums`` [subsets] has the sums of the differences over the subsets of the ``pairs`` pairs. Returns the
+    lower and upper end, infinite if there are too few pairs."""
     means = np.sort(sums / _subsets(pairs).sum(axis=1))
     # number of subsets (the empty one included) at each end of the sorted means that p <= ALPHA allows
     rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)

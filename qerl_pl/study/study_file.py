@@ -1,6 +1,6 @@
 """Read the YAML file of a study, and derive the runs and commands that it defines.
 
-A study trains arms (named configurations) with several seeds, at every point of an optional grid, which is a
+A study trains arms (named configurations) with several seeds and, optionally, with every point of a grid, which is one
 combination of values of options.
 """
 
@@ -23,7 +23,7 @@ FIT = "fit"
 SET_BY_STUDY = ("run_dir", "seed_everything", "ckpt_path")
 """Settings that the study itself sets for every run, so its file may not contain them."""
 MOST_LETTERS = 80
-"""Limit on the number of characters of the name of a folder that a value of the grid takes."""
+"""Limit on the number of characters that the value of a grid's option takes in the name of a run's folder."""
 KINDS = (
     ("a mapping", dict, ("arms", "after", "settings", "grid", "evaluations", "analysis")),
     ("a list", list, ("seeds", "config")),
@@ -57,8 +57,8 @@ class Study:
 
     Attributes:
         output: folder of all runs and their analysis.
-        arms: the compared configurations: maps the name of an arm to its settings, as in a configuration file.
-            `$seed` in a text of an arm is replaced by the run's seed.
+        arms: the compared configurations: maps the name of an arm to its settings, as in a configuration file. `$seed`
+            in a text of an arm is replaced by the run's seed.
         after: maps an arm whose runs read files of another arm's runs to that other arm. A run of the first arm begins
             when the other arm's run with the same seed and options is finished.
         seeds: values of ``seed_everything``; every arm is run with each of them, so that runs of two arms are compared
@@ -74,7 +74,7 @@ class Study:
         gpu_memory: GiB of a GPU that a run may take (``model.gpu_memory``); null: runs do not share a GPU.
         jobs: number of runs at the same time per GPU, or on a machine without one; null: as many as memory and cores
             allow.
-        attempts: number of failed starts after which a run is given up.
+        attempts: number of times that a command of a run may fail before the run is given up.
         analysis: settings of the analysis, see ``Analysis``.
     """
 
@@ -127,8 +127,8 @@ class Study:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """Raise ValueError for a setting in the study's file that would have no effect, because the grid,
-        ``gpu_memory`` or the study itself (for example the seed) sets it in every run."""
+        """Raise ValueError for a setting in the study's file that would have no effect, because every run gets its
+        value from the grid, from ``gpu_memory`` or from the study itself (for example the seed)."""
         sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
         sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
@@ -234,8 +234,8 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
 
 
 def _named(sections: Mapping[Any, Any], where: str) -> dict[str, Settings]:
-    """Check a mapping from names, such as those of arms, to settings, and return it. null in place of settings means no
-    settings. ``where`` is the place in the file, for error messages."""
+    """Check a mapping from names, such as those of arms, to settings, and return it with an empty mapping in place of
+    null. ``where`` is the place in the file, for error messages."""
     for name, settings in sections.items():
         text = f"{where}.{name} is {settings!r}; expected settings by their names, as in a -c file"
         _require(isinstance(settings, dict | None), text)
@@ -315,8 +315,8 @@ def _with_seed(text: str, seed: int) -> str:
 
 
 def _shown(value: Any, values: list[Any]) -> str:
-    """Return the text that stands for a value of the grid in the name of a folder. For a path, it is the last part,
-    followed by a digest if another value of the grid has the same last part."""
+    """Return the text for a value of a grid's option in the name of a run's folder. For a path, it is the last part,
+    followed by a digest if another of the option's ``values`` has the same last part."""
     name = _last_part(value)
     clash = [_last_part(other) for other in values].count(name) > 1
     return f"{name}-{_digest(str(value))}" if clash else name
