@@ -64,7 +64,8 @@ def main(argv: list[str]) -> int:
 @phase("loading the run's policy")
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
     """Load the trained policy of a run in evaluation mode, onto a GPU if there is one; returns the policy and the run's
-    configuration. ValueError: there is no such run or checkpoint, or the checkpoint belongs to another base."""
+    configuration. ``checkpoint`` is "last", "best" or a path. ValueError: there is no such run or checkpoint, or the
+    checkpoint belongs to another base model."""
     config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = read_run_config(config_file, "data")
     model = config["model"]
@@ -100,7 +101,7 @@ def answer(
     special tokens such as ``<think>`` but without end tokens.
 
     Args:
-        adapter: True: the trained policy answers; False: the base model.
+        adapter: True: the trained policy answers; False: the base model without the adapter.
         temperature: sampling temperature; 0 takes the most likely token.
         max_tokens: limit on the length of the answer, in tokens.
         arguments: further variables of the chat template.

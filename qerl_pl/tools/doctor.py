@@ -40,8 +40,8 @@ Check = tuple[str, Callable[[], str]]
 
 
 def main(argv: list[str]) -> int:
-    """Print one line per check of the machine and, with -c, of a configuration. Returns 0 if all required checks
-    succeeded, so that the configuration (without -c, the quickstart) can run, else 1."""
+    """Print one line for each check of the machine and, with -c, of a configuration of ``fit``. Returns exit status 0
+    if all required checks succeeded, so that the configuration (without -c, the quickstart) can run, else 1."""
     parser = CommandParser(
         prog=called_as("doctor"),
         description="Check what this machine can run. With -c: also check everything in that configuration that can "
@@ -96,8 +96,9 @@ def print_checks(
 ) -> int:
     """Run checks and print one line for each; returns the number of required checks that failed.
 
-    A line begins with [ok] if the check succeeded and with [no] if a required check failed. It begins with [--] if the
-    check raised ``left_out``, because it could not be made, or failed and is named in ``optional``.
+    A line begins with [ok] if the check succeeded and with [no] if a required check failed. It begins with [--] in two
+    cases: a check that is named in ``optional`` failed, or a check raised an exception of the type ``left_out``, which
+    means that it could not be made.
     """
     failed = 0
     for name, check in checks:
@@ -115,8 +116,8 @@ def print_checks(
 
 
 def versions() -> str:
-    """Return lines with the GPUs and with the versions of this program, of packages, of Python, of torch's CUDA and of
-    the GPU driver. The packages are not imported."""
+    """Return one line for each GPU, and for each version of: this program, the installed packages among ``NAMED``,
+    Python, torch's CUDA and the GPU driver. The packages are not imported."""
     lines = [f"qerl-pl {__version__}", *(f"{name} {version}" for name in NAMED if (version := _installed(name)))]
     if not any(line.startswith("vllm") for line in lines):
         lines.append("vllm not installed")
@@ -144,8 +145,8 @@ def _gpus(driver: Path) -> list[str]:
 
 
 def _quickstart() -> str:
-    """Return the commands that start the quickstart from the current folder: ``make quickstart`` in a clone of the
-    repository, else three commands of the program."""
+    """Return the commands, as text for the user, that start the quickstart from the current folder: ``make quickstart``
+    in a clone of the repository, else three commands of the program."""
     if Path("Makefile").is_file() and Path("configs", "quickstart.yaml").is_file():
         return "make quickstart"
     folder = "models/tiny-0"

@@ -51,8 +51,8 @@ class _Started(Exception):
 
 
 def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tuple[str, Callable[[], str]]]:
-    """List the checks of a configuration, which is given by the arguments of ``fit``. Each check has a name and a
-    function that returns the result as text, or raises an error.
+    """List the checks that ``doctor`` makes of a configuration, which is given by the arguments of ``fit``. Each check
+    has a name and a function that returns the result as text, or raises an error.
 
     The first check builds callbacks, loggers, rewards, engine and data source, and reads the base's files. If it fails,
     for example because the hub cannot be reached, the next checks build what they need themselves, and checks that need
@@ -160,9 +160,9 @@ def _data(datamodule: Any) -> str:
 
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
-    """Score completions that consist of the known answer, and completions without an answer; returns a sentence with
-    the mean reward of each kind. If both get the same rewards, the sentence says that the rewards cannot tell right
-    from wrong."""
+    """Score completions that consist of the known answer of a problem, and completions without an answer. Returns a
+    sentence with the mean of each reward for both kinds. If both kinds get the same rewards, the sentence says so,
+    because the policy could then learn nothing from the difference."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)
@@ -233,9 +233,9 @@ def _folder(config: dict[str, Any]) -> str:
 
 
 def _start_engine(arguments: list[str]) -> str:
-    """Start the engine of ``fit`` on one device and in a temporary folder, and close it; returns a sentence with the
-    seconds that this took. Before that, the base is loaded and, if the configuration says so, downloaded and
-    quantised."""
+    """Start the rollout engine of ``fit`` on one device and in a temporary folder, and close it; returns a sentence
+    with the seconds that this took. Before that, this loads the base and, if the configuration says so, downloads and
+    quantises it."""
     seconds = 0.0
 
     def start(trainer: Any, module: Any) -> None:

@@ -64,17 +64,19 @@ def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
 
 
 def _local_folder(base: str) -> Path:
-    """Return the folder of a base model. For a model on the Hugging Face hub, this is the folder of a commit in the
-    local cache; if the model is not cached, its name is returned as a path."""
+    """Return the folder of a base model on this machine, from which its config.json and weights are read. For a model
+    on the Hugging Face hub, this is the folder of one of its commits in the hub's local cache. If that cache does not
+    have the model, the result is Path("OWNER/MODEL"), so the caller has to check whether the files exist."""
     cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
     return Path(cached).parent if isinstance(cached, str) else Path(base)
 
 
 def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> LoraSettings:
-    """Write a run's adapter as a PEFT folder: settings, weights and model card; returns the adapter's settings.
+    """Write a run's adapter as a folder that PEFT can read: settings, weights and model card; returns the adapter's
+    settings.
 
     The exported settings name the base by its absolute path, or by name and commit on the hub. If the run quantised the
-    base, they name the quantised copy in the cache.
+    base, they name the quantised copy in this program's cache.
 
     Args:
         run: folder of the run.
@@ -116,8 +118,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
 
 
 def _check_shapes(adapter: Mapping[str, Tensor], base: Path) -> None:
-    """Raise ValueError if a tensor of an adapter belongs to no parameter of its base, or does not have its size. Those
-    of stacked experts are not checked. Only the base's config.json is read."""
+    """Raise ValueError if a tensor of an adapter does not fit its base: the base has no such parameter, or one of
+    another size. Tensors of adapters on experts are not checked. Only the base's config.json is read."""
     shapes = {name: parameter.shape for name, parameter in meta_model(base).named_parameters()}
     for name, tensor in adapter.items():
         linear, lora, matrix = name.removeprefix("base_model.model.").partition(".lora_")
@@ -131,12 +133,12 @@ def _check_shapes(adapter: Mapping[str, Tensor], base: Path) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload an export to the model repository OWNER/NAME on the Hugging Face hub; returns the repository's address. A
-    repository that does not exist is created as a private one.
+    """Upload an exported folder to the model repository OWNER/NAME on the Hugging Face hub; returns the repository's
+    web address. If the repository does not exist, it is created as a private one.
 
     Raises:
-        OSError: the hub cannot be reached or refuses the upload. The export stays where it is, and the message has the
-            command that uploads it.
+        OSError: the hub cannot be reached or refuses the upload. The exported folder stays on this machine, and the
+            message has the command that uploads it.
     """
     try:
         api = HfApi()

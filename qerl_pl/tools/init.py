@@ -76,8 +76,8 @@ PROBLEMS = (
     ("Three pens cost 6 coins. How many coins do 7 pens cost?", "14"),
     ("What is 17 plus 28 minus 6?", "39"),
 )
-"""Questions and answers of the example. With the validation share of the example's configuration, some of them are
-validation problems, and at least one batch is left for training."""
+"""Questions and answers of the example data. They are enough for the example's configuration to split off validation
+problems and to have at least one batch left for training."""
 MORE = """\
   qerl fit -c mine.yaml --smoke    # tries every part in two small rollouts
   qerl fit -c mine.yaml            # trains"""
@@ -105,8 +105,8 @@ def main(argv: Sequence[str]) -> int:
 
 def write_files(folder: Path, *, base: str) -> list[Path]:
     """Write an example configuration, reward and problems into a new or existing folder; returns the paths of the
-    files. After an error, none of them is left. ``base`` is the value of ``model.base``; the path of a folder is made
-    absolute. ValueError: one of the files exists, or ``folder`` is a file."""
+    files. If an error occurs, the files already written are removed. ``base`` becomes the value of ``model.base``; the
+    path of a folder is made absolute. ValueError: one of the files exists, or ``folder`` is a file."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder, new or existing")
     local = Path(base).expanduser()

@@ -54,7 +54,7 @@ A model that was trained with reinforcement learning by qerl-pl, with its LoRA a
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance between the next-token probabilities of an exported model and of the trained policy, averaged over
+    """Difference between the next-token distributions of an exported model and of the trained policy, averaged over
     tokens of completions that the run sampled."""
 
     kl: float
@@ -72,11 +72,13 @@ class Drift:
 
 @phase("merging the adapter into the base")
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
-    """Write the policy of a run to a new folder as a model that needs no adapter, and compare its predictions with the
-    policy's. Returns the difference; None if the run's folder has no completions to compare them on.
+    """Write the policy of a run to a new folder as a model that needs no adapter, and compare its next-token
+    distributions with the policy's. Returns the difference; None if the run's folder has no completions to compare them
+    on.
 
-    The base is dequantised, the adapter is added in fp32, and the sum is rounded to bf16. The form "nvfp4" quantises
-    the sum again, by rounding to nearest, so that small updates may be lost. After an error, the folder is removed.
+    The base is dequantised, the adapter is added in fp32, and the sum is rounded to bf16. With the ``form`` "nvfp4",
+    the result is then quantised to NVFP4 by rounding to nearest, so small changes by the adapter may be lost. After an
+    error, the folder is removed.
 
     Raises:
         ValueError: there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
@@ -99,9 +101,9 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Make a folder that appears at ``output`` only when it is complete. The context manager yields a path in a scratch
-    folder, at which the caller makes the folder; at the end, this folder is renamed to ``output``. After an error, the
-    scratch folder is removed. ValueError: ``output`` exists."""
+    """Context manager in which the caller makes a folder that appears at the path ``output`` only when it is complete.
+    It yields a path in a scratch folder, at which the caller makes the folder; at the end, this folder is renamed to
+    ``output``. After an error, the scratch folder is removed. ValueError: ``output`` exists."""
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     scratch = output.with_name(output.name + ".tmp")
@@ -174,9 +176,9 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
-    """Read the newest completions of a run from its files. Returns for each the tokens of prompt and completion, and
-    the number of prompt tokens; of a completion, at most ``_TOKENS`` tokens are kept. The list is empty if the run's
-    folder has no completions."""
+    """Read the newest completions of a run from its files, at most ``_ROWS``. Returns for each a list of the tokens of
+    prompt and completion, and the number of prompt tokens; of a completion, at most ``_TOKENS`` tokens are kept. The
+    list is empty if the run's folder has no completions."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
         for line in read_lines(file):
@@ -194,8 +196,8 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 @phase("comparing the merged model with the policy")
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
-    """Compare the next-token probabilities of a policy, in evaluation mode, with those of its exported checkpoint in
-    ``folder``. They are compared at the completion tokens of ``rows``, as ``sampled_rows`` returns them."""
+    """Compare the next-token distributions of a policy, in evaluation mode, with those of its exported model in
+    ``folder``, at the completion tokens of ``rows``, which ``sampled_rows`` returned."""
     lm = policy.causal_lm
     exported = load_base(folder, dtype=policy.dtype, device=lm.device)
     kl = same = num_tokens = 0

@@ -56,8 +56,9 @@ base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="bfloat16", quantiza
 
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
-    """Return the Markdown text of the model card for an adapter that was exported to ``folder``. ``base`` is the path
-    or hub name of the base. The results in the text are read from the curves in the run's folder."""
+    """Return the Markdown text of the model card for an adapter that is exported to a folder of the name ``folder``.
+    ``base`` is the path or hub name of the base. The text has results of training, which are read from the event files
+    in the run's folder."""
     identity = checkpoint["identity"]
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(

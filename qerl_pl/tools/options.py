@@ -1,6 +1,6 @@
-"""Command-line options of the tools whose imports take seconds. This module imports nothing slow.
+"""Command-line options of those tools whose imports take seconds. This module imports nothing slow.
 
-The entry point parses the command line by these options before it imports the tool, so that ``--help`` and messages
+The entry point parses the command line with these options before it imports the tool, so that ``--help`` and messages
 about wrong options or paths are printed at once.
 """
 
@@ -28,8 +28,8 @@ limit (--minutes) ended the work; 128 plus the number of a signal that ended it.
 
 
 def output_file(text: str | Path) -> Path:
-    """Check that a file can be written at a path, and return the path. ArgumentTypeError: the path is empty, a folder
-    or a device, or a parent of it is a file."""
+    """Check that a file can be written at the path ``text``, and return the path; a type for arguments of argparse.
+    ArgumentTypeError: the path is empty, a folder or a device, or a parent of it is a file."""
     text, path = str(text), Path(text)  # jsonargparse calls this a second time, with the result
     if not text.strip() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
@@ -42,8 +42,9 @@ def output_file(text: str | Path) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Check that a folder can be made at a path, and return the path. ArgumentTypeError: the path is empty (as from an
-    unset shell variable), or it or a parent of it is a file."""
+    """Check that a folder can be made at the path ``text``, and return the path; a type for arguments of argparse.
+    ArgumentTypeError: the path is empty (as from an unset shell variable), or the path or one of its parents is a
+    file."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")
@@ -54,8 +55,9 @@ def output_folder(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """Check that a picture can be saved at a path, whose ending names the format, and return the path.
-    ArgumentTypeError: the ending is not that of a supported format, or the file cannot be written."""
+    """Check that a picture can be saved at the path ``text``, whose ending names the format, and return the path; a
+    type for arguments of argparse. ArgumentTypeError: the ending is not that of a supported format, or the file cannot
+    be written."""
     path = output_file(text)
     if path.suffix.lower() not in PICTURES:
         raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")

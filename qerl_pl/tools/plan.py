@@ -98,15 +98,15 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """Return the dimensions of the base model that the section ``model`` of a configuration names; raises errors as
-    ``planned_shape`` does."""
+    """Return the dimensions of the base model that the section ``model`` of a configuration names. Errors are those of
+    ``planned_shape``."""
     quantization = quantization_of(model["quantize"])
     return planned_shape(model["base"], model["base_format"], quantization, DTYPES[model["dtype"]])
 
 
 def card_bytes(gib: float | None) -> int:
-    """Return the memory, in bytes, of the GPU to plan for: ``gib`` GiB, or that of this machine's GPU if ``gib`` is
-    None. ValueError: the size is out of range, or this machine has no GPU."""
+    """Return the memory, in bytes, of the GPU for which memory is planned: ``gib`` GiB, or the size of this machine's
+    GPU if ``gib`` is None. ValueError: the size is out of range, or this machine has no GPU."""
     if gib is not None:
         check_gpu_memory(gib, "the GPU's memory (--gpu-memory, model.gpu_memory)")
         return int(gib * GIB)
@@ -117,7 +117,7 @@ def card_bytes(gib: float | None) -> int:
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
     """Extract from a configuration the settings that decide how much memory a run needs on each GPU. ValueError: a
-    setting is missing or out of range, or the engine cannot be built."""
+    setting is missing or out of range, or the rollout engine cannot be built with its settings."""
     check_settings(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
@@ -144,8 +144,8 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
 
 
 def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
-    """Extract from the section ``model`` of a configuration what decides how much memory the teacher needs; None if
-    there is no teacher."""
+    """Extract from the section ``model`` of a configuration the settings that decide how much memory the teacher needs;
+    None if there is no teacher."""
     teacher, objective = model["teacher"], model["objective"]
     if not teacher or not isinstance(objective, dict) or not objective["teacher"]:
         return None
@@ -158,11 +158,11 @@ def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
-    """Return the settings of a run as they would be on an H100 or H200 with the packages of the extra [gpu], whatever
-    this machine has.
+    """Return the memory settings of a run as they would be on an H100 or H200 with the packages of the extra [gpu],
+    whatever this machine has. It serves ``plan`` on machines without such a GPU.
 
-    Training then uses fused element-wise kernels, and the engine uses native decoding kernels, which share the
-    trainer's copy of the base. Speculation is on if it is set to "auto". ``model`` is the section of the run's
+    Training then uses fused element-wise kernels, and vLLM uses this project's decoding kernels, which read the
+    trainer's copy of the base. Speculative decoding is on if it is set to "auto". ``model`` is the section of the run's
     configuration.
     """
     engine, settings = run.engine, model["engine"].get("init_args") or {}
@@ -175,7 +175,7 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
 
 def check_settings(config: Mapping[str, Any]) -> None:
     """Raise ValueError for settings with which ``fit`` would fail when it builds the LightningModule or the data
-    module. ``plan`` builds neither, so it needs this check."""
+    module. The command ``plan`` builds neither of them, so it calls this function instead."""
     model, data = config["model"], config["data"]
     for name in ("base", "engine"):
         if not model[name]:
@@ -219,8 +219,8 @@ def print_choices(plan: Plan, shape: ModelShape) -> None:
 
 
 def without_native_kernels(shape: ModelShape) -> str:
-    """Name the 4-bit linear layers of a model that this project's kernels for Hopper GPUs do not support, and say what
-    this costs; empty if there are none."""
+    """Return a sentence that names the 4-bit linear layers of a model that this project's kernels for Hopper GPUs do
+    not support, and says what this costs; the empty string if there are none."""
     if not (native.is_installed() and shape.unfit):
         return ""
     copied = (shape.engine_packed_bytes - shape.fitting_bytes) / GIB
@@ -231,8 +231,9 @@ def without_native_kernels(shape: ModelShape) -> str:
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
-    """Print a table of the values of gradient_checkpointing. For each, it has the micro-batch size, the memory, and the
-    time per token relative to the fastest value."""
+    """Print a table of the possible values of gradient_checkpointing: for each value, the micro-batch size, the memory,
+    and the time per token relative to the fastest value. Nothing is printed if the user's settings leave only one
+    value."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")

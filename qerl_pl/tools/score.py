@@ -84,9 +84,9 @@ def main(argv: list[str]) -> int:
 
 
 def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
-    """Score every completion of the JSON Lines file ``source``, and write the rows with score and reason to ``target``;
-    after an error, nothing is written. Returns the number of rows by score, and the number of rows without a score by
-    reason. ValueError: a row is malformed; the message names it."""
+    """Score every completion of the JSON Lines file ``source``, and write its rows with score and reason to ``target``;
+    after an error, nothing is written. Returns two dicts: the number of rows by score, and, for rows without a score,
+    the number of rows by reason. ValueError: a row is malformed; the message names it."""
     # read the whole file once, so that a malformed row is reported before any row is scored
     num_rows = sum(1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr)))
     counts: Counter[float | None] = Counter()
@@ -110,9 +110,9 @@ def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counte
 
 
 def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
-    """Read the rows of a JSON Lines file. Empty lines are skipped, and ``say`` is called with a sentence that counts
-    them. ValueError: there are no rows, or a line is no JSON object with a text "completion" and an "answer" that is a
-    text or number."""
+    """Yield the rows of a JSON Lines file. Empty lines are skipped; if there are any, ``say`` is called with a sentence
+    that has their number. ValueError: there are no rows, or a line is no JSON object with a text "completion" and an
+    "answer" that is a text or number."""
     for where, row in read_json_lines(path, say=say):
         for field in ("completion", "answer"):
             if field not in row:

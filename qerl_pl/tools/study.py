@@ -33,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_seeds(study: Study, name: str) -> None:
-    """Check that a study has enough seeds for its comparisons to become significant at all. If it has too few,
-    ValueError is raised if the study's file names the comparisons, and a warning is printed if they are the default
-    ones."""
+    """Check that a study has enough seeds for its comparisons to become significant at all. If it has too few, this
+    raises ValueError if the study's file names the comparisons itself; if they are the default ones, it only prints a
+    warning."""
     from qerl_pl.study.statistics import ALPHA, pairs_to_accept  # imports scipy, which nothing else here needs
 
     count, needed = len(study.comparisons), pairs_to_accept(len(study.comparisons))
@@ -52,8 +52,8 @@ def _check_seeds(study: Study, name: str) -> None:
 
 
 def _fault_in_config(study: Study, name: str) -> str | None:
-    """Look for a fault for which every run of the study would be refused: in a file of the study's ``config``, or an
-    unknown section in its settings. Returns a message about the first fault; None if there is none."""
+    """Find the first fault because of which every run of a study would fail at its start: a fault in a file of the
+    study's ``config``, or an unknown section in its settings. Returns an error message; None if there is no fault."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
             return f"{name}: {fault}"

@@ -1,10 +1,10 @@
 """Make a small policy that can do arithmetic but makes careless mistakes, for the quickstart and for tests.
 
 The policy is a model of the Qwen2 architecture with 464 000 parameters. It is fine-tuned on worked solutions of
-arithmetic problems by a careless program (qerl_pl/tasks/arithmetic.py). So it can compute correctly, but more often
-repeats the program's mistakes, and reinforcement learning improves it within minutes. A policy whose fine-tuning was
-stopped early would not improve, because it hardly ever earns a reward. The policy depends only on the seed; global
-random states are left as they are.
+arithmetic problems, which a program writes that makes mistakes at random (qerl_pl/tasks/arithmetic.py). So the model
+can compute correctly, but more often repeats the program's mistakes, and reinforcement learning improves it within
+minutes. If its fine-tuning were stopped early instead, it would hardly ever earn a reward, and would not improve. The
+policy depends only on the seed; global random states are left as they are.
 """
 
 import itertools
@@ -67,8 +67,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
-    """Fine-tune a small policy on careless solutions and write it to a new or empty folder; after an error, the folder
-    is left as it was. ``sft_steps`` is the number of steps of supervised training; with 0, the weights are random.
+    """Fine-tune a small policy on solutions with mistakes and write it to a new or empty folder; after an error, the
+    folder is left as it was. ``sft_steps`` is the number of optimizer steps of supervised training; with 0, the weights
+    are random.
 
     Returns a dict with the duration in ``seconds`` and, if the policy was trained, with its ``accuracy`` and ``skill``
     (see ``measure``). ValueError: the folder is not empty, or accuracy or skill is out of range (see ``check``).
@@ -107,8 +108,9 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Create a byte-level tokenizer: a text is normalised to Unicode form C, and each of its UTF-8 bytes is a token.
-    The tags ``<think>``, ``<answer>`` and their closing tags are one token each, which decoding does not skip."""
+    """Create a byte-level tokenizer: a text is converted to the Unicode normal form C (NFC), and each of its UTF-8
+    bytes is a token. The tags ``<think>``, ``<answer>`` and their closing tags are one token each, and remain in
+    decoded texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
     tokenizer = Qwen2Tokenizer(
@@ -167,8 +169,9 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int, 
 
 
 def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Tokenise the chat prompts of B expressions, each followed by its solution and the end token. Returns tokens [B,
-    S] int64, right-padded, and a mask [B, S] bool, True on the tokens of the solution including the end token."""
+    """Tokenise the chat prompts of B arithmetic expressions, each followed by its solution and the end token. Returns
+    tokens [B, S] int64, right-padded, and a mask [B, S] bool, True on the tokens of the solution including the end
+    token."""
     chats = [[{"role": "user", "content": question(expression)}] for expression in expressions]
     prompts = [str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
     heads = tokenizer(prompts, add_special_tokens=False).input_ids
@@ -198,10 +201,10 @@ def reproduces(
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
     """Measure a policy's ``accuracy`` and ``skill`` on held-out problems with greedy decoding.
 
-    The policy was fine-tuned on solutions by a program that makes one kind of mistake in random steps. The accuracy is
-    the share of problems whose greedy solution has no mistake. The skill is the share of problems whose greedy solution
-    has no mistake of another kind. A solution in another format than the program's counts as wrong in both, so both
-    numbers are lower bounds.
+    The policy was fine-tuned on solutions by a program that makes one kind of mistake in random steps of the
+    computation. The accuracy is the share of problems whose greedy solution has no mistake. The skill is the share of
+    problems whose greedy solution has no other mistakes than those of this kind. A solution in another format than the
+    program's counts as wrong in both, so both numbers are lower bounds.
     """
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # in the first, no step is careless

@@ -16,9 +16,9 @@ LARGEST = 32.0  # nats; numbers per token are clipped to +- this value
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose files of completions, evenly spread over each run, that together have about ``limit`` completions. Returns
-    a list of (index of the run, file), ordered by run, stage and rollout, and a sentence on what was left out, which is
-    empty if nothing was."""
+    """Choose files of completions for the page, evenly spread over each run, that together have about ``limit``
+    completions. Returns a list of pairs (index of the run, file), ordered by run, stage and rollout, and a sentence for
+    the page about the completions that were left out; the sentence is empty if none were."""
     every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:
@@ -33,12 +33,13 @@ def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, P
 
 
 def block(path: Path, run: int) -> dict[str, Any]:
-    """Convert the completions of one file to values that JSON can represent: run, stage, step, rows, and the number of
-    unreadable lines in ``damaged``.
+    """Convert the completions of one file to a dict that JSON can represent, with the keys ``run``, ``stage``,
+    ``step``, ``rows`` (one dict per completion) and ``damaged`` (the number of unreadable lines).
 
-    If the run stored numbers per token, each row also has them as little-endian integers in base64, and ``pieces`` has
-    the texts of tokens. The index of a token's text is uint32. Log-probability, entropy, the trainer's minus the
-    sampler's log-probability, and the teacher's minus the policy's are int16 in thousandths of a nat.
+    If the run stored numbers per token, each row also has them as little-endian integers in base64, and the key
+    ``pieces`` has the texts of tokens. A row's numbers are: the index of each token's text in ``pieces``, as uint32;
+    and its log-probability, its entropy, the trainer's minus the sampler's log-probability, and the teacher's minus the
+    policy's, as int16 in thousandths of a nat.
     """
     stage, _, step = path.stem.rpartition("-")
     lines, rows = read_lines(path, errors="replace"), []

@@ -25,8 +25,9 @@ def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
     """Render one HTML page about one or more runs. ``runs`` maps each run's folder to its logged scalars.
 
     If the runs have more than ``limit`` completions, the page has those of some rollouts only, evenly spaced in each
-    run, and says so. A model's output is stored as JSON in which ``<`` is escaped, and is shown only as text. The
-    content security policy forbids network requests, and all scripts except the page's own.
+    run, and says so. The texts that a model wrote are stored as JSON in which ``<`` is escaped, and are shown only as
+    text, never as HTML. The page's content security policy forbids network requests, and all scripts except the page's
+    own.
     """
     chosen, note = choose_files(list(runs), limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
@@ -59,10 +60,10 @@ def _as_json(value: object) -> str:
 
 
 def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return what the page shows of a run, except completions, as values that JSON can represent: the run's name,
-    whether it is running, its duration, curves (steps and values by tag) of reward, times, memory and speculation, a
-    summary, results of the run's checks, the comparison with a teacher, the settings, and the settings that each resume
-    changed."""
+    """Return all data of a run that the page shows, except completions, as a dict that JSON can represent: the run's
+    name, whether it is running, its duration, curves (steps and values by tag) of reward, times, memory and speculative
+    decoding, a summary, results of the run's checks, the comparison with a teacher, the settings, and the settings that
+    changed each time the run was resumed."""
     config = plain_yaml(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))

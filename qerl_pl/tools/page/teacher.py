@@ -12,12 +12,12 @@ MOST_TOKENS = 12
 
 def teacher_tables(run: Path) -> dict[str, Any] | None:
     """Compare the policy's log p with the teacher's log q at sampled tokens, in two rollouts: the first and the last
-    for which the run stored numbers per token with a teacher. None if there is none.
+    for which the run stored the teacher's numbers per token. Returns None if there is no such rollout.
 
-    Returns values that JSON can represent: ``rollouts``, the indices of the two rollouts; ``positions``, one row per
-    range of positions with the mean of log p - log q in each rollout, which estimates KL(p || q) there (None if no
-    completion is that long); and ``tokens``, one row (text, number of occurrences, mean) for each of the tokens with
-    the largest sum of log p - log q in the last rollout.
+    Otherwise returns a dict that JSON can represent: ``rollouts``, the indices of the two rollouts; ``positions``, one
+    row per range of token positions with the mean of log p - log q in each rollout, which estimates KL(p || q) there
+    (None if no completion is that long); and ``tokens``, one row (text, number of occurrences, mean) for each of the
+    tokens with the largest sum of log p - log q in the last rollout.
     """
     paths = sorted(run.glob("completions/train-*.safetensors"))
     if not paths:
