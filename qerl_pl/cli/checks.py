@@ -24,13 +24,13 @@ OTHER_TRAINING = {
     "BackboneFinetuning": "the base is frozen and may be packed",
     "BaseFinetuning": "the base is frozen and may be packed",
 }
-"""Callbacks of Lightning that do not work in this program, because they change how or what is trained, each with the
-reason or with what to do instead."""
+"""Callbacks of Lightning that a run refuses, because they change how or what is trained. The values are texts for the
+error message: the reason, or what to do instead."""
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
     """Raise ValueError if a setting that needs a mapping of named settings has a plain value or a list, as in
-    ``sampling: [1]``. ``groups`` are the names of the settings that need a mapping."""
+    ``sampling: [1]``. ``groups`` are the names of the settings for which this is checked."""
     for name in groups:
         value = config.get(name)
         if not isinstance(value, Namespace | Mapping | None):
@@ -58,12 +58,12 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
 
 
 def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
-    """Return the callbacks of the parsed setting ``trainer.callbacks`` that a run uses. If a class of the package
-    ``callbacks`` is listed more than once, only its last entry is returned.
+    """Return the callbacks that a run uses, from the parsed setting ``trainer.callbacks``. If a class of this project's
+    package ``callbacks`` is listed more than once, only its last entry is returned.
 
     Raises:
-        ValueError: a callback is listed that is part of every run (``always``, class paths), or one of Lightning's that
-            does not work in this program.
+        ValueError: a callback is listed that is part of every run (``always`` has the class paths of these), or one of
+            Lightning's that does not work in this program.
     """
     usable: dict[object, Namespace] = {}
     for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
@@ -87,8 +87,9 @@ def check_class_paths(value: Any, place: str = "") -> None:
     whose return annotation says what it makes. ``place`` is the dotted name of ``value``, for the error message.
 
     Without this check, jsonargparse calls any object that is named where a callable is expected, such as a reward, and
-    checks only its result. The class of a reward, also one that a function is annotated to return, must have a
-    ``__call__`` with a reward's parameters. A function that is annotated to return ``Callable`` is accepted unchecked.
+    checks only its result. The class of a reward must have a ``__call__`` with a reward's parameters; this also holds
+    for the class that a function is annotated to return. A function that is annotated to return ``Callable`` is
+    accepted unchecked.
     """
     if isinstance(value, Namespace | Mapping):
         inside = vars(value) if isinstance(value, Namespace) else value

@@ -1,5 +1,5 @@
-"""Shorten jsonargparse's error messages to the wrong value, what was expected, and the most similar known name. The
-messages are parsed as text, because jsonargparse's exceptions have no other attributes."""
+"""Shorten jsonargparse's error messages about a configuration to the wrong value, what was expected, and the most
+similar known name. The messages are parsed as text, because jsonargparse's exceptions have no other attributes."""
 
 import importlib
 import inspect
@@ -16,11 +16,11 @@ from qerl_pl.common.run_folder import plain_yaml
 
 MOST_LINES = 5
 GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
-"""Beginnings of jsonargparse's messages about members of a union type, if the user probably did not mean these members;
-such messages are dropped."""
+"""Beginnings of those lines in jsonargparse's messages that can be dropped. For a value of a union type, jsonargparse
+reports an error for each member of the union; these lines are about members that the user probably did not mean."""
 LINK = re.compile(r"^.*\bcall to compute_fn of link .*? with args \(.*?\) failed: ", re.DOTALL | re.IGNORECASE)
-"""Matches the beginning of jsonargparse's messages about a setting that a function computes from other settings; the
-function's own message follows."""
+"""Matches the beginning of jsonargparse's message about an error in a function that computes a setting from other
+settings; the function's own message follows."""
 KEY = r'[Pp]arser key "([^"]+)"'
 TYPES = {
     "int": "a whole number",
@@ -59,12 +59,12 @@ OTHER_NAMES = {
 """Maps names of settings in other programs to the corresponding setting of this program, which error messages
 suggest."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
-"""Classes whose error messages already name settings by their command-line path, so that the class is not named in
-front of the message."""
+"""Classes whose own error messages already name settings by their command-line path. For other classes, the name of the
+class is put in front of the message."""
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    """Shorten an error message of jsonargparse. Of a message of an unknown kind, the first five lines are returned.
+    """Shorten an error message of jsonargparse. If its kind is not known, the first five lines are returned.
 
     Args:
         keys: dotted paths of all settings, from which the most similar one is suggested.
@@ -85,9 +85,9 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
 
 def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
-    """Reduce jsonargparse's error message about the value of a setting to the cause. For a setting with a union type,
-    jsonargparse's message has an error for each member of the union; only those for members that the user probably
-    meant are kept. Any other message is returned as it is."""
+    """Reduce jsonargparse's error message about the value of a setting to the cause. If the setting has a union type,
+    the message has an error for each member of the union; only those for members that the user probably meant are kept.
+    A message that is not about a setting's value is returned unchanged."""
     message = LINK.sub("", message)
     subject = re.search(KEY, message)
     if subject is None and "Subtypes:" not in message:
@@ -114,8 +114,8 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
 
 
 def of_error(error: Exception, arguments: Sequence[str]) -> str:
-    """Format an exception as ``CLASS: message``, where CLASS is the class in the configuration whose constructor raised
-    it."""
+    """Format an exception for the user as ``CLASS: message``. CLASS is the class named in the configuration whose
+    constructor raised the exception."""
     if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
         return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
     text, name = of_the_value(str(error), arguments), _constructor_of(error)
@@ -136,8 +136,9 @@ def _constructor_of(error: BaseException) -> str:
 
 
 def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """Rewrite jsonargparse's description of an error, ``cause``, at the setting ``place``. The result names the class
-    whose arguments were wrong and, for an unknown setting or import path, the most similar existing one."""
+    """Rewrite jsonargparse's description of an error, ``cause``, at the setting ``place`` for the user. The result
+    names the class whose arguments were wrong. For an unknown setting or import path, it also names the most similar
+    existing one."""
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
     place = ": ".join(filter(None, [place, *named, *re.findall(f"{KEY}:", cause)[-1:]]))
@@ -240,8 +241,8 @@ def _members(path: str) -> list[str]:
 
 
 def _where(pattern: str, arguments: Sequence[str]) -> str:
-    """Find the first line that matches a pattern in the YAML files named on a command line. Returns a text such as ``
-    (FILE, line 3)``, or the empty string if no line matches."""
+    """Find the first line that matches a regular expression in the YAML files named on a command line. Returns a text
+    such as `` (FILE, line 3)`` for an error message, or the empty string if no line matches."""
     for path in config_files(arguments):
         if path.is_file():
             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):

@@ -14,9 +14,9 @@ SAME_PROBLEMS = ("batch_size", "max_dropped_share", "show_prompt", "val_batch_si
 
 
 def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
-    """Return the first of the folders ``wanted``, WANTED-2, WANTED-3, ... that holds no evaluation, or one with equal
-    settings. ``now`` has the settings of this evaluation, in the form of its config.yaml. If the result is not
-    ``wanted``, a message names the folder and the settings that differ."""
+    """Return the folder for the results of an evaluation: the first of the folders ``wanted``, WANTED-2, WANTED-3, ...
+    that holds no evaluation, or one with equal settings. ``now`` has the settings of this evaluation, in the form of
+    its config.yaml. If the result is not ``wanted``, a message names the folder and the settings that differ."""
     reason, folder = "", wanted
     for number in itertools.count(2):
         different = _differences(folder, now)
@@ -30,8 +30,8 @@ def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
 
 
 def different_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the names of the settings that differ between two evaluations, given as the contents of their config.yaml.
-    Only settings of the policy, the problems and the sampling are compared."""
+    """List the names of the settings that differ between two evaluations, of which ``before`` and ``now`` are the
+    contents of their config.yaml. Only settings of the policy, the problems and the sampling are compared."""
     old, new = _deciding_settings(before), _deciding_settings(now)
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
@@ -48,8 +48,9 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(folder: Path, now: Mapping[str, Any]) -> list[str]:
-    """List the settings that differ between this evaluation (``now``) and those whose results are in a folder. These
-    are read from every config.yaml in the folder, because a logger may have put it into a subfolder."""
+    """List the settings that differ between this evaluation, whose settings are ``now``, and the evaluations whose
+    results are already in ``folder``. The settings of those are read from every config.yaml in the folder and its
+    subfolders, because a logger may have made a subfolder for it."""
     names = []
     for path in sorted(folder.rglob("config.yaml")):
         try:

@@ -1,5 +1,5 @@
-"""Format the ``--help`` of commands whose options jsonargparse builds from type hints: a short usage, types in words,
-and no options that the program would refuse."""
+"""Format the ``--help`` of commands whose options jsonargparse builds from type hints. It shows a short usage line and
+types in words, and leaves out options that the program would refuse."""
 
 import inspect
 import re
@@ -90,8 +90,8 @@ class HelpFormatter(DefaultHelpFormatter):
 
 
 def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind, "__name__", str(kind))) -> str:
-    """Describe a type hint in the words of a YAML file, e.g. ``int or null`` or ``list of str``. ``shown`` returns the
-    text for a class, or for a value of a Literal."""
+    """Describe a type hint in words for the user of a YAML file, e.g. ``int or null`` or ``list of str``. ``shown``
+    returns the text for a class, or for a value of a Literal."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(shown(value) for value in inside)
@@ -106,8 +106,8 @@ def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind,
 
 
 def in_plain_text(text: str) -> str:
-    """Convert reStructuredText to plain text: ``:class:`~a.b.Name``` becomes ``Name``, and double backticks become
-    single ones. If the text states a default that the help states anyway, it is removed."""
+    """Convert reStructuredText to plain text for ``--help``: ``:class:`~a.b.Name``` becomes ``Name``, and double
+    backticks become single ones. A default that the text states is removed if the help states it anyway."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
     text = re.sub(r"``(.*?)``", r"`\1`", text)
     return re.sub(r"\.?\s+Default: [`\w\".-]+\.? \((?=.*default: )", ". (", text, flags=re.DOTALL)

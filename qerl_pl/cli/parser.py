@@ -1,4 +1,4 @@
-"""The argument parser of the training commands. It accepts the name of an objective in place of its settings
+"""The argument parser of the training commands. It accepts the name of a published objective in place of its settings
 (``objective: dapo``), prints short errors and a readable ``--help``, and writes configurations in which every setting
 has its value."""
 
@@ -73,9 +73,9 @@ def spelt_out(arguments: Sequence[str]) -> list[str]:
 
 @cache
 def accept_words() -> None:
-    """Change jsonargparse so that it reads ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. Also, a
-    mapping with ``class_path`` that is the value of a parameter without a type, or of type Any, is no longer replaced
-    by an object of that class. A second call has no effect."""
+    """Change jsonargparse in two ways. It reads ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. And if a
+    parameter has no type, or the type Any, it leaves a mapping with ``class_path`` as it is, instead of replacing it by
+    an object of that class. A second call has no effect."""
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _with_presets(load(text)), exceptions=(yaml.YAMLError,))

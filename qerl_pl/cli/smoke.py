@@ -20,8 +20,8 @@ HELP = (
 
 
 class WholeRun(NamedTuple):
-    """Sizes of the run that a smoke test stands for. The smoke test has smaller ones, and would not notice that these
-    do not fit the model or the data."""
+    """Sizes of the run whose configuration a smoke test tries. The smoke test itself has smaller ones, so the caller
+    checks separately that these fit the model and the data."""
 
     batch_size: int
     """Prompts per rollout."""
@@ -72,8 +72,8 @@ def free_folder(folder: str) -> str:
 
 def _few(batch_size: int, *shared_by: int) -> int:
     """Return the batch size of a smoke test: the smallest divisor of ``batch_size`` that is at least two and a multiple
-    of each number in ``shared_by``. These are the numbers of ranks and of mini-batches, among which a batch is divided.
-    If there is no such divisor, ``batch_size`` is returned."""
+    of each number in ``shared_by``, which are the numbers of ranks and of mini-batches among which a batch is divided.
+    If there is no such divisor, the result is ``batch_size``."""
     parts = (size for size in range(2, batch_size) if batch_size % size == 0)
     return next((size for size in parts if not any(size % number for number in shared_by)), batch_size)
 

@@ -1,5 +1,5 @@
 """The training and evaluation commands: a LightningCLI that writes all files of a run to one folder. If several
-settings must have the same value, the user sets one of them, and the value is copied to the others."""
+settings must have the same value, the user sets one of them, and the command line copies the value to the others."""
 
 import importlib
 import inspect
@@ -58,8 +58,8 @@ ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN
 
 
 class SaveAcceptedConfig(SaveConfigCallback):
-    """Callback that writes config.yaml atomically when training begins, so that a start that fails earlier leaves the
-    old file unchanged.
+    """Callback that writes config.yaml to the run's folder, atomically, when training begins. A start that fails before
+    that leaves the old file unchanged.
 
     Checkpoints also contain the text of config.yaml. A resumed run compares its settings with this text, because the
     file may have been edited or removed, or may belong to another run.
@@ -103,8 +103,9 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI that gives each run one folder, and copies the value of a setting to others that must be equal to
-    it. With ``run_now=False``, it builds module, data and trainer without running the subcommand."""
+    """LightningCLI that writes all files of a run to one folder, and copies the value of a setting to other settings
+    that must be equal to it. With ``run_now=False``, it builds module, data and trainer without running the
+    subcommand."""
 
     def __init__(self, *args: Any, run_now: bool, **named: Any) -> None:
         self._run_now = run_now
@@ -223,8 +224,8 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
-        """Set the folder that the loggers write to, without Lightning's default subfolder lightning_logs/version_0. A
-        logger whose ``save_dir`` the user set keeps that folder."""
+        """Set the folder that the loggers write to. Lightning's default subfolder lightning_logs/version_0 is not used.
+        A logger whose ``save_dir`` the user has set keeps that folder."""
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
@@ -243,12 +244,13 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger has a logger twice, and both would write the same files: leave one out")
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing. Lightning would read hyperparameters from the checkpoint; this program takes all settings from
-        the configuration of the command."""
+        """Override a method of Lightning that reads hyperparameters from the checkpoint, and do nothing: all settings
+        come from the configuration of the command."""
 
     def _add_instantiators(self) -> None:
-        """Do nothing: Lightning's way to build module and data only hands their settings to ``save_hyperparameters``,
-        which this project does not call. Collecting them would take a quarter of the time for a configuration."""
+        """Override a method of Lightning, and do nothing. Lightning's method collects the settings of module and data
+        for ``save_hyperparameters``, which this project does not call. Collecting them would take a quarter of the time
+        for a configuration."""
 
 
 def _default_of(class_path: str, name: str) -> Any:

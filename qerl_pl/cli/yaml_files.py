@@ -49,9 +49,10 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def config_path(name: str) -> Path:
-    """Return the path of a configuration. ``name`` is a file, or the name of a configuration of this package, with or
-    without its folder, as in ``eval/gsm8k``. If a name exists in eval/ and in another folder, the file in the other
-    folder is taken: ``gsm8k`` means ``tasks/gsm8k``. ValueError: there is none; the message lists the known names."""
+    """Return the path of a configuration file. ``name`` is a file, or the name of a configuration of this package, with
+    or without its folder, as in ``eval/gsm8k``. If a name exists in the folder eval and in another one, the file in the
+    other folder is taken: ``gsm8k`` means ``tasks/gsm8k``. ValueError: there is no such file or name; the message lists
+    the known names."""
     if Path(name).is_file():
         return Path(name)
     known = {
@@ -115,11 +116,12 @@ def check_yaml(path: Path) -> None:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file as nodes. ``expected`` says, for error messages, what the file should contain.
+    """Read a YAML file and check it; returns its root node. ``expected`` says, for error messages, what the file should
+    contain.
 
     Raises:
-        ValueError: a key is duplicate (YAML itself would take the last value), an alias is cyclic, or aliases of
-            aliases stand for more than ``MOST_VALUES`` values; the message has file and line.
+        ValueError: the file is no YAML mapping, a key is duplicate (YAML itself would take the last value), an alias is
+            cyclic, or aliases of aliases stand for more than ``MOST_VALUES`` values; the message has file and line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -146,8 +148,8 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
 
 def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
     """Check a node of a YAML file, and return the number of values in it, counting an alias as the values that it
-    stands for. ``above`` has the identities of the nodes that contain it, and ``sizes`` the numbers of nodes that were
-    checked before."""
+    stands for. ``above`` has the ids of the nodes that contain this one. ``sizes`` has the results for nodes that were
+    checked before, by their ids."""
     if id(node) in above:
         raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
     if id(node) in sizes:
