@@ -33,8 +33,8 @@ _with_place = warnings.formatwarning
 
 
 def quieten() -> None:
-    """Suppress library messages that match ``WARNINGS`` and ``MESSAGES``, and the tracebacks of errors in threads that
-    the main thread reports later. Warnings of this program are printed in one line each."""
+    """Suppress library messages that match the patterns in ``WARNINGS`` and ``MESSAGES``, and the tracebacks of errors
+    in threads that the main thread reports later. Warnings of this program are printed in one line each."""
     warnings.formatwarning = _in_one_line
     threading.excepthook = _unless_kept
     for pattern in WARNINGS:

@@ -136,9 +136,8 @@ def _constructor_of(error: BaseException) -> str:
 
 
 def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """Rewrite jsonargparse's description of an error, ``cause``, at the setting ``place`` for the user. The result
-    names the class whose arguments were wrong. For an unknown setting or import path, it also names the most similar
-    existing one."""
+    """Rewrite jsonargparse's description of an error at a setting; an unknown name is followed by the most similar
+    one."""
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
     place = ": ".join(filter(None, [place, *named, *re.findall(f"{KEY}:", cause)[-1:]]))
@@ -241,8 +240,8 @@ def _members(path: str) -> list[str]:
 
 
 def _where(pattern: str, arguments: Sequence[str]) -> str:
-    """Find the first line that matches a regular expression in the YAML files named on a command line. Returns a text
-    such as `` (FILE, line 3)`` for an error message, or the empty string if no line matches."""
+    """Find the first line that matches a pattern in the YAML files of a command line, as text such as `` (FILE, line
+    3)``."""
     for path in config_files(arguments):
         if path.is_file():
             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):

@@ -48,9 +48,8 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(folder: Path, now: Mapping[str, Any]) -> list[str]:
-    """List the settings that differ between this evaluation, whose settings are ``now``, and the evaluations whose
-    results are already in ``folder``. The settings of those are read from every config.yaml in the folder and its
-    subfolders, because a logger may have made a subfolder for it."""
+    """List the settings in which this evaluation (``now``) differs from the ones whose config.yaml is in a folder or
+    below."""
     names = []
     for path in sorted(folder.rglob("config.yaml")):
         try:

@@ -224,8 +224,7 @@ class QeRLCLI(LightningCLI):
         return trainer
 
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
-        """Set the folder that the loggers write to. Lightning's default subfolder lightning_logs/version_0 is not used.
-        A logger whose ``save_dir`` the user has set keeps that folder."""
+        """Set the folder that the loggers write to; a logger whose ``save_dir`` the user has set keeps that folder."""
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
@@ -248,9 +247,7 @@ class QeRLCLI(LightningCLI):
         come from the configuration of the command."""
 
     def _add_instantiators(self) -> None:
-        """Override a method of Lightning, and do nothing. Lightning's method collects the settings of module and data
-        for ``save_hyperparameters``, which this project does not call. Collecting them would take a quarter of the time
-        for a configuration."""
+        """Do nothing. Lightning's method collects settings for ``save_hyperparameters``, which is not called here."""
 
 
 def _default_of(class_path: str, name: str) -> Any:

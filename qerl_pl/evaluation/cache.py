@@ -79,9 +79,8 @@ def evaluation_identity(
 
 
 def _source(value: object) -> str:
-    """Return the import path of a class or function, or of the class of an object, with a digest of its source file. If
-    the file belongs to a package, the digest is of all Python files in the same folder, because they may use one
-    another."""
+    """Return the import path of a class or function, or of an object's class, with a digest of the files that define
+    it."""
     owner: Any = value if isinstance(value, type | FunctionType) else type(value)
     path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))

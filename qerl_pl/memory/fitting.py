@@ -126,8 +126,8 @@ def usable(gpu_bytes: int) -> int:
 
 
 def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
-    """Return the smallest GPU memory, in whole GiB, on which a run fits, if the settings that it leaves open are chosen
-    for that size."""
+    """Return the smallest GPU memory, in whole GiB, on which a run fits, if the settings that the user has left open
+    are chosen for that size."""
 
     def fits(gib: int) -> bool:
         return fitted(shape, run, gib * GIB).peak <= usable(gib * GIB)

@@ -184,9 +184,8 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
-    """Predict the memory of a teacher model: its weights and its forward passes. For a divergence over the whole
-    vocabulary, these are also its hidden states at all completion tokens of the rollout, a copy of its output head if
-    its other weights are in host memory, and five tensors of the size of a chunk of logits."""
+    """Predict the memory of a teacher model: weights, forward passes and, for a divergence over the vocabulary,
+    states."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

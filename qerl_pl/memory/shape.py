@@ -100,8 +100,8 @@ class ModelShape:
     last_linear: str
     """Name of the last linear layer of a block (e.g. ``down_proj``), whose output is not needed for backward."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name, number of outputs N and number of inputs K of each linear layer of a block that LoRA may adapt; the largest
-    of all blocks."""
+    """Name, number of outputs N and number of inputs K of each linear layer of a block that LoRA may adapt; if blocks
+    differ, the largest sizes."""
     linear_bytes: int
     """Bytes of the trainer's linear layers except the head."""
     engine_linear_bytes: int

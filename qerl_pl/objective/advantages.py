@@ -17,11 +17,8 @@ False, the completion has no reward, and its advantage has to be 0."""
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
     """Return [P] bool: True for groups (the completions of one prompt) in which at least two scored rewards differ, so
-    that the built-in rules of ``group_advantages`` give advantages other than 0. ``rewards`` and ``scored`` are as
-    there.
-
-    ValueError: the shapes differ or are not [P, G], or a scored reward is not finite.
-    """
+    that the built-in rules of ``group_advantages`` give advantages other than 0. Arguments and errors are those of
+    ``group_advantages``."""
     if rewards.ndim != 2 or rewards.shape != scored.shape:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} and scored {tuple(scored.shape)}; expected the same [P, G] for both"

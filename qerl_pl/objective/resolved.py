@@ -216,8 +216,8 @@ class ResolvedObjective:
         """Compute the loss of one micro-batch; the sum over micro-batches is the loss of the batch.
 
         Returns:
-            The whole loss; the policy loss alone (without KL, entropy and teacher), with sums for its metrics; and the
-            sum over tokens of the estimated KL to the reference, in nats.
+            The whole loss []; a ``PolicyLoss`` with the policy loss alone (without KL, entropy and teacher) and sums
+            for its metrics; and the sum [] over tokens of the estimated KL to the reference, in nats.
         """
         logprobs, old_logprobs, importance = inputs.logprobs, inputs.old_logprobs, inputs.importance
         weights = row_weights(inputs.mask, self.aggregation, inputs.divisor)

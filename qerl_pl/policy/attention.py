@@ -134,8 +134,7 @@ def _attention(
     shared_prompts: SharedPrompts | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention function with the signature that transformers' ``AttentionInterface`` prescribes: inputs [1, heads, T,
-    D] for T packed tokens, output [1, T, heads, D]. Without ``cu_seq_lens_q``, it calls transformers' "sdpa"."""
+    """Compute attention as transformers' ``AttentionInterface`` prescribes: [1, heads, T, D] to [1, T, heads, D]."""
     if cu_seq_lens_q is None or max_length_q is None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}

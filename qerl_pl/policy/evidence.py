@@ -51,8 +51,8 @@ COPIED = ("any earlier", "the previous", "the first", "the one half a group earl
 
 
 def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tensor:
-    """Compute the log-probabilities of tokens under the trainer's distribution q = softmax(logits) and under K
-    alternatives, which ``ALTERNATIVES`` lists:
+    """Compute the log-probabilities of sampled tokens under the trainer's distribution q = softmax(logits), and under K
+    other distributions, from which a faulty engine might sample (``ALTERNATIVES`` lists them):
 
     - q^b normalised, that is, q at another temperature, for each b of ``POWERS``;
     - q with top_p = m for each m of ``NUCLEI``, and with top_k = k for each k of ``TOPS``, each mixed with a share
@@ -64,11 +64,12 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
 
     Args:
         logits: [R, V] fp32 or fp64 for R tokens and a vocabulary of V, already divided by the sampling temperature.
-        targets: [R] int64 in [0, V).
+        targets: [R] int64 in [0, V), the sampled tokens.
         ends: [E] int64, end tokens; may be empty.
 
     Returns:
-        [R, 1 + K] in nats, in the dtype of the logits; column 0 is log q.
+        [R, 1 + K] in nats, in the dtype of the logits; column 0 is for q, the others are in the order of
+        ``ALTERNATIVES``.
     """
     log_q = logits.log_softmax(dim=1)
     q, log_q_target = log_q.exp(), log_q.gather(1, targets.unsqueeze(1))  # [R, V], [R, 1]

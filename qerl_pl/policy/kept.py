@@ -33,8 +33,8 @@ class Kept:
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """Remove and return the next stored result, as a tensor without autograd history. RuntimeError: no result is
-        left, because backward runs a second time over the same graph."""
+        """Remove and return the next of the results that ``put`` stored in the forward pass, as a tensor without
+        autograd history. RuntimeError: none is left, because backward runs a second time over the same graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"
@@ -94,8 +94,8 @@ def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 class _Run:
-    """Context in which a decoder block runs in forward, or again in backward. It can be entered several times, because
-    torch enters the context of the second run once per call of backward."""
+    """Context of a decoder block's run in forward, or of its second run in backward, which torch may enter several
+    times."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

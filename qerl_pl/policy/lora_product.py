@@ -35,8 +35,8 @@ class Adapted(NamedTuple):
     """Frozen weight of one linear and its LoRA adapter, an argument of ``lora_products``."""
 
     dense: Dense
-    """Function that returns W [N, K] in a given dtype, always with the same values. It is called for each matrix
-    product, so a dequantised W exists only during one product."""
+    """Function that returns the frozen weight W [N, K] in a given dtype, always with the same values. It is called for
+    each matrix product, so a dequantised W exists only during one product."""
     bias: Tensor | None
     """[N], frozen."""
     a: Tensor
@@ -46,8 +46,8 @@ class Adapted(NamedTuple):
     scaling: float
     """s."""
     kept: Kept | None = None
-    """Storage of selective gradient checkpointing: y is stored there in forward, and read from there when backward
-    recomputes the block. None: y is not stored."""
+    """Storage of selective gradient checkpointing: the layer's output y is stored there in forward, and read from there
+    when backward recomputes the block. None: y is not stored."""
 
 
 def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
@@ -94,8 +94,8 @@ def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
 
 
 class _Adapted(torch.autograd.Function):
-    """Autograd node that computes x A^T and s B, and saves what backward needs. It allocates y without computing it:
-    ``lora_products`` writes the values of y afterwards."""
+    """Autograd node of ``lora_products``. It saves what backward needs, and allocates the outputs, which are written
+    later."""
 
     @staticmethod
     def forward(

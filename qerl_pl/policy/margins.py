@@ -42,12 +42,12 @@ def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
 
 
 def chance_of_far(logprobs: Tensor) -> Tensor:
-    """Compute the probability that the margin of a token (``margins``) exceeds log ``FAR`` if the token was sampled
-    with noise that is independent of the noise from which the margin is computed.
+    """Compute the probability that the margin of a token (``margins``) exceeds log 8 if the token was sampled with
+    noise that is independent of the noise from which the margin is computed. (8 is the constant ``FAR``.)
 
     The largest sum of logit and noise among the other tokens, minus this sum of the sampled token, has a logistic
-    distribution around log((1 - p) / p), where p is the token's probability. So the result is (1 - p) / (1 - p +
-    ``FAR`` p). ``logprobs`` are log p in nats, of any shape, which is also the shape of the result.
+    distribution around log((1 - p) / p), where p is the token's probability. So the result is (1 - p) / (1 - p + 8 p).
+    ``logprobs`` are log p in nats, of any shape, which is also the shape of the result.
     """
     others = -logprobs.expm1()
     return others / (others + FAR * logprobs.exp())
@@ -62,7 +62,7 @@ def is_audited(logprobs: Tensor) -> Tensor:
 def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
     """Compute, for each token, the log-likelihood ratio of two hypotheses: that the token was sampled with noise
     independent of ``keyed_noise``, to that it was sampled correctly. The only observation that counts is whether the
-    token's margin (``margins``) exceeds log ``FAR``.
+    token's margin (``margins``) exceeds log 8 (``FAR``).
 
     For a correct engine, the probability of such a margin is assumed to be at most ``MAX_FAR_SHARE`` at every token,
     given the tokens before it. The likelihood ratio then has a mean of at most 1, so products of these ratios are

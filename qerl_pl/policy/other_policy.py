@@ -35,20 +35,20 @@ the last update. If this update was small compared with all updates before it, a
 is a large fraction of the last update's effect (``docs/correctness.md``).
 """
 MOST_CERTAIN = 0.95
-"""Largest probability of the tokens that the test uses. The scale of the rounding errors of likelier tokens is too
-small to be estimated well."""
+"""Tokens of a larger probability than this are left out of the test of this module, because the scale of their rounding
+errors is too small to be estimated well."""
 RESOLUTION = 1e-6
 """Number in nats that is added to the scale of each token's rounding errors. Sums of fp32 logits have errors of this
 size, even at tokens of which the policy is certain."""
 STRONGEST = 32.0
-"""Largest strength. The strength is the multiple of the distance to the other policy by which the current policy is
-moved to measure the other policy's effect."""
+"""Largest strength. To measure how another policy would change log-probabilities, the current policy is moved towards
+it by a multiple of the distance between the two, the strength."""
 LARGER = 16.0
-"""Ratio that ``next_strength`` aims at: the difference of logits between the two moved policies, divided by that
-between engine and trainer. At this ratio, rounding errors hardly change the estimated effect of the other policy."""
+"""Ratio that ``next_strength`` aims at: the difference of logits between the policy moved towards another policy and
+the one moved away from it, divided by that between engine and trainer. At this ratio, rounding errors hardly matter."""
 LINEAR = 0.5
-"""Largest mean difference of logits between the two moved policies; up to it, the effect of moving a policy counts as
-proportional to the strength."""
+"""Largest mean difference of logits between the policy moved towards another policy and the one moved away from it. Up
+to it, the difference counts as proportional to the distance of the move."""
 
 
 def moved(current: Mapping[str, Tensor], other: Mapping[str, Tensor], *, by: float) -> dict[str, Tensor]:
@@ -81,8 +81,8 @@ def rounding_scale(trainer: Tensor, sampler: Tensor) -> Tensor:
 
 
 def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
-    """Compute, for each token, the log-likelihood ratio of the hypothesis that it was sampled with the other policy to
-    the hypothesis that it was sampled with the current one, [N] in nats.
+    """Compute, for each token, the log-likelihood ratio of the hypothesis that it was sampled with another policy, such
+    as the one before the last update, to the hypothesis that it was sampled with the current one, [N] in nats.
 
     Let r be the error, d the effect, f the density of the logistic distribution of the given scale, and m =
     ``TOLERATED`` d. The result is log(2 f(r - d) / (f(r - d) + f(r - m + d - m))), where the second density is the
@@ -105,16 +105,16 @@ def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
 
 
 def part(error: Tensor, effect: Tensor, scale: Tensor) -> float:
-    """Estimate by weighted least squares the factor x for which the errors of N tokens are x times the effect of the
-    other policy, plus rounding errors. It is about 0 if the engine is correct, 1 if it sampled all tokens with the
+    """Estimate by weighted least squares the factor x for which the errors of N tokens are x times the effect of
+    another policy, plus rounding errors. It is about 0 if the engine is correct, 1 if it sampled all tokens with the
     other policy, and 0 if the other policy has no effect. The arguments are those of ``token_evidence``."""
     weight = effect / scale.square()
     return (error * weight).sum().item() / max((effect * weight).sum().item(), 1e-12)
 
 
 def next_strength(strength: float, change: float, gap: float) -> float:
-    """Choose the strength for the next rollout's test, from 1 to ``STRONGEST``: the multiple of the distance to the
-    other policy by which the current policy is moved towards it and away from it.
+    """Choose the strength for the next rollout's test, from 1 to ``STRONGEST``: the multiple of the distance to another
+    policy by which the current policy is moved towards it and away from it.
 
     ``change`` is the mean difference of logits (``jumps.logit_gap``) between the two moved policies at the current
     ``strength``, and ``gap`` that between engine and trainer. The result is the strength at which ``change`` would be

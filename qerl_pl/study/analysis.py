@@ -71,11 +71,11 @@ class Judged(NamedTuple):
     adjusted: float
     """P-value of the comparison after Holm's adjustment for all comparisons by the same readout."""
     seen_from: float
-    """Smallest true difference that the adjusted test finds significant with a probability of 80 %; NaN if there are
-    too few pairs of runs for any significant result."""
+    """Smallest true difference that is significant, after Holm's adjustment for all comparisons by the same readout,
+    with a probability of 80 %; NaN if there are too few pairs of runs for any significant result."""
     seeds: int | None
-    """Number of pairs of runs with which the adjusted test finds a true difference of ``TINY_DIFFERENCE`` significant
-    with a probability of 80 %; None if the number is too large, or the standard deviation of the differences is
+    """Number of pairs of runs with which a true difference of ``TINY_DIFFERENCE`` is significant, after Holm's
+    adjustment, with a probability of 80 %; None if it is too large, or the standard deviation of the differences is
     unknown."""
 
 
@@ -195,8 +195,7 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Return a sentence on the duration of the finished runs: the hours of all runs, in total and for each command
-    (training and evaluations), and the median duration of a run in seconds."""
+    """Return a sentence on the duration of the finished runs, in total, for each command, and in the median."""
     done = [state.seconds_done(run) for run in runs]
     names = dict.fromkeys(name for seconds in done for name in seconds)
     hours = {name: sum(seconds.get(name, 0.0) for seconds in done) / 3600 for name in names}
@@ -208,8 +207,7 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
-    """Return lines that name the best point of the grid for each arm with runs at several points: the one with the
-    highest mean of the readout that decides the study."""
+    """Return lines that name, for each arm with runs at several points of the grid, the best point."""
     metric, lines = study.analysis.metric, []
     for arm in study.arms:
         means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}
@@ -242,7 +240,8 @@ def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     """Write the analysis of a study to files in ``folder``, and return the text of analysis.md.
 
     The files are analysis.md, readouts.csv, comparisons.jsonl, and surprisal/ARM_POINT.json with the entropy of
-    sampling at each rollout, in nats per token, averaged over the runs of an arm at a point of the grid.
+    sampling at each rollout, in nats per token, averaged over the runs of an arm (named configuration) at a point of
+    the grid (a combination of values of options).
     """
     collapsed = not_finite(study, groups)
     rank_collapsed_last(groups, study.analysis.metric)

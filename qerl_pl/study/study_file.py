@@ -234,8 +234,7 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
 
 
 def _named(sections: Mapping[Any, Any], where: str) -> dict[str, Settings]:
-    """Check a mapping from names, such as those of arms, to settings, and return it with an empty mapping in place of
-    null. ``where`` is the place in the file, for error messages."""
+    """Check a mapping from names, such as those of arms, to settings, and return it; null means no settings."""
     for name, settings in sections.items():
         text = f"{where}.{name} is {settings!r}; expected settings by their names, as in a -c file"
         _require(isinstance(settings, dict | None), text)

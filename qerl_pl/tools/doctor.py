@@ -145,8 +145,7 @@ def _gpus(driver: Path) -> list[str]:
 
 
 def _quickstart() -> str:
-    """Return the commands, as text for the user, that start the quickstart from the current folder: ``make quickstart``
-    in a clone of the repository, else three commands of the program."""
+    """Return the commands that start the quickstart from the current folder, as text for the user."""
     if Path("Makefile").is_file() and Path("configs", "quickstart.yaml").is_file():
         return "make quickstart"
     folder = "models/tiny-0"

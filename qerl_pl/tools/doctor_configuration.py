@@ -160,9 +160,8 @@ def _data(datamodule: Any) -> str:
 
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
-    """Score completions that consist of the known answer of a problem, and completions without an answer. Returns a
-    sentence with the mean of each reward for both kinds. If both kinds get the same rewards, the sentence says so,
-    because the policy could then learn nothing from the difference."""
+    """Score completions that consist of the known answer, and ones without an answer; returns a sentence with the
+    means."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)
@@ -233,9 +232,7 @@ def _folder(config: dict[str, Any]) -> str:
 
 
 def _start_engine(arguments: list[str]) -> str:
-    """Start the rollout engine of ``fit`` on one device and in a temporary folder, and close it; returns a sentence
-    with the seconds that this took. Before that, this loads the base and, if the configuration says so, downloads and
-    quantises it."""
+    """Start the rollout engine once, in a temporary folder; returns a sentence with the seconds that this took."""
     seconds = 0.0
 
     def start(trainer: Any, module: Any) -> None:

@@ -118,8 +118,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
 
 
 def _check_shapes(adapter: Mapping[str, Tensor], base: Path) -> None:
-    """Raise ValueError if a tensor of an adapter does not fit its base: the base has no such parameter, or one of
-    another size. Tensors of adapters on experts are not checked. Only the base's config.json is read."""
+    """Raise ValueError if the base has no parameter for a tensor of an adapter, or one of another size (experts
+    excepted)."""
     shapes = {name: parameter.shape for name, parameter in meta_model(base).named_parameters()}
     for name, tensor in adapter.items():
         linear, lora, matrix = name.removeprefix("base_model.model.").partition(".lora_")

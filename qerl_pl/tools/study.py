@@ -33,9 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_seeds(study: Study, name: str) -> None:
-    """Check that a study has enough seeds for its comparisons to become significant at all. If it has too few, this
-    raises ValueError if the study's file names the comparisons itself; if they are the default ones, it only prints a
-    warning."""
+    """Raise ValueError if a study has too few seeds for any of its comparisons to be significant; only warn if the
+    comparisons are the default ones."""
     from qerl_pl.study.statistics import ALPHA, pairs_to_accept  # imports scipy, which nothing else here needs
 
     count, needed = len(study.comparisons), pairs_to_accept(len(study.comparisons))

@@ -60,10 +60,7 @@ def _as_json(value: object) -> str:
 
 
 def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return all data of a run that the page shows, except completions, as a dict that JSON can represent: the run's
-    name, whether it is running, its duration, curves (steps and values by tag) of reward, times, memory and speculative
-    decoding, a summary, results of the run's checks, the comparison with a teacher, the settings, and the settings that
-    changed each time the run was resumed."""
+    """Return what the page shows of a run, except completions, as a dict that JSON can represent."""
     config = plain_yaml(folder / "config.yaml")
     times = [time for curve in curves.values() for time in (curve.times[0], curve.times[-1])]
     earlier = sorted(folder.glob("config.*.yaml"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
