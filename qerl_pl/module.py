@@ -371,7 +371,7 @@ class QeRLModule(LightningModule):
 
     @property
     def _replays_routes(self) -> bool:
-        """Whether training uses the experts that the engine chose for each token, in a mixture of experts."""
+        """Whether training uses the experts that the engine chose for each token, in a mixture-of-experts model."""
         fits, returned = self.trainer.state.fn == TrainerFn.FITTING, self.engine.returns_routes
         return fits and self.settings.replays_routes(type(self.engine).__name__, returns_routes=returned)
 

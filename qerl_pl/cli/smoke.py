@@ -20,8 +20,8 @@ HELP = (
 
 
 class WholeRun(NamedTuple):
-    """Sizes of the run whose configuration a smoke test tries. The smoke test itself has smaller ones, so the caller
-    checks separately that these fit the model and the data."""
+    """Sizes of the run whose configuration a smoke test (a short trial run) tries. The smoke test itself has smaller
+    ones, so the caller checks separately that these fit the model and the data."""
 
     batch_size: int
     """Prompts per rollout."""

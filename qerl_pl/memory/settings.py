@@ -20,8 +20,7 @@ logits. With more sequences, the GPU takes longer for a decoding step than the h
 DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
 """Pairs (S, D) for speculative decoding in vLLM, in ascending order of S: a decoding step with at most S sequences
 verifies D drafted tokens per sequence. The first pair that fits counts; with more sequences than the last S, no tokens
-are drafted. D is chosen such that a decoding step has at most ``GRAPH_SEQUENCES`` tokens, which fill one more tile of
-the matrix products."""
+are drafted. D is so small that no decoding step with drafts has more than ``GRAPH_SEQUENCES`` tokens."""
 CHECKED_TOKENS = 4096
 """Largest number of tokens of a forward pass without gradients in which the trainer checks completions while the engine
 is awake; a pass of this size takes less memory than the engine's own passes."""

@@ -55,12 +55,12 @@ def change(now: Sequence[float], before: Sequence[float]) -> float:
 
 
 def far_share(log_ratio: Tensor) -> float:
-    """Return the share of tokens whose probabilities in trainer and sampler differ by a factor of more than ``FAR``.
-    ``log_ratio`` [N] is the difference of the two log-probabilities of each token, in nats.
+    """Return the share of tokens whose probabilities in trainer and sampler differ by a factor of more than 8
+    (``FAR``). ``log_ratio`` [N] is the difference of the two log-probabilities of each token, in nats.
 
-    By Chebyshev's inequality, the share is at most E[r^2] / log(FAR)^2 for log-ratios r: below 1e-4 for a correct
-    engine, whose r is 0.02 in root mean square. If a token is altered after sampling, its probability in the trainer
-    usually differs by more than the factor ``FAR``.
+    By Chebyshev's inequality, the share is at most E[r^2] / log(8)^2 for log-ratios r: below 1e-4 for a correct engine,
+    whose r is 0.02 in root mean square. If a token is altered after sampling, its probability in the trainer usually
+    differs by more than this factor.
     """
     return (log_ratio.abs() > math.log(FAR)).double().mean().item() if len(log_ratio) else 0.0
 

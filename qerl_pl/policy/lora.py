@@ -1,4 +1,4 @@
-"""LoRA adapters on frozen linears, using PEFT, with fp32 master weights and matrix products in the compute dtype."""
+"""LoRA adapters on frozen linear layers, using PEFT; fp32 master weights, and matrix products in the compute dtype."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

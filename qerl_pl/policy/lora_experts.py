@@ -44,7 +44,7 @@ def adapted(names: Iterable[str]) -> list[str]:
 
 
 def of_experts(name: str) -> bool:
-    """Return whether an adapter's tensor belongs to experts of a mixture of experts, by the name that PEFT gives it."""
+    """Return whether an adapter's tensor belongs to experts of an MoE layer, by the name that PEFT gives it."""
     return name.split(".")[-3] in ("experts", "base_layer")
 
 

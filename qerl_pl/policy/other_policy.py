@@ -27,7 +27,8 @@ from torch.nn.functional import softplus
 from qerl_pl.policy.jumps import LEAST_OTHERS
 
 TOLERATED = 0.3
-"""Fraction of the other policy's effect d that the errors of a correct engine may contain.
+"""Fraction of another policy's effect on log-probabilities that the errors of a correct engine (its log-probabilities
+minus the trainer's) may contain without counting as evidence that the engine sampled with that policy.
 
 A correct engine computes a slightly smaller effect of the adapter than the trainer does: with pretrained models in bf16
 by up to a tenth after the first updates, and by about a hundredth later. One of the other policies is the one before

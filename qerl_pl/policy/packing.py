@@ -40,8 +40,8 @@ class SharedPrompts:
     keys: Tensor
     """[G + 1] int32, boundaries of the G prompts that have completions; these are the first prompts of the sequence."""
     queries: Tensor
-    """[G + 1] int32, boundaries between the completions of one prompt and those of the next, counted in completion
-    tokens: 0 is the first token after all prompts."""
+    """[G + 1] int32 for G prompts, boundaries between the completions of one prompt and those of the next, counted in
+    completion tokens: 0 is the first token after all prompts."""
     num_keys: int
     """Tokens of the G prompts."""
     longest_key: int

@@ -219,15 +219,14 @@ class Policy(nn.Module):
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
     def router_weights(self) -> dict[str, Tensor]:
-        """Return the parameters of all routers of mixtures of experts by name; empty for a dense model."""
+        """Return the parameters of the routers of all MoE layers by name; empty for a dense model."""
         modules = self.causal_lm.named_modules()
         routers = {f"{name}.gate": module.gate for name, module in modules if isinstance(module, Mixture)}
         return {f"{name}.{leaf}": tensor for name, gate in routers.items() for leaf, tensor in gate.named_parameters()}
 
     @property
     def routing(self) -> Routing | None:
-        """Number of blocks with a mixture of experts, of experts per block, and of experts per token; None for a dense
-        model."""
+        """Numbers of MoE layers, of experts per layer, and of experts per token; None for a dense model."""
         found = mixtures(self.causal_lm)
         return Routing(len(found), *found[0].sizes[:2]) if found else None
 
@@ -242,7 +241,7 @@ class Policy(nn.Module):
 
     @property
     def packed_format(self) -> Format | None:
-        """Format of the packed linears; None for a dense base."""
+        """Format of the linear layers with 4-bit weights; None for a dense base."""
         return next((linear.fmt for linear in self.packed_linears().values()), None)
 
     def token_stats(

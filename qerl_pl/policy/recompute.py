@@ -29,7 +29,8 @@ Setting = Literal["auto", "none", "selective", "blocks", "offload"] | bool | int
 """Values of the setting ``model.gradient_checkpointing``: True means the level "blocks", False "none", and a number n
 "n blocks"."""
 SHARES = 8
-"""Number of equally spaced values of n for which the memory plan considers the level "n blocks"."""
+"""Number of equally spaced values of n for which the memory plan considers recomputing the first n blocks
+completely."""
 
 
 @dataclass(frozen=True, order=True)

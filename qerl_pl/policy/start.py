@@ -39,7 +39,7 @@ class StartAdapter(NamedTuple):
     alpha: float
     rslora: bool
     targets: tuple[str, ...]
-    """Names of the linears that it adapts, sorted."""
+    """Names of the linear layers that it adapts, sorted."""
     modules_to_save: tuple[str, ...]
     """Names of modules that were trained in full."""
     tensors: dict[str, Tensor]

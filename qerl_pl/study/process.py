@@ -27,8 +27,8 @@ def words_of(folder: Path, commands: Sequence[Command]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Execute the commands of a run in order, until one fails; returns the exit status of that one, or 0 if all
-    succeed. Each command writes its output to its own log file."""
+    """Execute the commands of a run of a study (training and evaluations) in order, until one fails; returns the exit
+    status of that one, or 0 if all succeed. Each command writes its output to its own log file."""
     folder = Path(argv[0])
     began = time.monotonic()
     for name, arguments in json.loads(argv[1]):

@@ -96,8 +96,8 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Start a process in a slot that has no running process: for the remaining commands of the slot's run if it has
-        one, else for the next waiting run."""
+        """Start a process in a slot (a place for one run) that has none. It executes the remaining commands of the
+        slot's run or, if the slot has no run, those of the next waiting run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
