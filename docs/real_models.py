@@ -49,6 +49,10 @@ Written by `python docs/real_models.py`; [real_models.md](real_models.md) has th
 
 {about}
 
+The completions are quoted as the model wrote them, and many of them contain errors, in the reasoning or the answer. The
+parentheses before a completion have its scores: 1 for a right and 0 for a wrong answer. "Strict" scoring requires the
+answer at the place that the prompt asks for; "lenient" scoring accepts it anywhere in the text.
+
 {completions}
 """
 
