@@ -15,13 +15,13 @@ from qerl_pl.noise.schedule import Decay, check_schedule, stage_of, stage_sigma
 
 
 class AdaptiveQuantizationNoise(Callback):
-    """Sets the noise on norm weights with which each rollout is sampled: adaptive quantization noise, AQN (arXiv
-    2510.11696, section 3.3). Leave the callback out to train without noise.
+    """Sets adaptive quantization noise (AQN, arXiv 2510.11696, section 3.3): Gaussian noise on the sampler's norm
+    weights, with which each rollout is sampled. Leave the callback out to train without noise.
 
-    The noise is added to the weights of two norms of every decoder block of the engine's model, and drawn anew for each
-    rollout. It depends only on the run's seed and the rollout index, so the callback has no state and a resumed run
-    repeats the noise. The schedule spans all rollouts of the run, whose number is max_steps divided by the optimizer
-    steps per rollout. Validation samples without noise.
+    The noise is added to the weights of two norms of every decoder block, only in the rollout engine's model, and drawn
+    anew for each rollout. It depends only on the run's seed and the rollout index, so the callback has no state and a
+    resumed run repeats the noise. The schedule spans all rollouts of the run, whose number is max_steps divided by the
+    optimizer steps per rollout. Validation samples without noise.
 
     Args:
         sigma_start: standard deviation in the second stage, the first one with noise; not scaled by the size of the

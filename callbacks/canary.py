@@ -52,9 +52,9 @@ class SyncCanary(Callback):
     1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
        and its norms plus the current noise. The comparison is exact in every dtype, so it finds even the smallest
        missing update. With vLLM, the weights of a 4-bit base are compared with the trainer's, too: one row of each
-       linear that vLLM holds dequantised and, where engine and trainer share one copy of a linear, the copy's digest
-       with that at the start of the run. Linears that vLLM holds in 4 bits in another order were compared when the
-       engine started. Experts and routers of mixtures of experts are compared as well.
+       linear layer that vLLM holds dequantised and, where engine and trainer share one copy of a layer's weight, the
+       digest of this copy with that at the start of the run. Layers that vLLM holds in 4 bits in another order were
+       compared when the engine started. In mixture-of-experts models, experts and routers are compared as well.
     2. Samples with a probe adapter, less often. An engine may hold the right tensors and not use them: it may use
        cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0,
        log-probabilities cannot tell such policies apart. So the engine samples after a text, gets a strong random
@@ -170,14 +170,16 @@ class SyncCanary(Callback):
         strength: float | None,
         among_ranks: bool = False,
     ) -> tuple[dict[str, Gap], float | None]:
-        """Compare the engine's checksums, and the log-probabilities that ``due`` names, with the trainer's. Returns the
-        differences of log-probabilities by the names of the comparisons, and the strength of the probe adapter.
-        CheckFailed: the engine does not hold or use the policy.
+        """Compare the engine's checksums with the trainer's and, as ``due`` says, the log-probabilities of sampled
+        tokens with the probe adapter and those of given text with the policy. Returns the differences of
+        log-probabilities by the names of these comparisons (none without comparisons), and the strength of the probe
+        adapter, None if it is still unknown. CheckFailed: the engine does not hold the policy or does not compute with
+        it.
 
-        ``noise`` is what the engine's norms should have, and ``rows`` are tokens of prompts or of prompts with
-        completions, from which the scored text is taken. ``strength`` is the probe adapter's strength: 0 means that
-        none is usable; None that it is not known yet, and that this call has to find it if samples are to be compared.
-        ``among_ranks`` says that all ranks make this call; they then agree on the lowest strength.
+        ``noise`` is what the engine's norms should have. The text is taken from ``rows``, tokens of prompts or of
+        prompts with completions. ``strength`` is the scale of the probe adapter's weights; at 0, no strength is usable
+        and there is no comparison with this adapter; None: this call finds the strength, if it makes that comparison.
+        With ``among_ranks``, all ranks make this call and use the lowest strength that any of them finds.
         """
         loop, policy = pl_module.loop, pl_module.policy
         held = loop.engine.fingerprint()
@@ -227,9 +229,9 @@ class SyncCanary(Callback):
 
 
 def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
-    """Find the ``LAST`` consecutive tokens of a completion of which the policy was least certain, by the sum of their
-    -log p. Returns the tokens of the prompt and of the completion up to the end of these tokens, and the sum in nats. A
-    log-probability that is not finite counts as 0."""
+    """Find the ``LAST`` consecutive tokens of a completion with the largest sum of -log p (p is the probability at
+    which each was sampled), for which the canary chooses its texts. Returns the prompt's and the completion's tokens up
+    to the end of these tokens, and the sum in nats. A log-probability that is not finite counts as 0."""
     surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
     sums = list(accumulate(surprisals, initial=0.0))
     ends = range(min(LAST, len(sums) - 1), len(sums))
@@ -252,15 +254,18 @@ def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
 
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
-    """Find the compute dtype in which the policy's adapter and its norms with noise have the checksums ``held`` that
-    the engine returned; None if there is none, so that the engine holds other values."""
+    """Find out in which compute dtype an engine holds the policy. The policy's adapter, and its norms with ``noise``,
+    are rounded to one dtype after another, and the first dtype is returned with which their checksums equal ``held``,
+    those of the engine's tensors. None: with no dtype they are equal, so the engine does not hold this policy and
+    noise."""
     dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
     return next((dtype for dtype in dtypes if held == expected(policy, noise, dtype)), None)
 
 
 def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *, before: Mapping[str, int]) -> str:
-    """Describe in words how the checksums ``held`` of an engine's tensors differ from those of the policy with this
-    noise. ``before`` are the engine's checksums at the last check that passed; empty if none has passed."""
+    """Describe, for an error message, what an engine seems to hold instead of the policy with this noise, such as an
+    old adapter. ``held`` are the checksums of the engine's tensors by name. ``before`` are the engine's checksums at
+    the last check that passed; empty if none has passed."""
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
     matrices = [name for name in wrong if ".lora_" in name]

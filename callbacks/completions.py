@@ -31,10 +31,10 @@ class CompletionLogger(Callback):
             prediction are always written.
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
-        tokens_every: one in this many of the written rollouts also gets a file ``train-000010.safetensors``, for the
-            page of ``python -m qerl_pl report --html``. It has, for each token, its log-probability, the entropy, the
+        tokens_every: one in this many of the written rollouts also gets a file ``train-000010.safetensors`` with values
+            of each token, which ``python -m qerl_pl report --html`` shows: its log-probability, the entropy, the
             difference between the log-probabilities of trainer and sampler and, with a teacher, between those of
-            teacher and trainer: ten or twelve bytes per token. 0 writes none.
+            teacher and trainer. It has ten or twelve bytes per token. 0: no such files.
 
     Example:
         trainer:

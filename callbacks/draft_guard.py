@@ -14,9 +14,10 @@ from qerl_pl.rollout.vllm import VLLMEngine
 
 
 class DraftGuard(Callback):
-    """Logs the drafted and accepted tokens of speculative decoding for each rollout (``speculation/*``), and turns
-    drafts off for numbers of concurrent sequences at which they do not pay, because too few were accepted in recent
-    rollouts. This holds for the next rollout, and for evaluations before it.
+    """Logs the drafted and accepted tokens of speculative decoding for each rollout (``speculation/*``), and decides,
+    separately for each range of numbers of concurrent sequences, whether decoding steps of the next rollout, and of
+    evaluations before it, have drafts. Drafts are turned off where too few were accepted in recent rollouts to save
+    time.
 
     Drafts are counted over all ranks, without those of evaluations and checks. The counts are in the checkpoint, so a
     resumed run decides as an uninterrupted one would (``qerl_pl/hopper/draft_guard.py`` has the rule). If the engine

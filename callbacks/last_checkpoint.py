@@ -31,10 +31,10 @@ class LastCheckpoint(ModelCheckpoint):
     are complete, and repeats the steps after it.
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
-    while it is being written are not saved, so that training does not wait for the disk. A killed run then repeats at
-    most two steps more than fit into the time of two writes. A run that fails with an error repeats at most half as
-    many, because it waits for the write in progress. Only a checkpoint that is written again after a validation waits
-    for the disk.
+    while it is being written are not saved, so that training does not wait for the disk. After a killed run, resuming
+    repeats at most two steps more than fit into the time of two writes. After a run that failed with an error, it
+    repeats at most half as many, because the failing run waits for the write in progress. Training waits for the disk
+    only if a checkpoint is written again after a validation.
 
     Args:
         every_n_rollouts: RL iterations from one checkpoint to the next, if the disk keeps up. The last iteration is

@@ -42,7 +42,7 @@ class MismatchLedger(Callback):
 
     "Reported by the engine" are the log-probabilities that the engine returned when it sampled. They are at the
     sampling temperature, so "decode" is left out unless this is 1; if it is 1, all terms but the last add up to the
-    difference between trainer and sampler. "routing" is for mixtures of experts, and is left out unless training uses
+    difference between trainer and sampler. "routing" exists only for mixture-of-experts models that are trained with
     the experts that the sampler chose (``model.router_replay``).
 
     Each term is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see
@@ -121,10 +121,10 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose completions of this rank to score, spread evenly over its batch, and return their indices: as many as this
-    rank's share of the limits allows, but at least one. All ranks together may score ``num_rows`` completions, with
-    ``max_tokens`` tokens including prompts. ``lengths`` [B] has the number of tokens of each completion of this rank
-    with its prompt."""
+    """Choose the completions of this rank whose log-probabilities engine and trainer compare, spread evenly over the
+    rank's B completions; returns their indices, int64. ``num_rows`` and ``max_tokens`` (prompts included) are limits
+    for all ranks together; this rank takes as many completions as its share of both allows, but at least one.
+    ``lengths`` [B] has the number of tokens of each completion with its prompt."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
     return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])
@@ -136,7 +136,8 @@ def trainer_logprobs(
 ) -> Tensor:
     """Compute the policy's log-probabilities of sampled tokens at temperature 1; returns [B, S] fp32 in nats, 0 at
     other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] is True for sampled tokens, never in column 0.
-    ``routes`` [B, S, L, k] are the experts to use in L mixtures of experts; None: the routers choose."""
+    ``routes`` [B, S, L, k] are the k experts to use for each token in each of L mixture-of-experts layers; None: the
+    routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     # Only tokens up to a row's last sampled one count towards the limit.
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
@@ -149,9 +150,9 @@ def trainer_logprobs(
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Compute the log-probabilities of all tokens by a rollout engine at temperature 1, with the adapter and noise that
-    it holds. ``tokens`` [B, S] are right-padded rows with ``lengths`` [B] tokens; returns [B, S] fp32 in nats, 0 for
-    the first token of a row and in padding."""
+    """Let a rollout engine compute the log-probabilities of all tokens at temperature 1, with the adapter and noise
+    that the engine holds. ``tokens`` [B, S] are right-padded rows with ``lengths`` [B] tokens; returns [B, S] fp32 in
+    nats, 0 for the first token of a row and in padding."""
     logprobs = torch.zeros(tokens.shape)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):

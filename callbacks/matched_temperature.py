@@ -17,19 +17,21 @@ from qerl_pl.results.curves import SURPRISAL, read_curves
 
 
 class MatchedTemperature(Callback):
-    """Sets the sampling temperature of each rollout so that the entropy follows a given curve, for example that of runs
-    with noise on the weights (AQN).
+    """Sets the sampling temperature of each rollout so that the sampling entropy follows a given curve, for example
+    that of earlier runs with adaptive quantization noise (AQN, Gaussian noise on the sampler's norm weights).
 
-    Noise raises the entropy of rollouts. A run without noise whose temperature gives the same entropy shows which other
-    effects noise has. The curve holds values of ``rollout/surprisal``: the mean -log p of the sampled tokens under the
-    distribution that they were sampled from, noise and temperature included, which is an unbiased estimate of the
-    entropy of this distribution. After each rollout the temperature is multiplied by exp(gain (target - surprisal) /
-    target), where target is the curve's value for the next rollout. The temperature of validations does not change.
+    Noise raises the entropy of rollouts. A run without noise but with equal entropy is the control that shows whether
+    noise has other effects too. The curve has one value of ``rollout/surprisal`` per rollout: the mean -log p of the
+    sampled tokens under the distribution that they were sampled from, noise and temperature included, which is an
+    unbiased estimate of the entropy of this distribution. After each rollout the temperature is multiplied by exp(gain
+    (target - surprisal) / target), where surprisal is the rollout's value and target the curve's value for the next
+    rollout. The temperature of validations does not change.
 
     Args:
-        curve: folder of a run, whose ``rollout/surprisal`` is followed, or a JSON file with a list of nats per token,
-            one per rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml
-            --analyse`` writes a JSON file of this kind per arm, analysis/surprisal/ARM.json.
+        curve: folder of a run that logged ``rollout/surprisal``, or a JSON file with a list of nats per token, one per
+            rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml --analyse`` writes
+            such a file for each arm of a study, analysis/surprisal/ARM.json, with the mean over the arm's runs (one per
+            seed).
         gain: gain in the formula above; with a higher one, the entropy comes back to the curve faster.
         limits: lowest and highest temperature that is set. If the formula gives a temperature outside, the nearer limit
             is set, the first time with a warning.

@@ -59,9 +59,11 @@ ADVICE = (
 
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
-    """Compute the gaps between the log-probabilities of the trainer and of ``other``, such as the sampler, over the
-    tokens of all ranks, by name (``KINDS``). The arguments are for this rank's N tokens: log-probabilities in nats, [N]
-    fp64, and the index of each token's completion, [N] int64. Every rank must call this function."""
+    """Compare the log-probabilities of the trainer with those of ``other``, such as the sampler, over the tokens of all
+    ranks. Returns the mean absolute difference ("gap"), its value for one of the worst completions ("high_gap"), the
+    mean difference of logits ("logit_gap"), and the share of tokens with a large difference ("far_share"). The
+    arguments are for this rank's N tokens: log-probabilities in nats, [N] fp64, and the index of each token's
+    completion, [N] int64. Every rank must call this function."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
@@ -366,10 +368,11 @@ class RolloutEvidence(Callback):
         self._seen = seen[max(0, len(seen) - self.remembered) :]
 
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
-        """Add a rollout's log-likelihood ratios, in nats, to the sums of the test ``name`` over all rollouts. Each
-        ratio compares one kind of fault with correct sampling. Computes a bound on the probability that a correct run
-        reaches such sums by chance, per rollout; returns a text with the bound if it is below the setting
-        ``false_alarm``, else None."""
+        """Add a rollout's results to the test ``name``, and decide whether the run has to stop. ``evidence`` has one
+        log-likelihood ratio in nats for each kind of fault that the test looks for, against correct sampling; they are
+        accumulated over rollouts. From the sums follows a bound on the probability, per rollout, that a correct run
+        reaches them by chance. Returns a text with the bound if it is below the setting ``false_alarm``, so that the
+        caller stops the run, else None."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])
@@ -386,8 +389,9 @@ class RolloutEvidence(Callback):
         *,
         index: int,
     ) -> None:
-        """Log the gaps (differences between the log-probabilities of trainer and sampler, see ``KINDS``) under the
-        names that ``names`` has for them. CheckFailed: a gap exceeds its limit."""
+        """Log the differences between the log-probabilities of trainer and sampler (``gaps``, as ``gaps_of`` returns
+        them) under the metric names in ``names``, and compare them with their limits. CheckFailed: one exceeds its
+        limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and (pl_module.settings.lora.dropout > 0 or pl_module.norm_noise.sigma > 0):
             return  # the update computes log-probabilities with dropout and without noise, the engine the other way

@@ -70,8 +70,8 @@ class RolloutStatistics(Callback):
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, Tensor]:
-    """Compute the mean and the unbiased standard deviation of N finite rewards in fp64. The keys are suffixes of the
-    names under which they are logged: "" for the mean, left out without rewards, and "_std", left out with fewer than
-    two."""
+    """Compute the mean and the unbiased standard deviation of N finite rewards in fp64. Returns scalars by the suffix
+    of the metric name under which they are logged: "" for the mean (not if N is 0) and "_std" for the standard
+    deviation (not if N is below 2)."""
     values = rewards.double()
     return ({"": values.mean()} if len(values) else {}) | ({"_std": values.std()} if len(values) > 1 else {})

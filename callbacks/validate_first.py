@@ -7,8 +7,8 @@ from typing_extensions import override
 
 
 class ValidateFirst(Callback):
-    """Runs a validation when a fresh run starts and after the last step, even if ``trainer.val_check_interval`` does
-    not ask for one there."""
+    """Runs a validation before the first step of a new run (not of a resumed one) and after the last step, even if
+    ``trainer.val_check_interval`` does not ask for one there."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
