@@ -18,8 +18,8 @@ from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
 PRIOR_ROWS = 256
-"""Number of input rows as which the second moment over all experts of a block is counted when it is mixed into the
-second moment of each single expert."""
+"""Weight, in tokens, of the mean of x x^T over all experts of a block when it is mixed into the mean of a single
+expert, to which the router may send few tokens of the calibration data."""
 
 
 class BlockStream:
@@ -53,9 +53,9 @@ class BlockStream:
     ) -> dict[str, Tensor]:
         """Run the decoder block named ``name`` and return, for each of the linear layers ``linears``, the mean of x x^T
         over all tokens that enter it, where x [K] is the layer's input for one token. Each mean is [K, K] on the
-        device, in ``dtype`` (fp32 or fp64). ``tensors`` are the block's weights by full name. In a mixture of experts,
-        the mean of an expert's layer is mixed with the mean over all experts (``PRIOR_ROWS``), because few tokens may
-        reach one expert."""
+        device, in ``dtype`` (fp32 or fp64). ``tensors`` are the block's weights by full name. For an expert of a
+        mixture-of-experts layer, which few tokens may reach, this mean is mixed with the mean over all experts, as if
+        ``PRIOR_ROWS`` further tokens had that mean."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
         counts: Counter[str] = Counter()
@@ -79,7 +79,7 @@ class BlockStream:
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Run the decoder block named ``name`` with the weights ``tensors`` (by full name) on the stored hidden states,
-        and store its outputs in their place."""
+        and replace these by its outputs, the inputs of the next block."""
         self.hidden = self._run(self._place(name, tensors))
         self._remove(name)
 
@@ -115,10 +115,8 @@ class BlockStream:
 
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
-    """Mix the second moments of each expert with those of all experts, because the router may send few rows of the
-    calibration data to an expert. ``sums`` has the sum of x x^T over the input rows x of each linear layer, and
-    ``counts`` the number of these rows; the average over all experts is added to both, in place, as ``PRIOR_ROWS``
-    rows."""
+    """Mix the second moments of each expert with those of all experts (``PRIOR_ROWS``), in place. ``sums`` has, for
+    each linear layer, the sum of x x^T over its inputs x, and ``counts`` the number of these inputs."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

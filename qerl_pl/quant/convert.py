@@ -73,8 +73,8 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
 def _dense(
     tensors: Mapping[str, Tensor], stored: Stored, modules: Iterable[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Dequantise those of the named ``modules`` whose weights are stored in NVFP4 or FP8 and return their weights by
-    name; modules that are not quantised are left out."""
+    """Return the dequantised weights, by tensor name, of those linear layers among ``modules`` that the checkpoint
+    stores in NVFP4 or FP8; other modules have no entry."""
     written = {}
     for name in modules:
         if name in stored.packed:
@@ -85,8 +85,9 @@ def _dense(
 
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors to write for NVFP4 linear layers that inference engines fuse into one matrix, after giving the
-    layers one common tensor scale. Raises ValueError if that would change dequantised weights."""
+    """Return the tensors to write, by name, for NVFP4 linear layers that inference engines fuse into one matrix (such
+    as q, k and v) and that therefore need one tensor scale. Raises ValueError if no tensor scale leaves all dequantised
+    weights unchanged."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())
@@ -115,9 +116,10 @@ def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedW
 
 
 def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
-    """Rewrite NVFP4 weights so that all have the same tensor scale and the same dequantised values as before: each
-    block scale is multiplied by the ratio of the old to the new tensor scale. Returns None if E4M3 cannot represent one
-    of these products exactly, which is rare if the ratios are powers of two."""
+    """Give NVFP4 weights one common tensor scale, one of those that they have, without changing dequantised weights:
+    each block scale is multiplied by the ratio of the weight's old tensor scale to the new one. Returns the new
+    weights, in the order of ``weights``; None if with every choice E4M3 cannot represent one of these products exactly,
+    which is rare if the ratios are powers of two."""
     scales = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
     if len(scales) == 1:
         return list(weights)
@@ -130,8 +132,8 @@ def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
 
 
 def _absorbed(weight: PackedWeight, scale: Tensor) -> Tensor | None:
-    """Return the E4M3 block scales, as bits, with which a weight keeps its dequantised values under the tensor scale
-    ``scale``; None if E4M3 cannot represent one of them."""
+    """Return the block scales (uint8, the bits of E4M3 numbers) with which an NVFP4 weight keeps its dequantised values
+    if its tensor scale is replaced by ``scale``; None if E4M3 cannot represent one of these block scales."""
     used = weight.block_scale.unique()
     wanted = used.view(torch.float8_e4m3fn).double() * (weight.global_scale / scale)
     bits = wanted.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)

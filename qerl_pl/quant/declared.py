@@ -96,8 +96,8 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Return how a checkpoint stores its 4-bit linear layers, like ``read_layout``, but without an error for NVFP4
-    checkpoints that can be used only after a conversion by ``convert``."""
+    """Return how a checkpoint stores its 4-bit linear layers; None if no layer is quantised. Unlike ``read_layout``,
+    this raises no error for NVFP4 checkpoints that training can use after a conversion by ``quant/convert.py``."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)

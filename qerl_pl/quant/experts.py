@@ -26,16 +26,16 @@ from qerl_pl.quant.linear import FrozenLinear
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Names of the linear layers of an expert, which computes y = down(silu(gate(x)) * up(x))."""
 UNSEEN = 255
-"""Value that stands for tokens that were not computed, in uint8 tensors that hold, per token, the number of used
-experts that the router would not have chosen."""
+"""Entry for tokens that no forward pass has computed yet, in uint8 tensors that count, for each token, the experts
+given by the rollout engine that the trainer's router would not have chosen."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
-"""Pattern of the full name of an expert's linear layer. Its groups are the name of the module that contains all
-experts, and the layer's name in ``PARTS``."""
+"""Pattern of the full name of an expert's linear layer, such as ``model.layers.0.mlp.experts.3.up_proj``. Its two
+groups are the name up to ``experts``, and the layer's own name, here ``up_proj``."""
 
 
 class Routing(NamedTuple):
-    """Sizes of the routes that a rollout engine returns, a tensor [tokens, L, k] with the indices of the experts that
-    computed each token in each of L blocks."""
+    """Sizes of a model's routes: for each token and each of the model's L mixture-of-experts layers, the indices of the
+    k experts that computed the token. A rollout engine returns them as a tensor [tokens, L, k]."""
 
     num_layers: int
     """Number of blocks with a mixture, L."""
@@ -51,8 +51,8 @@ class Routing(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Expert choices that a forward pass uses instead of those of its own routers, so that the trainer computes a token
-    with the experts that the rollout engine used."""
+    """Experts that the trainer uses for the tokens of a forward pass instead of those that its routers would choose:
+    the experts that the rollout engine used when it sampled."""
 
     ids: Tensor
     """[..., k] uint8 or int16, the indices of the experts to use for each token, in any order."""
@@ -61,14 +61,16 @@ class Replay(NamedTuple):
 
 
 def choose(scores: Tensor, chosen: int) -> Tensor:
-    """Return the indices of each token's k = ``chosen`` experts with the highest ``scores`` [T, E], as [T, k] int64; of
-    experts with equal scores, those with lower indices."""
+    """Choose for each of T tokens the k = ``chosen`` experts with the highest router scores. ``scores`` is [T, E] for E
+    experts; returns the experts' indices, [T, k] int64. Of experts with equal scores, lower indices come first."""
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
 
 
 def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) -> Tensor:
-    """Compute the weights of the chosen experts' outputs: the scores [T, k] of the experts ``ids`` [T, k] int64,
-    divided by their sum per token if ``normalised``, times ``scale``. ``scores`` is [T, E]."""
+    """Compute the weights, [T, k], by which the outputs of each token's k experts are multiplied before they are added.
+    They are the router's scores of these experts, divided by their sum per token if ``normalised``, times ``scale``.
+    ``scores`` [T, E] are the scores of all experts, and ``ids`` [T, k] int64 the indices of the experts that compute
+    each token."""
     weights = scores.gather(1, ids)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -102,16 +104,16 @@ class SeparateExperts(nn.ModuleList):
     one expert after another."""
 
     def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        """Compute each token's sum of expert outputs, weighted by ``weights`` [T, k], for x [T, H]; returns [T, H].
-        ``routes`` says which experts compute each token."""
+        """Compute, for each token of x [T, H], the sum of its k experts' outputs, each times the router's weight in
+        ``weights`` [T, k]; returns [T, H]. ``routes`` says which experts compute each token."""
         rows = x[routes.order // weights.shape[1]].tensor_split(routes.ends[:-1].tolist())
         return summed(torch.cat([expert(part) for expert, part in zip(self, rows, strict=True)]), routes, weights)
 
 
 class StackedLinear(nn.Module):
-    """Frozen weights [E, N, K] of one linear layer, such as up_proj, of all E experts. They are stored either dense
-    (``weight``) or in 4 bits: codes [E, N, K/2], block scales [E, N, K/block], and the bits of the tensor scales, [E],
-    as in ``FrozenLinear``."""
+    """Frozen weights [E, N, K] of one linear layer, such as up_proj, of all E experts of a mixture-of-experts layer.
+    They are stored either dense (``weight``) or in a 4-bit format: two 4-bit codes per byte [E, N, K/2], a scale for
+    each block of columns [E, N, K/block], and a scale for each expert, [E], stored as the bits of an fp64 number."""
 
     codes: Tensor
     block_scale: Tensor
@@ -175,8 +177,8 @@ class FrozenExperts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """MLP of a decoder block that is a mixture of experts: router and experts. The router's weight ``gate`` is not
-    quantised, and its logits are computed in fp32."""
+    """Mixture-of-experts layer, which a decoder block has in place of an MLP: a router and its experts. The router's
+    weight ``gate`` is not quantised, and the router's logits are computed in fp32."""
 
     experts: nn.Module
     """``SeparateExperts``, ``FrozenExperts``, or a layer that wraps ``FrozenExperts`` and adds adapters."""
@@ -226,8 +228,8 @@ class Mixture(nn.Module):
 
     def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the router's score of every expert for each token of ``tokens`` [T, H]. Returns two tensors [T, E]
-        fp32: the scores, which weight the experts' outputs, and the scores plus the router's correction, by which
-        experts are chosen. In families without a correction, both are the same tensor."""
+        fp32. From the first follow the weights of the experts' outputs. By the second, which has the router's learned
+        correction added, experts are chosen. In model families without a correction, both are the same tensor."""
         logits = F.linear(tokens.float(), self.gate.weight.float())
         if self.correction is None:
             scores = logits.softmax(-1)
@@ -242,9 +244,9 @@ def mixtures(model: nn.Module) -> list[Mixture]:
 
 
 def use_replay(model: Any) -> None:
-    """Make a model's decoder blocks accept the keyword argument ``replay``, a ``Replay`` with the experts to use;
-    without it, the routers choose. The argument is given to the block and not only to the mixture of experts inside, so
-    that gradient checkpointing also passes it to the recomputation of the block."""
+    """Make a model's decoder blocks accept the keyword argument ``replay``, a ``Replay`` with the experts to use for
+    each token; without it, the routers choose. The argument is given to the block and not to the mixture-of-experts
+    layer inside, so that gradient checkpointing passes it to the block's recomputation too."""
     found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
 
     def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
@@ -256,9 +258,9 @@ def use_replay(model: Any) -> None:
 
 
 def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch.dtype) -> None:
-    """Replace the mixtures of experts that transformers has created in a model on the meta device by ``Mixture`` with
-    ``SeparateExperts``. transformers stacks the weights of all experts; afterwards each linear layer of an expert is a
-    module, as in the checkpoint."""
+    """Replace the mixture-of-experts layers of a model, which transformers has created on the meta device, by
+    ``Mixture`` with ``SeparateExperts``. transformers stacks the weights of all experts in one parameter; afterwards
+    each linear layer of an expert is a module, with the name that it has in the checkpoint."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "experts") and hasattr(module, "gate"):
             mixture = Mixture(config, names, dtype)
@@ -269,8 +271,8 @@ def separate_experts(model: nn.Module, config: Any, names: Experts, dtype: torch
 
 
 def check_alike(packed: Collection[str], model: nn.Module) -> None:
-    """Raise ValueError if a mixture of experts has both 4-bit linear layers (named in ``packed``) and others, because
-    inference engines compute all experts of a mixture by one kernel, for one format."""
+    """Raise ValueError if the experts of one mixture-of-experts layer have both 4-bit linear layers (named in
+    ``packed``) and others, because inference engines compute all of them by one kernel, for one format."""
     for name, module in model.named_modules():
         if isinstance(module, SeparateExperts):
             inside = [f"{name}.{expert}.{part}" for expert in range(len(module)) for part in PARTS]

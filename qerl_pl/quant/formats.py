@@ -1,5 +1,5 @@
-"""Common interface of 4-bit weight formats, which have 16 values, a scale per block of consecutive weights in a row,
-and in some formats a scale per tensor.
+"""Common interface of 4-bit weight formats. Each weight is a 4-bit code, which stands for one of the format's 16
+values. Consecutive weights of a row form a block, which has a block scale; in some formats the tensor also has a scale.
 
     w = values[code] * effective_scale(block_scale, global_scale)
 
@@ -22,13 +22,14 @@ class PackedWeight:
     ``module.to(dtype)`` does not convert."""
 
     codes: Tensor
-    """[N, K/2] uint8, two codes per byte, the even column in the low nibble. NVFP4 weights may also be int32 words in
-    tile order (``hopper/tile_order.py``), with transposed block scales."""
+    """[N, K/2] uint8, two 4-bit codes per byte, that of the even column in the low nibble. Codes of NVFP4 weights may
+    also be int32 words in the order in which this project's kernels read them (``hopper/tile_order.py``); the block
+    scales are then transposed."""
     block_scale: Tensor
     """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor
-    """[] fp64 or fp32, the tensor scale, a factor of all weights; 1 in formats without a tensor scale. ``dequantize``
-    also accepts E weights of equal shape that are concatenated along N, with tensor scales [E]."""
+    """[] fp64 or fp32, the tensor scale, by which all values of the weight are multiplied; 1 in formats without one. If
+    the object holds the weights of E experts concatenated along N, as ``dequantize`` accepts them, it is [E]."""
 
 
 def no_tensor_scale(amax: Tensor) -> Tensor:
@@ -38,9 +39,10 @@ def no_tensor_scale(amax: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """Description of a 4-bit format: its values, its block size, and the functions that round weights to it. These
-    functions take and return block scales as integers of ``scale_dtype``, which hold the scales' bits; weights and
-    effective scales are fp32."""
+    """Description of a 4-bit weight format: the values of the 16 codes, the number of weights that share a block scale,
+    and the functions that round weights to it. These functions take and return block scales as the bits of the scales,
+    in integers of ``scale_dtype``; weights are fp32, and so is the effective scale of a block, the factor of its values
+    that follows from block scale and tensor scale."""
 
     name: str
     block: int
@@ -59,8 +61,9 @@ class Format:
     """Maps the bits of block scales, and the tensor scale, to the fp32 factor by which each block's values are
     multiplied."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Maps the bits of block scales to candidates near them, one of which may round its block with a smaller error. It
-    yields tensors like its argument, the argument first."""
+    """Yields block scales to try in place of the given ones when the quantiser searches for smaller rounding errors:
+    first the given block scales, then smaller and larger ones. Argument and results are the scales' bits, in one
+    shape."""
     tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
     """Maps the largest magnitude, [], of all weights that share one tensor scale to that tensor scale, [] fp64."""
     fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None
@@ -75,9 +78,9 @@ class Format:
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
     """Round a matrix [N, K] to the nearest values of a 4-bit format, with block scales that make each block's largest
-    magnitude representable (min-max). The matrix must be finite and of a floating-point dtype, and K a multiple of the
-    block size. ``global_scale`` is the tensor scale, [], or [N] with one per row; None: it is computed from this
-    matrix. Error messages name the tensor ``name``."""
+    magnitude representable (min-max). ``global_scale`` is the tensor scale, [], or [N] with one per row; None: it is
+    computed from this matrix. Raises ValueError, which names the tensor ``name``, if the matrix is not finite or K is
+    no multiple of the block size."""
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
         raise ValueError(f"{name} has shape {list(weight.shape)}; expected [N, K] with K a multiple of {fmt.block}")
     block_amax = weight.unflatten(1, (-1, fmt.block)).abs().amax(-1).float()
@@ -91,8 +94,9 @@ def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *,
 
 
 def round_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Round a weight [N, K], under given scales, to the nearest values of a 4-bit format; return packed codes [N, K/2]
-    uint8. ``block_scale`` holds bits, [N, K/block]; ``global_scale`` is [], or [N] with one tensor scale per row."""
+    """Round a weight [N, K] to the nearest values that a 4-bit format can represent with the given scales. Returns the
+    4-bit codes, two per byte, [N, K/2] uint8. ``block_scale`` [N, K/block] has the bits of the block scales;
+    ``global_scale`` is the tensor scale, [], or [N] with one per row."""
     codes = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8, device=weight.device)
     for rows in row_chunks(weight):
         scale = fmt.effective_scale(block_scale[rows], of_rows(global_scale, rows)).unsqueeze(-1)  # [n, K/block, 1]
@@ -106,9 +110,9 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight: ``values[code] * scale`` in fp32, rounded to [N, K] of ``dtype``. ``codes`` are packed, [N,
-    K/2] uint8; ``scale`` has one factor per block, [N, K/block] fp32. On a CPU, both values of a byte are looked up at
-    once, which is faster."""
+    """Dequantise a 4-bit weight: ``values[code] * scale`` in fp32, rounded to [N, K] of ``dtype``. ``codes`` [N, K/2]
+    uint8 has two 4-bit codes per byte, ``values`` the value of each of the 16 codes, and ``scale`` [N, K/block] fp32
+    the factor of each block of columns."""
     if codes.is_cuda:
         from qerl_pl.kernels.dequantize import dequantize_table  # needs Triton
 
@@ -123,14 +127,14 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def of_rows(global_scale: Tensor, rows: slice) -> Tensor:
-    """Return the tensor scales of some rows of a matrix, given ``global_scale``: [N] with one per row, or [] for all
-    rows, which is returned unchanged."""
+    """Return the tensor scales of some rows of a matrix. ``global_scale`` is [N], one tensor scale per row, from which
+    those of ``rows`` are taken; or [], one for all rows, which is returned unchanged."""
     return global_scale[rows] if global_scale.ndim else global_scale
 
 
 def row_chunks(matrix: Tensor) -> Iterator[slice]:
-    """Divide the rows of a matrix into consecutive slices of at most ``_CHUNK`` elements, or of a single row if rows
-    are longer, to bound temporary memory."""
+    """Divide the rows of a matrix into consecutive slices, so that a conversion of one slice at a time needs little
+    temporary memory. A slice has at most ``_CHUNK`` elements or, if a row is longer, one row."""
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 

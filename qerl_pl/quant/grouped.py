@@ -1,5 +1,5 @@
-"""Experts of a mixture of experts as one node of the autograd graph, computed by grouped matrix products: each expert's
-rows times that expert's matrices.
+"""All experts of a mixture-of-experts layer as one node of the autograd graph, computed by grouped matrix products: the
+rows of each expert are multiplied by that expert's matrices.
 
     y_t = sum_k w_tk z_tk,   z = h W2^T + (h A2^T) (s B2)^T,   h = silu(g) u,   (g, u) = x W13^T + (x A13^T) (s B13)^T
 
@@ -24,8 +24,8 @@ Dense = Callable[[torch.dtype], Tensor]
 dtype. It is called again for each product, so dequantised weights exist only during one product."""
 
 KERNEL_RANK = 64
-"""Highest LoRA rank for which the Triton kernel adds the adapter's product; a program of this kernel holds all ranks of
-an expert's matrix at once."""
+"""Highest LoRA rank for which a Triton kernel adds the adapter's product to the output of an expert's linear layer,
+because a program of this kernel holds all R columns of an expert's matrix B at once."""
 
 
 class Routes(NamedTuple):
@@ -42,8 +42,8 @@ class Routes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """LoRA adapters of all experts. The adapters and, on a GPU, their gradients are rounded to the dtype of the matrix
-    products, as autocast does."""
+    """LoRA matrices of the linear layers of all E experts. They are rounded to the dtype of the matrix products, as are
+    their gradients on a GPU; autocast does the same."""
 
     gate_up_a: Tensor
     """[E, R, H], the matrix A that gate and up share. R must be a multiple of 8 on a GPU."""
@@ -56,8 +56,8 @@ class Factors(NamedTuple):
 
 
 def sort_rows(ids: Tensor, num_experts: int) -> Routes:
-    """Sort the S = k T pairs of a token and a chosen expert by expert, and those of one expert by token. ``ids`` [T, k]
-    has the experts' indices."""
+    """Order the S = k T pairs of a token and one of its experts by expert, and those of one expert by token, for
+    grouped matrix products. ``ids`` [T, k] has the indices of each token's k experts, from 0 to ``num_experts`` - 1."""
     experts, order = ids.flatten().sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
@@ -70,9 +70,10 @@ def grouped_experts(
     """Compute, for each token of x [T, H], the sum of its experts' outputs, each times its weight in ``weights`` [T, k]
     fp32; returns [T, H] in the dtype of x.
 
-    The result is differentiable with respect to x, weights and ``factors``, the LoRA adapters. ``parts`` return the
-    frozen weights of gate, up and down, which backward dequantises a second time. Autograd keeps the outputs of gate
-    and up and, with ``factors``, also x and the rounded factors.
+    The result is differentiable with respect to x, weights and ``factors``, the experts' LoRA adapters (None: there are
+    none). ``parts`` are three functions that return the frozen weights of gate, up and down; forward and backward each
+    call them, so dequantised weights are not kept. Autograd keeps the outputs of gate and up and, with ``factors``,
+    also x and the rounded adapters.
     """
     tensors = routes if factors is None else (*routes, *factors)
     return _GroupedExperts.apply(x, weights, parts, *tensors)
@@ -133,8 +134,8 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows [S, K] of each expert by that expert's matrix in ``matrices`` [E, K, N]; returns [S, N] in the
-    rows' dtype. ``ends`` [E] has the index after each expert's last row."""
+    """Multiply ``rows`` [S, K], which are sorted by expert, each by its expert's matrix in ``matrices`` [E, K, N];
+    returns [S, N] in the rows' dtype. ``ends`` [E] has, for each expert, the index after its last row."""
     if not rows.is_cuda or rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
     parts = zip(rows.tensor_split(ends[:-1].tolist()), matrices, strict=True)  # waits for the GPU
@@ -142,9 +143,9 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
-    """Add to ``out`` [S, N], in place, the product of each expert's rows in ``rows`` [S, R] and its matrix in
-    ``matrices`` [E, R, N]. On a GPU, up to R = ``KERNEL_RANK``, a kernel adds the product without rounding it
-    before."""
+    """Multiply ``rows`` [S, R], which are sorted by expert, each by its expert's matrix in ``matrices`` [E, R, N], and
+    add the products to ``out`` [S, N] in place. ``ends`` [E] has, for each expert, the index after its last row. On a
+    GPU, up to R = ``KERNEL_RANK``, a Triton kernel adds each product in fp32 before it rounds the sum."""
     if rows.shape[1] <= KERNEL_RANK and (kernels := _kernels(out)):
         kernels.add_grouped(out, rows, matrices, ends)
     else:
@@ -152,9 +153,9 @@ def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> No
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute, for each expert, the product of its rows of ``left`` [S, N], transposed, and its rows of ``right`` [S,
-    K]: [E, N, K] of ``dtype``; 0 for an expert without rows. ``ends`` [E] has the index after each expert's last
-    row."""
+    """Compute left^T right for the rows of each expert, as for the gradient of its weight. The rows of ``left`` [S, N]
+    and ``right`` [S, K] are sorted by expert; ``ends`` [E] has, for each expert, the index after its last row. Returns
+    [E, N, K] of ``dtype``, 0 for an expert without rows."""
     if not left.is_cuda or left.dtype == torch.bfloat16:
         return F.grouped_mm(left.mT, right, offs=ends).to(dtype)
     places = ends[:-1].tolist()  # waits for the GPU
@@ -170,10 +171,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
-    """Compute the gradients of share * silu(gate) * up, given the gradient ``d_product`` [S, I] of this product.
-    ``gate`` and ``up`` are [S, I], and ``share`` [S, 1] fp32. Returns the gradients of gate and up, [S, I], the
-    gradient of share, [S] fp32, and silu(gate) * up. On a GPU, a kernel rounds each gradient once; torch's operations
-    also round intermediate results."""
+    """Compute the backward pass of y = share * silu(gate) * up. ``gate`` and ``up`` [S, I] are outputs of the experts'
+    linear layers, ``share`` [S, 1] fp32 is the router's weight, and ``d_product`` [S, I] the gradient of the loss with
+    respect to y. Returns the gradients of gate and up, [S, I], and of share, [S] fp32, and the product silu(gate) * up.
+    On a GPU, a kernel rounds each gradient once; torch's operations also round intermediate results."""
     if kernels := _kernels(gate):
         return kernels.swiglu_gradients(gate, up, d_product, share)
     activation = F.silu(gate)
@@ -184,8 +185,9 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
 
 
 def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
-    """Sum the k rows of each token, times their weights [T, k] if given, in fp32. ``rows`` [S, N] are sorted by expert,
-    as ``routes`` says; returns [T, N] in the rows' dtype."""
+    """Add up, in fp32, the outputs of each token's k experts, multiplied by ``weights`` [T, k] if given. ``rows`` [S,
+    N] has one output per token and expert, in the order of ``routes``, sorted by expert; returns [T, N] in the rows'
+    dtype."""
     if not torch.is_grad_enabled() and (kernels := _kernels(rows)):  # the kernel has no backward
         return kernels.summed(rows, routes.inverse, weights)
     total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)

@@ -1,5 +1,5 @@
-"""Layouts of 4-bit weights in checkpoints: which tensors a quantised linear layer has, how they are read into the
-buffers of ``FrozenLinear``, and how they are written.
+"""Layouts of 4-bit weights in checkpoints: which tensors a checkpoint stores for a quantised linear layer, how they are
+read into the buffers of ``FrozenLinear``, and how they are written.
 
 NVFP4 and MXFP4 are written in the layout of compressed-tensors, which unmodified vLLM and transformers can load, and
 NF4 in the layout of bitsandbytes, which unmodified transformers can load.
@@ -24,8 +24,8 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 @dataclass(frozen=True)
 class Part:
-    """Destination of one tensor of a checkpoint: the name of the buffer or parameter of a module that it fills, and the
-    conversion that it needs before."""
+    """What the loader does with one tensor of a checkpoint: the name of the module's buffer or parameter that the
+    tensor fills, and the conversion that the tensor needs before."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
@@ -109,8 +109,9 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
-    """Raise ValueError if the tensor ``name`` of a checkpoint lists the values of the 16 codes and these are not the
-    values of the layout's format. Tensors with other contents are not checked."""
+    """Check a tensor by which a checkpoint says which numbers its 4-bit codes stand for, as checkpoints by bitsandbytes
+    do. Raise ValueError if these 16 numbers are not those of the 4-bit format that ``layout`` has, because weights
+    would be dequantised wrongly. If the tensor ``name`` is no such tensor, nothing is done."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()

@@ -111,8 +111,9 @@ def _swap_packed_linears(
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[str, Part]]:
-    """Map the name of every tensor of the checkpoint to the module of the model, and to its attribute, that the tensor
-    fills. Raises ValueError if a tensor fills nothing, or if a parameter or buffer would not be filled."""
+    """Find out what every tensor of the checkpoint is for: returns, by tensor name, the name of the model's module and
+    the attribute that it fills, with the conversion that it needs. Raises ValueError if a tensor fills nothing, or if a
+    parameter or buffer would not be filled."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
@@ -176,8 +177,9 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
 def _fill(
     module: nn.Module, part: Part, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Convert and check a stored tensor, and assign it to the attribute ``part.buffer`` of a module, whose tensor so
-    far is on the meta device."""
+    """Convert a tensor of a checkpoint, check it, and assign it to the attribute ``part.buffer`` of a module, in place
+    of a tensor on the meta device. ValueError: the values, shape or dtype are wrong; the message has the name
+    ``name``."""
     meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)
@@ -237,8 +239,8 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
     """Fill the buffers that no checkpoint stores, such as rotary frequencies, by the initialisation that transformers
-    defines for the model. That initialisation also overwrites parameters, so they are taken out during it, and keep
-    their values."""
+    defines for the model. Because that initialisation would also overwrite parameters, they are removed from the model
+    before it and put back afterwards, with the values that they had."""
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for leaf, buffer in computed.items():

@@ -15,9 +15,9 @@ from qerl_pl.quant.nvfp4 import E2M1_CODES, e2m1_codes
 
 
 def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
-    """Choose each block's scale: the power of two by which the block's largest magnitude, divided by it, lies in [3.5,
-    7). Returns uint8 exponents, biased by 127. E2M1's largest value is 6, to which magnitudes of 7 and more would be
-    clipped with a large error."""
+    """Choose the scale of each block of weights: the power of two s for which ``block_amax`` / s, the block's largest
+    magnitude divided by s, lies in [3.5, 7). From 7 on, clipping to 6, the largest value of the 4-bit codes, would
+    cause a large error. Returns log2(s) + 127 as uint8."""
     exponent = (block_amax.view(torch.int32) + (1 << 21)) >> 23  # biased; significands from 1.75 on are rounded up to 2
     return (exponent - 2).clamp_min(0).to(torch.uint8)
 

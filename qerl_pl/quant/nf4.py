@@ -39,8 +39,9 @@ def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield candidates for block scales: the given scales times 1.00, 0.97, ... down to about 0.6. With factors below
-    1, a block's largest weight is clipped, and its other weights are rounded more finely."""
+    """Yield the block scales that the quantiser tries for a smaller rounding error: the given ones times 1.00, 0.97,
+    ... down to about 0.6, as bits in the shape of ``block_scale``. A smaller scale clips the block's largest weight and
+    rounds its other weights more finely."""
     for percent in range(100, 58, -3):
         yield (block_scale.view(torch.float32) * (percent / 100)).view(torch.int32)
 

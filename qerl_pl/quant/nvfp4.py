@@ -6,10 +6,11 @@ Codes, block scales and dequantised weights equal those of compressed-tensors 0.
 if that library computes in fp32. Here weights are converted to fp32 first, whereas compressed-tensors computes scales
 in the dtype of the weight; its decompressor also rounds the fp32 product to bf16 at the end.
 
-The tensor scale is stored as an fp64 factor. compressed-tensors stores its reciprocal, a divisor, in fp32, and ModelOpt
-stores the factor in fp32; both can be recovered from the fp64 factor exactly. For every E4M3 scale whose result is a
-normal number, ``fp32(scale * (1 / divisor))`` is the correctly rounded quotient, because the quotient of a 4-bit and a
-24-bit significand is never within 2^-49 of an fp32 rounding boundary, and the fp64 error is 2^-52.
+The tensor scale is kept in fp64. Checkpoints by compressed-tensors store its reciprocal r in fp32, those by ModelOpt
+the scale itself in fp32; both can be recovered from the fp64 number exactly. compressed-tensors divides block scales by
+r, and here they are multiplied by 1 / r in fp64 and rounded to fp32. For normal numbers the results are equal, because
+the quotient of a 4-bit and a 24-bit significand is never within 2^-49 of an fp32 rounding boundary, and the fp64 error
+is 2^-52.
 
 Letters: N outputs, K inputs, E weights.
 """
@@ -54,9 +55,9 @@ def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return the products of block scales (E4M3 bits, uint8) and the tensor scale, rounded once to fp32, in the shape
-    of ``block_scale``. If there are E tensor scales, ``block_scale`` is the concatenation of the block scales of E
-    weights of equal shape."""
+    """Return the factor of each block of weights: its block scale times the tensor scale, rounded once to fp32, in the
+    shape of ``block_scale``. ``block_scale`` has the bits of E4M3 numbers as uint8. ``global_scale`` is the tensor
+    scale, [], or [E] if ``block_scale`` is the concatenation of the block scales of E weights of equal shape."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
     if global_scale.ndim == 0:
@@ -72,8 +73,9 @@ def e2m1_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def nearby_block_scales(block_scale: Tensor) -> Iterator[Tensor]:
-    """Yield candidates for block scales: the given ones, then the next two larger and the next ten smaller E4M3 values.
-    These are about 0.42 to 1.2 times the given scale, because E4M3 has 8 values per factor of two."""
+    """Yield the block scales that the quantiser tries for a smaller rounding error: the given ones, then the next two
+    larger and the next ten smaller E4M3 values, about 0.42 to 1.2 times the given scale. Argument and results are the
+    bits of E4M3 numbers, uint8."""
     for step in (0, 1, 2, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10):
         yield (block_scale.int() + step).clamp(1, _E4M3_MAX_BITS).to(torch.uint8)
 

@@ -169,9 +169,9 @@ def pack_file(
 def batches(
     groups: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], *, together: bool
 ) -> Iterator[list[Sequence[str]]]:
-    """Yield lists of groups of linear layers, each to be quantised in one call. With ``together``, groups that belong
-    to experts and have equally many columns share a list until it has ``TOGETHER`` weights; every other group has its
-    own list."""
+    """Divide groups of linear layers (those of a group share a tensor scale) into lists that the quantiser rounds in
+    one call each. With ``together``, groups of experts with equally many input features share a list until it has
+    ``TOGETHER`` weights, so that a GPU launches fewer kernels; every other group has its own list."""
     waiting: dict[int, list[Sequence[str]]] = {}
     for group in groups:
         if not (together and OF_EXPERT.fullmatch(group[0])):

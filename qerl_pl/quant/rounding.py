@@ -1,5 +1,6 @@
-"""Methods of rounding a weight to a 4-bit format, and measures of the resulting errors. Weights are rounded to the
-nearest value, or with searched block scales and GPTQ's second-order corrections (arXiv 2210.17323).
+"""Methods of rounding a weight to a 4-bit format, and measures of the resulting errors. The method "rtn" rounds each
+weight to the nearest value; "gptq" searches for good block scales and compensates rounding errors in other columns by
+GPTQ (arXiv 2210.17323).
 
 Letters: N outputs, K inputs of a linear layer.
 """
@@ -38,9 +39,10 @@ def pack_group(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
-    """Round several groups of weights with equally many columns, such as those of all experts, to nearest (method
-    "rtn"); each group gets its own tensor scale. The results equal those of a call of ``pack_group`` per group bit for
-    bit, with far fewer kernel launches on a GPU."""
+    """Round several groups of weights to the nearest values of a 4-bit format, such as the weights of all experts of a
+    block; the weights of one group share a tensor scale. All weights must have equally many columns. The results, by
+    layer name, equal those of one call of ``pack_group`` with method "rtn" per group bit for bit, with far fewer kernel
+    launches on a GPU."""
     weights = {name: weight for group in groups for name, weight in group.items()}
     scales = [group_scale(list(group.values()), fmt) for group in groups]
     scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}
@@ -65,11 +67,12 @@ def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> floa
 
 
 def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor) -> Tensor:
-    """Choose each block scale of a weight [N, K] among the candidates of ``fmt.nearby_scales``: the one for which sum_k
-    importance_k (w_k - rounded w_k)^2 over the block's columns k is smallest.
+    """Choose each block scale of a weight [N, K] among those that ``fmt.nearby_scales`` yields: the one for which the
+    rounding error sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k is smallest.
 
-    ``importance``, [K] fp32 and not negative, is for example the mean square of each input. ``block_scale`` has the
-    initial scales, as bits [N, K/block]; they are kept where no candidate is better. Returns bits [N, K/block].
+    ``importance``, [K] fp32 and not negative, is for example the mean square of each input. ``block_scale`` [N,
+    K/block] has the bits of the initial scales, which are kept where no other scale is better. Returns the bits of the
+    chosen scales, [N, K/block].
     """
     best = block_scale.clone()
     values = torch.tensor(fmt.values, device=weight.device)
@@ -86,9 +89,9 @@ def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale
 
 
 def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, second_moment: Tensor) -> Tensor:
-    """Round a weight W [N, K] by GPTQ under given scales; return packed codes [N, K/2] uint8 that approximately
-    minimise the output error |X W^T - X W'^T|^2, where W' is the rounded weight. ``second_moment`` is X^T X, or a
-    positive multiple of it, for the inputs X.
+    """Round a weight W [N, K] by GPTQ with given scales. Returns 4-bit codes, two per byte, [N, K/2] uint8, that
+    approximately minimise the output error |X W^T - X W'^T|^2, where W' is the rounded weight. ``second_moment`` is X^T
+    X, or a positive multiple of it, for the inputs X.
 
     GPTQ rounds column by column and compensates each rounding error in the columns that are left. The scales are fixed
     beforehand, so columns may be rounded in any order although neighbours share a scale. Columns whose inputs have the

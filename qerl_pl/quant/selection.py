@@ -18,8 +18,9 @@ from qerl_pl.quant.experts import check_alike
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
-"""Maps the last component of a linear layer's name to the group of layers that inference engines fuse with it; groups
-are the same in all families."""
+"""Maps the last component of a linear layer's name, such as ``k_proj``, to the names of the layers that inference
+engines fuse into one matrix with it, itself included, such as q_proj, k_proj and v_proj. It holds for all model
+families."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class BlockWeight(NamedTuple):
 
 
 def block_weights(model: nn.Module) -> Iterator[BlockWeight]:
-    """Yield each parameter of a model's decoder blocks once, in the model's order. Raises ValueError for a matrix that
-    is not the weight of a linear layer or a convolution, such as stacked experts, because the quantiser would silently
-    leave it dense."""
+    """Yield each parameter of a model's decoder blocks once, in the model's order, with its module. Raises ValueError
+    for a matrix that is not the weight of a linear layer or a convolution, such as stacked experts: the quantiser would
+    leave it in 16 bits without telling the user."""
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{leaf}"
@@ -128,17 +129,18 @@ def is_ignored(name: str, ignore: Sequence[str]) -> bool:
 
 def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]:
     """Return the names of the linear layers that inference engines fuse with ``linear`` into one matrix with a single
-    tensor scale, ``linear`` included. If ``present`` is given, layers that are not in it are left out, because blocks
-    of some families lack some of these layers."""
+    tensor scale, ``linear`` included. ``present`` are the linear layers that the model has, since blocks of some
+    families lack some of these layers; None: the model has all."""
     parent, dot, leaf = linear.rpartition(".")
     group = [f"{parent}{dot}{member}" for member in FUSED.get(leaf, (leaf,))]
     return [member for member in group if present is None or member in present]
 
 
 def fused_groups(linears: Sequence[str], present: Collection[str] | None = None) -> dict[str, list[str]]:
-    """Group linear layers by the matrices into which inference engines fuse them, each group by the name of its first
-    layer; ``present`` are the layers that the model has. Raises ValueError if only some layers of a group are in
-    ``linears``."""
+    """Group the linear layers to quantise, ``linears``, so that a group has the layers that inference engines fuse into
+    one matrix, such as q, k and v. Returns the names of each group's layers by the name of its first layer. ``present``
+    are all layers that the model has; None: the model lacks none. Raises ValueError if only some layers of a group are
+    in ``linears``."""
     groups: dict[str, list[str]] = {}
     known = set(linears)
     for name in linears:
