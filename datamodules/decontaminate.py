@@ -103,8 +103,8 @@ def runs_of_words(text: str, num_words: int) -> list[tuple[str, ...]]:
 
 
 def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> tuple[list[Problem], int]:
-    """Remove the training problems whose question is also the question of a validation problem, up to white space.
-    Returns the remaining training problems, and the number of removed ones."""
+    """Remove the training problems whose question, apart from white space, equals that of a validation problem. Returns
+    the remaining training problems in their order, and the number of removed ones."""
     seen = {" ".join(problem.question.split()) for problem in validation}
     kept = [problem for problem in train if " ".join(problem.question.split()) not in seen]
     return kept, len(train) - len(kept)

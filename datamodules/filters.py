@@ -89,8 +89,8 @@ class Filters:
 
 
 def _comparable(value: Value) -> Decimal | str:
-    """Convert a value so that values which count as equal compare as equal: a number, also one stored as text, becomes
-    a Decimal, and True becomes "true"."""
+    """Convert a value of a column for comparisons with the values that a filter allows: a number, also one stored as
+    text, becomes a Decimal, and True becomes "true"."""
     text = str(value)
     if text in ("True", "False"):
         return text.lower()

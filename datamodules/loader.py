@@ -50,9 +50,9 @@ class TrainLoader:
 
     Its state is the position in the data (epoch and batch), which Lightning saves in checkpoints. A resumed run
     continues from this position, also with another number of ranks. ``batch_size`` is the number of prompts of all
-    ranks, of which the loader yields those of ``rank``. ``hint`` is a part of the error message for prompts that differ
-    from those of a checkpoint, and says why. ValueError: there are fewer prompts than a batch needs, or a batch cannot
-    be divided equally among the ranks.
+    ranks, of which the loader yields those of ``rank``. ``hint`` is text for the error that ``load_state_dict`` raises
+    if the prompts differ from those of a checkpoint: it says what has changed. ValueError: there are fewer prompts than
+    a batch needs, or a batch cannot be divided equally among the ranks.
     """
 
     prompts: Sequence[Prompt]
@@ -90,8 +90,8 @@ class TrainLoader:
             yield batch[self.rank :: self.num_ranks]
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position in the data (epoch and next batch), together with number and digest of the prompts, batch
-        size and seed. By the latter, ``load_state_dict`` recognises a state that belongs to other data."""
+        """Return what a checkpoint stores of the loader: the position in the data (epoch and next batch) and, so that
+        ``load_state_dict`` can refuse a state of other data, number and digest of the prompts, batch size and seed."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:

@@ -95,8 +95,8 @@ def _content(entry: Mapping[str, object], where: str) -> str:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Join all messages of a problem except the system prompt to one text, by which problems are compared: equal texts
-    count as the same problem."""
+    """Join all messages of a problem except the system prompt to one text, which serves as the problem's question:
+    problems with equal questions count as the same problem."""
     return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 
@@ -104,8 +104,8 @@ def chat_of(
     problem: Problem, *, system_prompt: str | None = None, question_template: str = "{question}"
 ) -> list[Message]:
     """Build the messages that the policy gets for a problem: the messages of the problem, or its question as a user
-    message. The system prompt is added if the messages have none. The last message is put into the template in the
-    place of ``{question}``."""
+    message. The system prompt is added if the messages have none. In the last message, its text is replaced by
+    ``question_template``, with the text in the place of ``{question}``."""
     messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
     asked = question_template.replace("{question}", messages[-1]["content"])  # not format, because of other braces
     messages[-1] = {"role": "user", "content": asked}

@@ -185,8 +185,8 @@ class PromptDataModule(LightningDataModule):
         return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the digests and the date of a checkpoint, so that an error message can say what has changed if this
-        run's prompts differ from the checkpoint's."""
+        """Store the digests of prompts and settings, and the date, that a checkpoint has. If the prompts of the resumed
+        run differ from the checkpoint's, an error message compares these values and says what has changed."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
@@ -322,8 +322,9 @@ def _digest(text: str) -> str:
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
-    """Raise ValueError if more than ``max_dropped_share`` of the prompts, or all, have more than ``limit`` tokens. The
-    message says how many, and which limit would suffice; ``side``, such as "train", says which prompts they are."""
+    """Check how many prompts are too long and would be dropped. ``lengths`` are the tokens of each prompt. ValueError:
+    a share of more than ``max_dropped_share``, or all, have more than ``limit`` tokens; the message says how many, and
+    which limit would suffice. ``side``, such as "train", names the prompts."""
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
     if num_long > may_drop:

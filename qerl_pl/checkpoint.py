@@ -120,9 +120,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to host memory, and return the checkpoint with the copies. If shapes, dtypes and
-        devices are those of the previous copy, its memory is overwritten; so the previous checkpoint must already be on
-        disk."""
+        """Copy a checkpoint's ``tensors`` to host memory, and return the checkpoint with the copies. If they have the
+        shapes, dtypes and devices of the tensors copied before, the memory of the previous copy is overwritten; so the
+        previous checkpoint must already be on disk."""
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
         if kinds != self._kinds:
             self._host = []  # frees it
@@ -254,8 +254,8 @@ def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
 
 
 def _refusal(path: Path) -> OSError | None:
-    """Find out why torch could not write a file, since torch's error does not say, by appending bytes to the file.
-    Returns the operating system's error; None if appending works."""
+    """Find out why torch failed to write a file, such as a full disk, because torch's error does not say it: try to
+    append bytes to the file. Returns the operating system's error; None if appending works."""
     try:
         with path.open("ab") as file:
             file.write(bytes(PROBE))
@@ -277,8 +277,8 @@ def _checksum(file: BinaryIO, size: int) -> bytes:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """Return what identifies a run: the digest of its base, its adapter settings and its seed. Only a run with the same
-    identity can resume from a checkpoint."""
+    """Return what identifies a run, as a dict that is stored in its checkpoints: a digest of the base's files, the
+    adapter settings and the seed. A checkpoint can only be resumed by a run for which all of these are equal."""
     settings = asdict(lora)
     del settings["start"]
     if lora.start is not None:

@@ -33,8 +33,9 @@ def base_digest(base: str | Path) -> str:
 
 
 def stored_digests(folder: Path, files: Sequence[Path]) -> dict[str, str]:
-    """Return hex SHA-256 digests of files in a folder, by file name. Digests are stored in the folder; one that is
-    missing, or whose file has changed, is computed and stored."""
+    """Return hex SHA-256 digests of ``files`` in a folder, by file name. The digests are kept in a file in that folder,
+    so that large weight files need not be read at every start; a digest that is missing there, or whose file has
+    changed since, is computed and stored."""
     kept = _read(folder / KEPT)
     stats = {path.name: path.stat() for path in files}
     stamps = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}

@@ -15,9 +15,9 @@ BaseFormat = Literal["nvfp4", "mxfp4", "nf4"]
 
 
 def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool = True) -> str:
-    """Return the folder of the checkpoint that a run uses. This is the folder ``base``; with ``base_format``, the
-    existing copy of it in this 4-bit format (``BASE-nvfp4`` next to ``BASE``); or, if ``base`` is a GGUF file, the
-    folder in the cache with its dequantised weights.
+    """Return the folder of the checkpoint that a run uses. With ``base_format``, this is the copy of ``base`` in this
+    4-bit format, which ``quantize`` has written (``BASE-nvfp4`` next to ``BASE``). If ``base`` is a GGUF file, it is
+    the folder in the cache with the file's dequantised weights. Otherwise it is ``base`` itself.
 
     Raises ValueError if the GGUF file cannot be used, if the folder holds anything other than files and folders, or if
     the copy does not exist. If ``must_exist`` is False, a missing copy is no error, and the path that it would have is

@@ -35,15 +35,16 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 RECORD = "gguf.json"
-"""File, in the dequantised folder and its copies, with the GGUF file's name, its bits per weight, and the share of
-weights of each GGUF type."""
+"""Name of a JSON file in a checkpoint folder that was made from a GGUF file, and in copies of that folder. It has the
+GGUF file's name, its average bits per weight, and the share of weights stored in each GGUF type."""
 VERSION = 1  # version of this conversion, part of the key under which its result is cached
 BYTES_PER_WEIGHT = 6
-"""Peak bytes of host memory per weight that a conversion takes: all weights in bfloat16, and one tensor, perhaps with
-most of the weights, in fp32."""
+"""Peak bytes of host memory per weight of the model that the conversion of a GGUF file takes: 2 for all weights in
+bfloat16, and 4 for a tensor in fp32, which may have most of the weights."""
 SAME_MATRIX = 0.2
-"""Relative difference of embeddings and output head below which they are taken for one matrix stored at two precisions.
-Rounding to 2 bits per weight causes about this difference; two different matrices differ by more than 1."""
+"""Limit on |E - H| / |H| for the embeddings E and the output head H of a GGUF file. Below it, both are taken for one
+tied matrix, stored at two precisions: rounding to 2 bits per weight causes about this difference, while two different
+matrices differ by more than 1."""
 ROPE_TENSOR, ROPE_TYPE = "rope_freqs.weight", ".rope.scaling.type"
 """Tensor name and metadata key by which a GGUF file says that the model scales its rotary positions, as Llama 3.1 and
 models with YaRN do."""
@@ -170,8 +171,9 @@ def _check_contents(reader: GGUFReader, path: Path) -> None:
 
 
 def _unquantized(read: PreTrainedModel) -> PreTrainedModel:
-    """Convert a model that ``from_pretrained`` read from a GGUF file so that transformers can save it, and return it.
-    Embeddings and output head are tied if the file stores one matrix for both."""
+    """Return a model that transformers can save as a bfloat16 checkpoint, with the weights of ``read``, which
+    ``from_pretrained`` has read from a GGUF file. Embeddings and output head become one tied matrix if they differ only
+    by rounding (``SAME_MATRIX``)."""
     config, weights = read.config, dict(read.state_dict())
     vars(config).pop("quantization_config", None)  # set by some releases
     embeddings, head = weights["model.embed_tokens.weight"].float(), weights["lm_head.weight"].float()

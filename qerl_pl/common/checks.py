@@ -1,5 +1,5 @@
-"""Checks of the range of settings; the function that decides which rollouts get the time-consuming checks of the
-engine; and the exception by which a check ends a run."""
+"""Functions that check the range of settings, the function that decides in which rollouts the rollout engine is checked
+thoroughly, and the exception by which a check ends a run."""
 
 import math
 
@@ -23,14 +23,15 @@ class CheckFailed(RuntimeError):
 
 
 def is_due(index: int, every: int) -> bool:
-    """Return whether a rollout, given by its index in the run from 0, gets the time-consuming checks: if it is one of
-    the first ``EARLY`` rollouts, or if its index is a multiple of ``every``."""
+    """Return whether callbacks make their time-consuming checks of the rollout engine in a rollout. They do in the
+    first ``EARLY`` rollouts of a run and in those whose ``index``, counted from 0, is a multiple of ``every``."""
     return index < EARLY or index % every == 0
 
 
 def require_at_least(least: float, *, section: str = "", hint: str = "", **settings: float | None) -> None:
-    """Raise ValueError if one of ``settings`` is nan or below ``least``; None is accepted. The message names the
-    setting, after its ``section`` of the YAML file if that is given, and ends with ``hint``."""
+    """Raise ValueError if one of ``settings``, given by name, is nan or below ``least``; a setting that is None is
+    accepted. The message names the setting with ``section``, its section of the YAML file, before it, and ends with
+    ``hint``."""
     for name, value in settings.items():
         if value is not None and not value >= least:
             raise ValueError(f"{section}{name} is {value}; expected at least {least}{hint}")

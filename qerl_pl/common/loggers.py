@@ -17,7 +17,8 @@ def log_at(loggers: Iterable[Logger], values: Mapping[str, float], *, step: int)
 
 def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
     """Log sampled completions with their rewards: a text in TensorBoard, a table in Weights & Biases, and a file
-    (artifact) of the run in MLflow. ``rows`` are records like those of ``ScoredBatch.rows``."""
+    (artifact) of the run in MLflow. ``rows`` are dicts with the prompt, text, rewards and other values of one
+    completion each."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(tag, as_markdown(rows), step)

@@ -20,9 +20,9 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Metric that stores every value, gathers the values of all ranks, and computes statistics of them. ``statistics``
-    is a function of all N values, a tensor [N], that returns scalar tensors by name; its results must not depend on the
-    order of the values, so that they are equal on any number of ranks."""
+    """Metric for statistics that need all values at once, such as quantiles: it stores every value, gathers the values
+    of all ranks, and calls ``statistics`` with a tensor [N] of all of them. This function returns scalar tensors by
+    name, which must not depend on the order of the values, so that they are equal on any number of ranks."""
 
     full_state_update = False
     values: list[Tensor]
@@ -79,8 +79,8 @@ def largest() -> Metric:
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
-    """Compute a metric over the values of all ranks, and reset it; it must have no values before. ``values`` are this
-    rank's arguments of ``metric.update``. Every rank must call this function."""
+    """Compute a metric over the values of all ranks, return its value, and reset the metric, which must be without
+    values before. ``values`` are this rank's arguments of ``metric.update``. Every rank must call this function."""
     device = ranks.device() if ranks.are_several() else values[0].device
     metric.to(device)
     metric.update(*(value.to(device) for value in values))

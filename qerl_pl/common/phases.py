@@ -23,8 +23,8 @@ LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed}, {remaining} left"
 ERASE = "\r\x1b[K"
 
 APART_S = 1.0
-"""Seconds between the end of one phase and the start of the next from which on the two do not count as consecutive, and
-the waiting time ``FIRST_S`` begins anew."""
+"""Longest pause in seconds between two phases that count as consecutive. The time until the first line is printed is
+counted from the first of consecutive phases; after a longer pause it is counted anew."""
 
 T = TypeVar("T")
 _running: list[Phase] = []
@@ -39,9 +39,9 @@ class _Silence:
 
 
 class Phase:
-    """Piece of work that is shown to the user while it runs: its description, such as "loading the weights", its start,
-    and how many of its ``total`` units are done (``update`` counts them). ``total`` is None if they cannot be counted.
-    ``unit`` is the name of a unit; "B" for bytes."""
+    """Piece of work that is shown to the user while it runs. ``what`` describes it, such as "loading the weights". If
+    its progress can be counted, ``total`` is the number of its units, of which ``update`` counts those done, and
+    ``unit`` their name, "B" for bytes; otherwise ``total`` is None."""
 
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
         self.what, self.total, self.unit = what, total, unit

@@ -97,7 +97,8 @@ def restored_arguments() -> Iterator[None]:
 
 @contextmanager
 def kept_for_good() -> Iterator[None]:
-    """Collect no garbage inside the context, and leave all objects that exist at its end out of garbage collections.
+    """Turn off Python's garbage collection inside the context, and exclude all objects that exist at its end from later
+    collections. Commands import their packages in it.
 
     Importing torch, Lightning and transformers makes half a million objects, which stay until the process ends.
     Looking at them again and again takes a quarter of the imports' time, and half a second in each later collection.

@@ -10,9 +10,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Maps a linear layer that some families store as one merged matrix to the separate layers of other families."""
 INSTEAD = {"in_proj_qkv": MERGED["qkv_proj"], "in_proj_z": MERGED["qkv_proj"], "out_proj": ("o_proj",)}
-"""Maps the linear layers of gated delta nets, which some blocks have in place of attention, to layers of attention. A
-layer of a gated delta net gets a LoRA adapter if LoRA's targets name all of the attention layers that it is mapped
-to."""
+"""Maps each linear layer of a gated delta net, which some blocks have in place of attention, to linear layers of
+attention. The layer of the gated delta net gets a LoRA adapter if ``model.lora.targets`` names all of these."""
 MLP = ("gate_proj", "up_proj", "down_proj")
 Elementwise = Literal["norms", "mlp", "attention"]
 
@@ -34,9 +33,9 @@ class Experts(NamedTuple):
     shared_number: str | None = None
     """Number of experts of size ``inner`` that compute every token, which are stored as one larger expert."""
     correction: str | None = None
-    """Name of a parameter of the router (not a key of config.json) that is added to the scores by which experts are
-    chosen, but not to the weights of their outputs. In families with this parameter, scores are sigmoids of the
-    router's logits, in others a softmax over the experts."""
+    """Name of a learned parameter of the router (not a key of config.json) that is added to the router's scores when
+    experts are chosen, but not when the weights of their outputs are computed from the scores. None: the family has
+    none. With this parameter, scores are sigmoids of the router's logits, without it a softmax over the experts."""
     scale: str | None = None
     """Number by which the weights of the chosen experts are multiplied; None: they are not multiplied."""
     groups: tuple[str, ...] = ()
@@ -68,19 +67,19 @@ class Family:
     """Norms of a block to whose weights adaptive quantization noise (AQN) is added in rollouts, and which are trained
     if ``train_norms`` is set."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
-    """Parts of a block that compute the same function in this family as fused kernels do, so that
-    ``policy.elementwise`` may replace them by these kernels: norms, the MLP's SwiGLU, or the rotary embeddings in
-    attention."""
+    """Operations of a block that ``policy/elementwise.py`` may replace by liger-kernel's fused kernels, because they
+    compute the same function in this family: "norms", the SwiGLU of the "mlp", the rotary embeddings in "attention"."""
     logit_divisor: str | None = None
     """Key in config.json of the number by which the model divides its logits; None: it does not divide them."""
     logit_cap: str | None = None
     """Key in config.json of the soft cap c of the logits, c tanh(logits / c); None, or a null value: no soft cap."""
     keys_as_values: bool = False
-    """Whether blocks without v_proj use the output of k_proj, its LoRA adapter included, as values; the norm of the
-    values then differs from the norm of the keys."""
+    """Whether blocks that have no v_proj use the output of k_proj, its LoRA adapter included, as values of attention;
+    keys and values are then normalised by different norms."""
     dense: tuple[str, ...] = ()
-    """Linear layers that stay in 16 bits in a 4-bit model and get no LoRA adapter. They are small, and the model takes
-    an exponential of their output, which amplifies quantisation errors, or chooses experts by it."""
+    """Linear layers that stay in 16 bits in a 4-bit model and get no LoRA adapter. They are small, and quantisation
+    errors in them would have large effects: the model takes an exponential of their output, or chooses experts by
+    it."""
     fp32: tuple[str, ...] = ()
     """Parameters that trainer and vLLM both hold in fp32, whatever the compute dtype is, given by the last components
     of their names, such as ``A_log`` or ``gate.weight``."""
@@ -106,10 +105,11 @@ class Family:
     def targets(self, names: Collection[str]) -> tuple[str, ...]:
         """Translate the layer names given as LoRA targets to the linear layers of this family.
 
-        Naming all parts of a merged matrix, such as q_proj, k_proj and v_proj, means this matrix, here qkv_proj; naming
-        only some raises ValueError. In a mixture of experts, gate_proj, up_proj and down_proj together mean the
-        experts; the result leaves them out, because it lists linear layers only. Raises ValueError if only some of
-        these three are named, or if nothing else is.
+        If the family stores several layers as one merged matrix, such as q_proj, k_proj and v_proj as qkv_proj, their
+        names are replaced by that of the matrix. In families with mixture-of-experts layers, gate_proj, up_proj and
+        down_proj together mean the experts; they are left out of the result, which lists linear layers only. Raises
+        ValueError if only some of the layers of a merged matrix, only some of these three, or only these three are
+        named.
         """
         targets = list(names)
         if self.experts is not None and set(MLP) & set(names):
@@ -227,6 +227,7 @@ def family_of(model_type: object, *, path: object) -> Family:
 
 
 def with_merged(names: Collection[str]) -> tuple[str, ...]:
-    """Return the given LoRA targets and, after them, the linear layers that families with merged matrices or gated
-    delta nets have in place of these targets, such as qkv_proj for q_proj, k_proj and v_proj."""
+    """Extend LoRA targets, whose names are those of most families, by the names that the same layers have in other
+    families: merged matrices, such as qkv_proj for q_proj, k_proj and v_proj, and layers of gated delta nets. Returns
+    the given names, then the additional ones."""
     return (*names, *(other for other, parts in {**MERGED, **INSTEAD}.items() if set(parts) <= set(names)))

@@ -56,8 +56,9 @@ def hub_folder(name: str) -> Path:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub answers a request within ``ANSWER_S`` seconds. It is asked once per process, and not at
-    all if ``HF_HUB_OFFLINE=1`` is set. Without an answer, only models in huggingface_hub's local cache can be used."""
+    """Return whether the Hugging Face hub answers a request within ``ANSWER_S`` seconds; if not, only models in
+    huggingface_hub's local cache can be used. The request is made once per process. With ``HF_HUB_OFFLINE=1``, none is
+    made and the result is False."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
@@ -92,8 +93,9 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads files of the model ``name``, without the hub client's warnings about retries.
-    Known errors, such as that of an unknown model, become ValueErrors that say what to do."""
+    """Call ``fetch``, which downloads files of the model ``name``, and return its result. The hub client's warnings
+    about retries are not shown. Known errors, such as that of an unknown model, are raised as ValueError with a message
+    that says what to do."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -54,8 +54,9 @@ def method_of(method: Method | None, calibration: str | None) -> Method:
 
 
 def check_calibrated(calibration: str | None, samples: int, length: int, *, section: str = "--") -> None:
-    """Raise ValueError if ``samples`` or ``length`` differs from its default although there are no calibration data,
-    because it would have no effect. ``section`` stands before the setting's name in the error message."""
+    """Raise ValueError if ``samples`` or ``length`` (number and tokens of calibration sequences) is not the default
+    although there are no calibration data (``calibration`` is None), because it would have no effect. The message names
+    the setting with ``section`` before it."""
     for name, value in (("samples", samples), ("length", length)) if calibration is None else ():
         if value != getattr(Quantization, name):
             raise ValueError(

@@ -65,8 +65,9 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer. If its files have no chat template, it gets the one of the files ``OF_PROCESSOR`` or of the
-    folder ``TEMPLATES``, if there is one."""
+    """Load a tokenizer from a folder or by its name on the hub. If its files have no chat template, that of the
+    processor (a vision-language model's, ``OF_PROCESSOR``) is used or else those in the folder ``chat_templates``, if
+    there are any."""
     # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon, because its client would
     # otherwise retry for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
@@ -214,8 +215,8 @@ def render(
 
 
 def _reads_system(tokenizer: PreTrainedTokenizerBase, date: str | None, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the chat template writes the system prompt into the text. The system prompt of this test has no
-    commands like ``/no_think``, because some templates (SmolLM3's) remove them."""
+    """Test whether the chat template writes a system prompt into the text, by one without commands like ``/no_think``,
+    which some templates (SmolLM3's) remove."""
     text = "Use few words."
     messages = [{"role": "system", "content": text}, {"role": "user", "content": PROBE}]
     return text in render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)

@@ -39,8 +39,8 @@ ONLY_IN_VLLM = (
     "layer_rope_theta", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling",
     "llama_4_scaling", "dual_chunk_attention_config", "target_layer_count",
 )  # fmt: skip
-"""Keys of config.json on which vLLM acts even if the family's configuration class in transformers does not have them.
-In such a family a key is refused, because transformers would ignore it."""
+"""Keys of config.json on which vLLM acts even if the family's configuration class in transformers does not have them. A
+checkpoint of such a family that has one of these keys is refused, because transformers would ignore the key."""
 ACTIVATIONS = {"hidden_act": ("silu", "swish"), "hidden_activation": ("gelu_pytorch_tanh",)}
 """Activation functions of the MLP that vLLM supports, by the key of config.json that names them."""
 LAYERS = ("full_attention", "sliding_attention", "linear_attention")

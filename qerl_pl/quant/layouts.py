@@ -24,8 +24,8 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 
 @dataclass(frozen=True)
 class Part:
-    """What the loader does with one tensor of a checkpoint: the name of the module's buffer or parameter that the
-    tensor fills, and the conversion that the tensor needs before."""
+    """Destination of one tensor of a checkpoint when the model is loaded: the name of the module's buffer or parameter
+    that the tensor fills, and the conversion that the tensor needs before."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor

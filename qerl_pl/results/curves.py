@@ -110,8 +110,9 @@ def _scalars(event: Event) -> list[Scalar]:
 
 
 def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
-    """Summarise a run in numbers by name: accuracy, reward, entropy, speed, and the difference between the
-    log-probabilities of sampler and trainer. Numbers for which the run did not log the scalars are left out."""
+    """Compute the numbers of a run's row in tables, by name, from its curves: accuracy, reward, entropy, speed, and the
+    difference between the log-probabilities of sampler and trainer. A number whose scalars the run did not log is left
+    out."""
     summary: dict[str, float] = {}
     for name, tag, window in (
         ("accuracy (held out)", "val/accuracy", 1),

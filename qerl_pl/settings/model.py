@@ -72,9 +72,9 @@ class ModuleSettings:
             n blocks, and selective in the other blocks; blocks: all activations of all blocks; offload: as blocks, with
             the blocks' inputs kept in host memory; auto: the fastest of these that fits into the GPU's memory, and none
             on a CPU.
-        router_replay: in a mixture of experts, train with the experts that the sampler chose for each token, instead of
-            those that the trainer's routers would choose; auto: on if the base is a mixture and the engine returns its
-            experts, as vLLM does.
+        router_replay: for a mixture-of-experts base, train with the experts that the sampler chose for each token,
+            instead of those that the trainer's routers would choose; auto: on if the rollout engine returns the chosen
+            experts, as vLLM does; off otherwise.
         fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
             installed.
         gpu_memory: GiB of GPU memory that the run may use; null: all memory that other processes leave free.
@@ -149,9 +149,10 @@ class ModuleSettings:
         check_length(config, longest=self.max_model_len)
 
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
-        """Return whether training uses the experts that the engine chose for each token, as ``model.router_replay``
-        says. ``engine`` is the engine's name, and ``returns_routes`` says whether it returns the experts. ValueError:
-        the setting is "on", and the base has no experts or the engine does not return them."""
+        """Return whether training uses the experts that the rollout engine chose for each token, instead of those of
+        the trainer's routers, by the setting ``model.router_replay``. ``engine`` is the engine's name for the message,
+        and ``returns_routes`` says whether it returns the chosen experts. ValueError: the setting is "on", and the base
+        has no experts or the engine does not return them."""
         has_experts = FAMILIES[check_base(self.folder)["model_type"]].experts is not None
         which = {"has_experts": has_experts, "returns_routes": returns_routes}
         return replays_routes(self.router_replay, **which, engine=engine)
@@ -180,8 +181,8 @@ class ModuleSettings:
 
     @property
     def teacher_memory(self) -> TeacherMemory | None:
-        """Properties of the teacher that decide how much GPU memory it needs: its shape, where its weights are kept,
-        and whether its hidden states are kept; None without a teacher."""
+        """Properties of the teacher that the memory plan needs: the sizes of its layers, whether its weights stay in
+        GPU memory, and whether its hidden states of a rollout are kept; None without a teacher."""
         if self.teacher is None or self.objective.teacher is None or self.teacher_folder is None:
             return None
         shape = checkpoint_shape(self.teacher_folder, self.compute_dtype)
@@ -237,9 +238,9 @@ class ModuleSettings:
 
 
 def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, engine: str) -> bool:
-    """Return whether training uses the experts that the engine chose for each token. ``setting`` is the value of
-    ``model.router_replay``. ValueError: the setting is "on", and the base has no experts or the engine does not return
-    them."""
+    """Return whether training uses the experts that the rollout engine chose for each token, instead of those of the
+    trainer's routers. ``setting`` is the value of ``model.router_replay``; "auto" means yes if the base has experts and
+    the engine returns the chosen ones. ValueError: the setting is "on" and one of these is not so."""
     can = has_experts and returns_routes
     if setting == "on" and not can:
         lacks = f"{engine} returns no experts" if has_experts else "the base has no mixtures of experts"
