@@ -229,9 +229,10 @@ class SyncCanary(Callback):
 
 
 def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
-    """Find the ``LAST`` consecutive tokens of a completion with the largest sum of -log p (p is the probability at
-    which each was sampled), for which the canary chooses its texts. Returns the prompt's and the completion's tokens up
-    to the end of these tokens, and the sum in nats. A log-probability that is not finite counts as 0."""
+    """Find the ``LAST`` consecutive tokens of a completion with the largest sum of -log p, where p is the probability
+    of a sampled token: there the policy was least certain. Texts for comparisons of engine and trainer end with them.
+    Returns the prompt's and the completion's tokens up to the end of these tokens, and the sum in nats. A
+    log-probability that is not finite counts as 0."""
     surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
     sums = list(accumulate(surprisals, initial=0.0))
     ends = range(min(LAST, len(sums) - 1), len(sums))

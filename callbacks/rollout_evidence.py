@@ -60,8 +60,8 @@ ADVICE = (
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
     """Compare the log-probabilities of the trainer with those of ``other``, such as the sampler, over the tokens of all
-    ranks. Returns the mean absolute difference ("gap"), its value for one of the worst completions ("high_gap"), the
-    mean difference of logits ("logit_gap"), and the share of tokens with a large difference ("far_share"). The
+    ranks. Returns the mean absolute difference ("gap"), the value of it that one completion in 32 reaches ("high_gap"),
+    the mean difference of logits ("logit_gap"), and the share of tokens with a large difference ("far_share"). The
     arguments are for this rank's N tokens: log-probabilities in nats, [N] fp64, and the index of each token's
     completion, [N] int64. Every rank must call this function."""
     log_ratio = trainer - other

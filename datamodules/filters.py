@@ -48,9 +48,9 @@ class Filters:
         self._num_rows = self._num_kept = 0
 
     def keeps(self, row: Row) -> bool:
-        """Return whether a row satisfies all restrictions. A missing column counts as null. ValueError: a restricted
-        column holds something other than text, number or bool; or a column that is restricted to a range holds no
-        number."""
+        """Return whether a row's values are among those that ``only`` and ``between`` allow. A missing column counts as
+        null. ValueError: a restricted column holds something other than text, number or bool; or a column that is
+        restricted to a range holds no number."""
         passes = []
         for column in dict.fromkeys((*self.only, *self.between)):
             value = self._value(row, column)

@@ -35,9 +35,9 @@ class Row(NamedTuple):
     columns: dict[str, object]
 
     def value(self, column: str) -> object:
-        """Return the value in a column, or in a field of a column, as in ``reward_model.ground_truth``. A column may
-        hold its fields as JSON text. If the column is null, its fields are null. NoColumnError: the row has no such
-        column or field."""
+        """Return the row's value in a column, or in a field of a column whose values are mappings, such as
+        ``reward_model.ground_truth``. A column may hold its fields as JSON text. If the column is null, its fields are
+        null. NoColumnError: the row has no such column or field."""
         if column in self.columns:
             return self.columns[column]
         value: object = self.columns

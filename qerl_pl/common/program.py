@@ -18,8 +18,8 @@ SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 def called_as(command: str) -> str:
-    """Return the text by which a user calls a command, in the form that was used for this process: ``qerl COMMAND`` or
-    ``python -m qerl_pl COMMAND``."""
+    """Return how a user calls a command of this program, for messages, in the form that was used for this process:
+    ``qerl COMMAND`` or ``python -m qerl_pl COMMAND``."""
     return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"
 
 

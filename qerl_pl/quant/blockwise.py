@@ -18,8 +18,8 @@ from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
 PRIOR_ROWS = 256
-"""Weight, in tokens, of the mean of x x^T over all experts of a block when it is mixed into the mean of a single
-expert, to which the router may send few tokens of the calibration data."""
+"""Number of tokens for which the second moment of all experts of a block (the mean of x x^T over the inputs x of a
+linear layer) counts when it is mixed into that of one expert, which few calibration tokens may reach."""
 
 
 class BlockStream:

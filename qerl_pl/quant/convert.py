@@ -31,8 +31,9 @@ ROUNDING = 2.0**-23
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
-    """Write a W4A16 copy of a published NVFP4 checkpoint, or a copy of a 16-bit checkpoint without its vision model, to
-    the folder ``output``; return the reasons for the conversion (``conversion_reasons``).
+    """Write a copy of a published NVFP4 checkpoint with 4-bit weights and 16-bit activations (W4A16), or a copy of a
+    16-bit checkpoint without its vision model, to the folder ``output``. Returns sentences that say why the conversion
+    was needed.
 
     Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original.
     Checkpoints by ModelOpt store tensor scales; the copy stores their fp32 reciprocals, which changes weights by a

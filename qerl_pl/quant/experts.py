@@ -78,8 +78,8 @@ def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) 
 
 
 class _Unset(nn.Linear):
-    """Linear layer whose weights are not initialised, because initialising the 18 000 linear layers of a large mixture
-    of experts would take longer than reading their weights."""
+    """Linear layer whose weights are not initialised, because initialising the 18 000 linear layers of a large
+    mixture-of-experts model would take longer than reading their weights."""
 
     def reset_parameters(self) -> None:
         pass

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 Dense = Callable[[torch.dtype], Tensor]
 """Function that returns the frozen weights [E, N, K] of one linear layer (gate, up or down) of all experts in a given
-dtype. It is called again for each product, so dequantised weights exist only during one product."""
+dtype. It is called again for each matrix product, so dequantised weights are freed after each."""
 
 KERNEL_RANK = 64
 """Highest LoRA rank for which a Triton kernel adds the adapter's product to the output of an expert's linear layer,
@@ -29,8 +29,8 @@ because a program of this kernel holds all R columns of an expert's matrix B at 
 
 
 class Routes(NamedTuple):
-    """Assignment of tokens to experts, as an order of S rows (one per token and chosen expert) in which the rows of
-    each expert are consecutive."""
+    """Assignment of tokens to experts for grouped matrix products: an order of S rows, one for each token and each of
+    its experts, in which the rows of one expert are consecutive."""
 
     order: Tensor
     """[S] int64, for each sorted row its index in the flattened expert indices [T, k]; the row's token is order //

@@ -49,9 +49,10 @@ class Stored:
 
 
 def conversion_reasons(path: Path) -> list[str]:
-    """List the reasons why a checkpoint has to be converted before training can start from it. The list is empty if
-    training can start from it as it is, and also for checkpoints with neither NVFP4 linear layers nor a vision model,
-    which ``convert`` does not handle. Only config.json, the headers of the weight files, and tensor scales are read."""
+    """List the reasons, as texts for the user, why a published checkpoint has to be converted before training can start
+    from it. The list is empty if training can start from it as it is, and also for checkpoints with neither NVFP4
+    linear layers nor a vision model, which ``convert`` does not handle. Only config.json, the headers of the weight
+    files, and tensor scales are read."""
     config = quantization_config(path)
     reasons = [NOT_USED] if has_vision(read_json(path / CONFIG)) else []
     if config is None:

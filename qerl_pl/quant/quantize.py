@@ -126,8 +126,8 @@ def pack_file(
     rank: int | None,
 ) -> tuple[dict[str, Tensor], list[dict], dict[str, Tensor]]:
     """Compute the contents of one file of the quantised checkpoint from the dense checkpoint's ``tensors``. Returns the
-    tensors to write, the error reports of the quantised linear layers, and the tensors of the adapter for quantisation
-    errors, all on the CPU.
+    tensors to write, the error reports of the quantised linear layers, and the tensors of the LoRA adapter that
+    approximates their quantisation errors, all on the CPU.
 
     ``groups`` are all linear layers to quantise, grouped by common tensor scale. ``stream`` has the calibration data at
     the input of the file's decoder block, or is None. ``rank``, which needs ``stream``, is the rank of the adapter;

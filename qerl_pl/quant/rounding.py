@@ -21,7 +21,7 @@ def pack_group(
     weights: Mapping[str, Tensor], fmt: Format, method: Method, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
     """Round the weights [N, K] of linear layers with a common input to a 4-bit format, with one tensor scale for all.
-    ``weights`` and results are by the layer's name.
+    ``weights`` and the returned weights have the layers' names as keys.
 
     The method "rtn" rounds to the nearest values, with block scales that make each block's largest magnitude
     representable (min-max). The method "gptq" needs ``second_moment``, the mean [K, K] of x x^T over the inputs x. It
