@@ -56,12 +56,12 @@ class SyncCanary(Callback):
        digest of this copy with that at the start of the run. Layers that vLLM holds in 4 bits in another order were
        compared when the engine started. In mixture-of-experts models, experts and routers are compared as well.
     2. Samples with a probe adapter, less often. An engine may hold the right tensors and not use them: it may use
-       cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0,
-       log-probabilities cannot tell such policies apart. So the engine samples after a text, gets a strong random
-       adapter (the probe adapter), and then samples after several beginnings of this text, one token each. The
-       log-probabilities of these tokens must be those that the trainer's model has with the probe adapter. A validation
-       before the first rollout has no such check: the engine has had one policy only, so there are no prefixes of an
-       older one, and check 3 shows whether the adapter is left out.
+       cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0, as early in
+       a run, log-probabilities with and without the adapter hardly differ and cannot show this. So the engine samples
+       after a text, gets a strong random adapter (the probe adapter), and then samples after several beginnings of this
+       text, one token each. The log-probabilities of these tokens must be those that the trainer's model has with the
+       probe adapter. A validation before the first rollout has no such check: the engine has had one policy only, so
+       there are no prefixes of an older one, and check 3 shows whether the adapter is left out.
     3. Scores, still less often. Engine and trainer compute the log-probabilities of text from the run's prompts and
        completions, with and without the adapter. (This does not test the prefix cache, which vLLM does not use for
        scoring.)
@@ -71,11 +71,11 @@ class SyncCanary(Callback):
     fails if it differs from the trainer by more than ``tolerance`` and also by more than ``comparison.MARGIN`` times as
     much as the trainer's two results differ.
 
-    The trainer finds the strength of the probe adapter alone, once: the adapter must change log-probabilities far more
-    than rounding errors do, without making the model chaotic. If no strength does so, check 2 is left out, with a
-    warning. The texts end with those tokens of the rollout's completions of which the policy was least certain. An
-    adapter hardly changes log-probabilities near 0, so in text of which the policy is nearly certain, the change would
-    be no larger than rounding errors.
+    The trainer finds the strength of the probe adapter, the scale of its weights, once per run and without the engine:
+    the adapter must change log-probabilities far more than rounding errors do, without making the model chaotic. If no
+    strength does so, check 2 is left out, with a warning. The texts end with those tokens of the rollout's completions
+    of which the policy was least certain. An adapter hardly changes log-probabilities near 0, so in text of which the
+    policy is nearly certain, the change would be no larger than rounding errors.
 
     After the checks, the engine holds the run's adapter and noise again.
 

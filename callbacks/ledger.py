@@ -28,20 +28,21 @@ class MismatchLedger(Callback):
     """Logs the causes of the difference between the trainer's and the sampler's log-probabilities of sampled tokens, as
     one term for each cause, on some completions of some rollouts.
 
-    ============ ============================================= =========================================================
-    routing      trainer with sampler's experts - without      experts that the trainer's routers would not have chosen
-    kernel       trainer without - engine with clean norms     kernels, precision, another form of the weights
-    noise        engine with clean norms - engine with noise   adaptive quantization noise; exactly 0 without it
-    decode       engine with noise - reported by the engine    scoring all tokens at once, sampling one by one
-    staleness    trainer after its updates - before            how far the policy has moved since the rollout
-    ============ ============================================= =========================================================
+    ============ ================================================== ====================================================
+    routing      trainer, experts of sampler - trainer, own experts routers of trainer and sampler choose differently
+    kernel       trainer, own experts - engine, no noise            kernels, precision, another form of the weights
+    noise        engine, no noise - engine, noise                   adaptive quantization noise; exactly 0 without it
+    decode       engine, noise - reported by the engine             scoring all tokens at once, sampling one by one
+    staleness    trainer after its updates - trainer before         how far the policy has moved since the rollout
+    ============ ================================================== ====================================================
 
     The first column is the cause's name. The second says which log-probabilities of the tokens are subtracted, in nats,
-    at temperature 1, because engines score at temperature 1; "with clean norms" means without the noise on norm
-    weights. The third says what makes them differ.
+    at temperature 1, because engines score at temperature 1. They are computed by the trainer or by the rollout engine,
+    with the experts that the sampler or the trainer's routers chose, and with or without the noise on norm weights. The
+    third column says what makes them differ.
 
     "Reported by the engine" are the log-probabilities that the engine returned when it sampled. They are at the
-    sampling temperature, so "decode" is left out unless this is 1; if it is 1, all terms but the last add up to the
+    sampling temperature, so "decode" is left out unless this is 1; if it is 1, all terms but "staleness" add up to the
     difference between trainer and sampler. "routing" exists only for mixture-of-experts models that are trained with
     the experts that the sampler chose (``model.router_replay``).
 

@@ -88,9 +88,9 @@ class RolloutEvidence(Callback):
 
     - if ``evidence/gap``, the mean of |log p of the trainer - log p of the sampler| over tokens, in nats, exceeds
       ``max_gap`` or ``max_jump`` times its median over recent rollouts (a warning comes above ``warn_jump`` times this
-      median): tokens or log-probabilities were altered or come from another policy. A less certain policy, or noise,
-      also increases the gap, but then the trainer's own rounding errors increase as much. These are therefore measured
-      before the run stops, and an increase that they explain does not count;
+      median). Probable causes: tokens or log-probabilities were altered, or come from another policy. A less certain
+      policy, or noise, also increases the gap, but then the trainer's own rounding errors increase as much. These are
+      therefore measured before the run stops, and an increase that they explain does not count;
     - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own median
       over recent rollouts. It shows a few wrong rows, which hardly change a mean over many;
     - if ``evidence/logit_gap``, the gap converted to a difference of logits, which depends little on how certain the
@@ -100,12 +100,12 @@ class RolloutEvidence(Callback):
     - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
       one whose log-probabilities the engine reports (``evidence/other_sampling``: another temperature, top_p or top_k,
       end tokens more or less often, random tokens);
-    - with vLLM on a GPU, whose random numbers the trainer can compute again, if these numbers would have given other
-      tokens (``evidence/other_draws``). This finds completions of other prompts than the engine was given, even if one
-      token of the prompt is wrong, completions that were selected among several, and tokens that were changed after
-      sampling. ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to change for the
-      numbers to give the sampled token; tokens with a probability above 0.97, which nearly any numbers give, are left
-      out. In a correct run the margins are about as large as the gap;
+    - with vLLM on a GPU, if the tokens are not those that follow from the engine's random numbers, which the trainer
+      can compute again (``evidence/other_draws``). This finds completions of other prompts than the engine was given,
+      even if one token of the prompt is wrong, completions that were selected among several, and tokens that were
+      changed after sampling. ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to
+      change for the numbers to give the sampled token; tokens with a probability above 0.97, which nearly any numbers
+      give, are left out. In a correct run the margins are about as large as the gap;
     - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled with another policy
       (``evidence/other_policy``): without the adapter, with the adapter of the previous rollout or, in rollouts with
       noise, without the noise. These policies are found even where they change a token's log-probability less than
@@ -128,9 +128,10 @@ class RolloutEvidence(Callback):
       the sampler's by the limits above. The checkpoint of the step before is kept. In rollouts with noise, which these
       log-probabilities of the trainer do not have, and with ``lora.dropout``, the gaps of all rows are only logged.
 
-    A warning tells if length or its spread, share of finished completions, reward or share of distinct completions
-    differs from the previous rollout by more than chance explains; the run goes on, because a policy may change so
-    fast. Another warning tells what to do if for several rollouts no group had completions with different rewards.
+    There is a warning if the completions' length or its spread, the share of finished completions, the reward or the
+    share of distinct completions differs from the previous rollout by more than chance explains; the run goes on,
+    because a policy may change so fast. There is another warning if for several rollouts no group had completions with
+    different rewards.
 
     The six tests whose names in the log are other_sampling, other_draws, other_policy, copies, branches and order
     compute log-likelihood ratios in nats, which accumulate over rollouts (``qerl_pl.policy.evidence``), so a fault that

@@ -23,8 +23,9 @@ class CheckFailed(RuntimeError):
 
 
 def is_due(index: int, every: int) -> bool:
-    """Return whether callbacks make their time-consuming checks of the rollout engine in a rollout. They do in the
-    first ``EARLY`` rollouts of a run and in those whose ``index``, counted from 0, is a multiple of ``every``."""
+    """Return whether callbacks make their time-consuming checks of the rollout engine in a rollout (or in a batch of an
+    evaluation). They do in the first ``EARLY`` rollouts of a run and in those whose ``index``, counted from 0, is a
+    multiple of ``every``."""
     return index < EARLY or index % every == 0
 
 
