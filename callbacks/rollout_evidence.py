@@ -84,13 +84,15 @@ class RolloutEvidence(Callback):
 
     A row is a prompt with one completion, a group has all completions of a prompt, and the sampler is the rollout
     engine. In rollouts chosen by ``every``, before the update, randomly chosen rows of up to ``max_tokens`` tokens go
-    through the trainer's model once, with the noise of the rollout. The run stops
+    through the trainer's model once, with the noise that AQN has added to the norm weights for this rollout, if any.
+    The run stops
 
     - if ``evidence/gap``, the mean of |log p of the trainer - log p of the sampler| over tokens, in nats, exceeds
       ``max_gap`` or ``max_jump`` times its median over recent rollouts (a warning comes above ``warn_jump`` times this
       median). Probable causes: tokens or log-probabilities were altered, or come from another policy. A less certain
       policy, or noise, also increases the gap, but then the trainer's own rounding errors increase as much. These are
-      therefore measured before the run stops, and an increase that they explain does not count;
+      therefore measured before the run stops, by a second pass with random rounding errors, and an increase that they
+      explain does not count;
     - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own median
       over recent rollouts. It shows a few wrong rows, which hardly change a mean over many;
     - if ``evidence/logit_gap``, the gap converted to a difference of logits, which depends little on how certain the

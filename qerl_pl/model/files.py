@@ -42,8 +42,9 @@ _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch
 
 
 class _Place(NamedTuple):
-    """Location of a tensor in a checkpoint: the file and the stored tensor's name and, for a matrix of stacked experts,
-    the expert's index and its rows in the stored tensor."""
+    """Location of a tensor in a checkpoint: the file and the stored tensor's name. If the stored tensor holds matrices
+    of all experts, ``expert`` has the index of the expert and the rows of its slice that make up the matrix, because
+    gate and up may be stored as one."""
 
     file: str
     stored: str

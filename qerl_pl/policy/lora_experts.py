@@ -75,8 +75,9 @@ class LoraExperts(nn.Module, LoraLayer):
     def __init__(
         self, base_layer: nn.Module, config: LoraConfig, adapter: str, *, sizes: tuple[int, int, int, int], scale: float
     ) -> None:
-        """Add adapters to one linear layer of all experts. ``sizes`` are the number of experts, the rank, and the
-        numbers of outputs and inputs; the adapters' updates are multiplied by ``scale``."""
+        """Add a LoRA adapter per expert to one of the experts' linear layers, such as the down projection, in one
+        decoder block. ``sizes`` are the numbers of experts, the rank, and the numbers of outputs and inputs. The
+        adapters' outputs B A x are multiplied by ``scale``."""
         super().__init__()
         LoraLayer.__init__(self, base_layer)
         self.number, rank, self.out_features, self.in_features = sizes

@@ -56,12 +56,13 @@ def quantize_checkpoint(
     """Write a copy of the dense checkpoint in the folder ``model`` (bf16, fp16 or fp32) whose linear layers have 4-bit
     weights; return one error report per quantised layer.
 
-    ``load_base`` and the libraries that ``layouts`` names can load the copy. The device holds one decoder block and,
-    with calibration data, second moments of the inputs of its layers. Host memory holds one block, or the embeddings if
-    they are larger, and the hidden states of the calibration data.
+    ``load_base`` can load the copy, and so can vLLM and the other libraries that the module ``layouts`` names. The
+    device holds one decoder block and, with calibration data, second moments of the inputs of its layers. Host memory
+    holds one block, or the embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
-        output: folder to create; it must not exist, or be empty.
+        output: folder to create; it must be new or empty. The files that an interrupted call with the same settings
+            finished are kept.
         method: rounding method, "rtn" or "gptq", see ``pack_group``.
         ignore: linear layers to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by gptq. With it, output errors are reported for all methods.
@@ -129,9 +130,10 @@ def pack_file(
     tensors to write, the error reports of the quantised linear layers, and the tensors of the LoRA adapter that
     approximates their quantisation errors, all on the CPU.
 
-    ``groups`` are all linear layers to quantise, grouped by common tensor scale. ``stream`` has the calibration data at
-    the input of the file's decoder block, or is None. ``rank``, which needs ``stream``, is the rank of the adapter;
-    with it, layers that stay dense get an adapter whose product is 0.
+    A file holds one decoder block, or the weights outside of blocks. ``groups`` are the linear layers of the whole
+    model that are to be quantised; those of a group share one tensor scale. ``stream`` has the calibration data at the
+    input of the file's decoder block, or is None. ``rank``, which needs ``stream``, is the rank of the adapter; with
+    it, layers that stay dense get an adapter whose product is 0.
     """
     fmt, moments, adapter = writer.fmt, {}, {}
     in_file = file.groups(groups)

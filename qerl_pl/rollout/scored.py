@@ -165,9 +165,9 @@ def collate(
     prompts: Sequence[Prompt], completions: Sequence[Completion], *, scored: Tensor, advantages: Tensor, in_loss: Tensor
 ) -> Experience:
     """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. ``scored`` [B]
-    bool says whether the row has a score, ``advantages`` is [B] fp32, and ``in_loss`` [B] bool says whether the row
-    counts in the loss. Raises ValueError if the arguments have different numbers of rows, or if a completion has more
-    or fewer tokens than log-probabilities."""
+    bool says whether the completion has a reward (it has none if its reward could not be computed), ``advantages`` is
+    [B] fp32, and ``in_loss`` [B] bool says whether the row counts in the loss. Raises ValueError if the arguments have
+    different numbers of rows, or if a completion has more or fewer tokens than log-probabilities."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

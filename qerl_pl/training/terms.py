@@ -44,9 +44,10 @@ class BatchTerms:
 
 
 def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
-    """Compute the masks and divisors of the loss for a rollout. If the objective has ``top_entropy_share`` below 1 or
-    the ``correction_divisor`` "kept", ``batch`` must already have entropies and old log-probabilities. Every rank must
-    call this function, with equal settings and its own rows."""
+    """Compute the masks and divisors of the loss for a rollout. ``batch`` must already have entropies and old
+    log-probabilities if the objective trains only on the tokens of highest entropy (``top_entropy_share`` below 1), or
+    divides the loss by the number of tokens whose importance weight is not 0 (``correction_divisor`` "kept"). Every
+    rank must call this function with its own rows and equal settings, because counts are summed over ranks."""
     experience, settings = batch.experience, batch.settings
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
