@@ -46,8 +46,9 @@ def for_vllm() -> Any:
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List the requirements of the native kernels that are not met by this machine, by the base's format ``fmt`` (None:
-    not quantised) or by the compute dtype. The list is empty if the kernels can run. vLLM is not imported."""
+    """List the requirements of this project's CUDA kernels that are not met by this machine, by the base's format
+    ``fmt`` (None: not quantised) or by the compute dtype. The list is empty if the kernels can run. vLLM is not
+    imported."""
     if not is_installed():
         return ["the folder qerl_pl/hopper of this project"]
     untested = [f"a tested vLLM ({', '.join(TESTED['vllm'])})"] if why_off() else []
@@ -55,20 +56,20 @@ def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the native kernels support the linear layer that vLLM makes by fusing linear layers of the given
-    shapes (N output features, K input features). If they do, trainer and engine can share one copy of the weights."""
+    """Return whether this project's CUDA kernels support the linear layer that vLLM makes by fusing linear layers of
+    the given shapes (N outputs, K inputs). If they do, trainer and engine can share one copy of the weights."""
     return is_installed() and import_module(f"{HOPPER}.tile_order").fits(shapes)
 
 
 def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
-    """Dequantise a ``PackedWeight`` in the native kernels' memory order to a tensor [N, K] of ``dtype``, with N output
-    and K input features. Only the native kernels make such weights, so ``qerl_pl/hopper`` is installed."""
+    """Dequantise a ``PackedWeight`` in the layout of this project's CUDA kernels to a tensor [N, K] of ``dtype``, for N
+    outputs and K inputs. Only ``qerl_pl/hopper`` makes such weights, so that folder is installed."""
     return import_module(f"{HOPPER}.tile_order").dequantize(weight, dtype)
 
 
 def row_order(weight: Any) -> Any:
-    """Return an NVFP4 ``PackedWeight`` in the layout of checkpoints: a copy if it is in the layout of the native
-    kernels, else the weight itself."""
+    """Return an NVFP4 ``PackedWeight`` in the layout of checkpoints: a copy if it is in the layout of this project's
+    CUDA kernels, else the weight itself."""
     if weight.codes.element_size() == 1:
         return weight
     return import_module(f"{HOPPER}.tile_order").to_row_order(weight)

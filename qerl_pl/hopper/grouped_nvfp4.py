@@ -65,9 +65,9 @@ class Tile(NamedTuple):
 
 
 def choose_tile(num_rows: int, num_experts: int) -> Tile:
-    """Choose how much of the product a thread block computes at a time, for ``num_rows`` rows that are divided among
-    ``num_experts`` experts. The tile has enough rows for most experts: the weights of an expert with more rows than a
-    tile are read once for each tile."""
+    """Choose the tile, the part of the product that a thread block computes at a time, for ``num_rows`` rows that are
+    divided among ``num_experts`` experts. It has enough rows for most experts: the weights of an expert with more rows
+    than a tile are read once for each tile."""
     average = num_rows / num_experts
     if num_rows <= num_experts // 4:  # so few thread blocks have rows that smaller ones are needed to use every SM
         return Tile(16, 64)
@@ -279,7 +279,8 @@ def _columns_of_x(tile):
 def _unpack(words, scales, ASM: tl.constexpr):
     """Dequantise a tile of NVFP4 weights. ``words`` [N, K / 8] int32 have eight 4-bit codes each, and ``scales`` [N, K
     / 16] uint8 are the bits of the E4M3 block scales. Returns 2^-14 times the weights, without the tensor scale: [N, K]
-    bf16 if ``ASM``, else fp32, with the columns in the order in which ``_columns_of_x`` puts those of x."""
+    bf16 if ``ASM`` (use inline PTX, on a GPU), else fp32, with the columns in the order in which ``_columns_of_x`` puts
+    those of x."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     GROUPS: tl.constexpr = WORDS // 16

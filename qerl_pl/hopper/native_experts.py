@@ -197,7 +197,7 @@ def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Colle
     """Store, in each MoE layer of vLLM's model whose experts vLLM has not read from the checkpoint, a reference to the
     trainer's weights, which ``install`` uses later. ``unread`` has the names (``Fused.name``) of the linear layers that
     vLLM has not read. Their parameters become placeholders on the GPU that take no memory, so that vLLM has nothing to
-    copy there."""
+    copy to the GPU."""
     for parent, layer, stacks in lent_layers(model, linears):
         if f"{parent}.0.down_proj" in unread:
             layer.trainers_experts = stacks

@@ -168,8 +168,9 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 @cache
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> float:
     """Return the largest number of tiles of 64 outputs that one of ``sms`` SMs computes one after another, if an SM
-    starts the next thread block when its previous one has ended. A thread block of one tile, where others have two,
-    counts as ``costs.LONE_TILE`` tiles, because it takes longer than half the time of a block of two."""
+    starts the next thread block when its previous one has ended. The thread blocks of ``schedule`` compute n tiles or
+    n - 1; if n is 2, one of one tile counts as ``costs.LONE_TILE`` tiles, because it takes longer than half the time of
+    one of two."""
     wide, tiles = schedule.wide(outputs), schedule.variant.tiles
     widths = [tiles] * wide + [costs.LONE_TILE if tiles == 2 else tiles - 1] * (schedule.blocks - wide)
     ends = [0.0] * sms

@@ -142,8 +142,8 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
     vLLM creates weights in host memory (``patches.packed_weights_on_host``), converts them on the GPU, and then moves a
     parameter back to host memory if the conversion has kept its name. Parameters of layers that share the trainer's
-    memory are set to that memory again. Raises CheckFailed if a layer whose weight vLLM has not read from the
-    checkpoint was not filled by ``give``.
+    memory are set to that memory again. Raises CheckFailed if vLLM has not read a layer's weight from the checkpoint
+    and ``give`` has not copied the trainer's weight to it.
     """
     for name, layer, _, parts in fused_linears(model, linears):
         if hasattr(layer, "is_empty"):

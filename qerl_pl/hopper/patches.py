@@ -104,9 +104,10 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
 
 @contextmanager
 def packed_weights_on_host() -> Iterator[None]:
-    """Make vLLM allocate the 4-bit weights of NVFP4 linear layers in host memory within this context.
+    """Make vLLM, within this context, allocate the 4-bit weights of NVFP4 linear layers in host memory, where they take
+    no physical memory until they are written.
 
-    Symptom: an engine that will use the trainer's copy of the base model needs memory for a second copy at its start.
+    Symptom: an engine that will use the trainer's copy of the base model first puts a second copy into GPU memory.
     Cause: vLLM allocates the weights of all linear layers on the GPU before it reads them from the checkpoint.
     Versions: vLLM 0.32. Upstream: none known.
     """

@@ -81,7 +81,7 @@ def expand_tiles(num_tokens: int, widths: tuple[int, ...]) -> ExpandTiles:
 def token_counts(K: int, widths: tuple[int, ...], rank: int, *, fewest: int = 1) -> list[int]:
     """Return the numbers of tokens with which ``add_lora`` has to be called so that every Triton kernel that it may
     need is compiled: for each combination of tile sizes, the lowest number, at least ``fewest``, that uses it.
-    ``widths`` are the outputs of each slice."""
+    ``widths`` are the numbers of outputs of the linear layers fused into one."""
     first: dict[tuple[ShrinkTiles, ExpandTiles], int] = {}
     end = MANY_TOKENS if rank > HIGH_RANK else MOST_TOKENS + 1
     # From one multiple of EXPAND_TOKENS to the next, tile sizes are the same.
