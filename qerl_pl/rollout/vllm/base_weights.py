@@ -227,9 +227,9 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the NVFP4 tensor scales that vLLM has read for a layer: one tensor [n] fp32 for each of the ``count``
-    linear layers of the trainer that are fused in it, with reciprocals of scales, as in checkpoints; or None for each
-    if vLLM holds no tensor scales. n is 1, except for the first linear layer of a gated delta net: it computes queries,
+    """Return the reciprocals of the NVFP4 tensor scales that vLLM has read for a layer, as checkpoints store them: one
+    tensor [n] fp32 for each of the ``count`` linear layers of the trainer that are fused in it; or None for each if
+    vLLM holds no tensor scales. n is 1, except for the first linear layer of a gated delta net: it computes queries,
     keys and values, for which vLLM holds three scales that should be equal."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:

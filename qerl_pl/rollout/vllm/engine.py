@@ -60,8 +60,9 @@ class VLLMEngine:
     Args:
         dtype: compute dtype; "auto" means the policy's.
         kv_cache_bytes: size of the KV cache. None: enough for max_num_seqs sequences of the longest length, but at most
-            what the memory plan allows (training on a GPU), half of the free memory (otherwise on a GPU) or 4 GiB (on a
-            CPU). If the cache is full, vLLM preempts the newest sequences and recomputes their keys and values later.
+            what the trainer's prediction of GPU memory leaves (training on a GPU), half of the free memory (otherwise
+            on a GPU) or 4 GiB (on a CPU). If the cache is full, vLLM preempts the newest sequences and recomputes their
+            keys and values later.
         max_num_seqs: sequences sampled at the same time.
         max_num_batched_tokens: most tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
         enforce_eager: use no CUDA graphs and no compilation, which starts faster and samples slower.
@@ -191,8 +192,9 @@ class VLLMEngine:
         return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Complete the start of vLLM: copy the base's norm weights, reserve the adapter slots, compile the adapter
-        kernels, set up speculative decoding and CUDA graphs of decoding steps, and load the policy's adapter."""
+        """Complete the start of vLLM: copy the base's norm weights from it, reserve the adapter slots, compile the
+        adapter kernels, set up speculative decoding and CUDA graphs of decoding steps, and load the policy's adapter.
+        """
         faster = native.for_vllm()
         self._scheduler().draft_counts = self.draft_counts
         if faster:
@@ -262,7 +264,7 @@ class VLLMEngine:
 
     def set_norm_noise(self, noise: NormNoise) -> int:
         """Write norm weights with noise into vLLM's model, read the weights back, and return for how many norms they
-        are the written ones; 0 if sigma is 0."""
+        are the written ones. If the noise's ``sigma`` is 0, weights without noise are written, and 0 is returned."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -363,8 +365,8 @@ class VLLMEngine:
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:
-        """If norms are trained and ``adapter`` is False, write the base's norm weights into vLLM's model within the
-        context, and the trained ones again afterwards; otherwise do nothing."""
+        """If norms are trained but the adapter is not used (``adapter`` is False), write the base's norm weights into
+        vLLM's model within the context, and the trained ones again afterwards; otherwise do nothing."""
         if adapter or self._clean_norms is self._base_norms:
             yield
             return

@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 class RolloutScheduler(AsyncScheduler):
     """Scheduler for vLLM that also collects, for the rollout engine, the log-probabilities of sampled tokens and the
-    experts that computed each token. Steps that return log-probabilities of further tokens are left to vLLM's code.
+    experts that computed each token. Steps that return log-probabilities of other tokens than the sampled ones are left
+    to vLLM's code.
 
     If ``is_lean``, steps in which all requests decode are scheduled by simpler code of this class, and a request's
     tokens are kept until the request ends, instead of making an output object of every token. All other requests and
@@ -94,9 +95,9 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule one token of each running request. Returns None if vLLM's own code has to schedule the step, that
-        is, unless all running requests decode without drafts, no waiting request can start, and the KV cache has a free
-        block for each running request."""
+        """Schedule one token of each running request, and return the schedule; None if vLLM's own code has to schedule
+        the step, that is, unless all running requests decode without drafts, no waiting request can start, and the KV
+        cache has a free block for each running request."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None

@@ -40,7 +40,7 @@ def prepare_environment() -> None:
 
     Raises:
         ValueError: a variable asks vLLM to run in a separate process, in which the trainer could not write adapter and
-            norms in place.
+            norm weights into vLLM's memory.
         OSError: this machine cannot connect to itself over the loopback interface.
     """
     from qerl_pl.kernels.launching import cache_folder
@@ -110,8 +110,8 @@ def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
     """Resolve the setting ``decoding_kernel``: "auto" becomes "native" (the CUDA kernels of this project) if these can
-    run with the base's format and compute dtype, and else "humming" (the kernels that vLLM chooses). Does not import
-    vLLM."""
+    run with the base's format and compute dtype, and else "humming" (the kernels that vLLM chooses); other values are
+    returned as they are. Does not import vLLM."""
     if wanted != "auto":
         return wanted
     return "humming" if native.lacks(fmt, dtype) else "native"
