@@ -77,9 +77,9 @@ def choose_tile(num_rows: int, num_experts: int) -> Tile:
 
 
 def find_rows(ids: Tensor, num_experts: int) -> Rows:
-    """Find the rows that each expert computes, for ``multiply``. ``ids`` [T, k] integers are the experts chosen for
-    each token; row t k + j is token t with its j-th expert. Rows whose expert is negative or at least ``num_experts``
-    are left out."""
+    """Find the rows that each expert computes, for ``multiply``. ``ids`` [T, k], contiguous integers, are the experts
+    chosen for each token; row t k + j is token t with its j-th expert. Rows whose expert is negative or at least
+    ``num_experts`` are left out."""
     if ids.ndim != 2 or not ids.is_contiguous() or ids.is_floating_point():
         raise ValueError(f"ids: {ids.dtype} {tuple(ids.shape)}; expected contiguous integers [T, k]")
     num_rows = ids.numel()

@@ -104,7 +104,7 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
     """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has so many ``blocks`` of 256
     outputs that they fill the GPU with little or no division of the K inputs. ``size`` is the largest number of tokens
-    of the kernel variant."""
+    of the kernel variant. Returns None if another kernel is faster."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks
@@ -119,7 +119,7 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
     """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has few ``blocks`` of 256
     outputs, which fill the GPU only if the K inputs are divided, too. ``size`` is the largest number of tokens of the
-    kernel variant."""
+    kernel variant. Returns None if another kernel is faster."""
     if size > FEW_TOKENS:
         return None
     # Divide K into the largest number of parts with which all clusters run at the same time, one thread block per SM. A
@@ -227,7 +227,7 @@ def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tenso
     """Choose which bytes of the next GEMM's weight the ``blocks`` thread blocks of this GEMM prefetch to L2. The next
     GEMM divides K into parts; equally many bytes from the start of each part are prefetched. Returns the fields of
     ``Next`` in nvfp4_decode.cu: the weight, the number of parts, the distance of two parts in bytes, the number of
-    thread blocks that prefetch, and the bytes that each of them prefetches."""
+    thread blocks that prefetch, and the bytes that each of them prefetches (none if ``weight`` is None)."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape

@@ -127,7 +127,7 @@ class GroupDrafts:
         self.list_candidates(prompt)
 
     def list_candidates(self, prompt: tuple[int, ...]) -> None:
-        """Write, for each request with the given prompt, the rows of vLLM's table of requests in which its drafts are
+        """Store, for each request with the given prompt, the rows of vLLM's table of requests in which its drafts are
         searched: the rows of all requests with this prompt, in the order of the requests. Of more than
         ``MOST_SIBLINGS`` requests, only those nearest to the request in this order are used."""
         rows = [row for _, row in sorted(self.groups[prompt].items())]
@@ -161,8 +161,9 @@ class GroupDrafts:
 
 
 def install(worker: WorkerBase) -> GroupDrafts:
-    """Make an engine that was started with ``arguments`` draft and verify tokens as this module describes. Raises
-    ValueError if vLLM does not use its model runner V2, or if the model has recurrent layers."""
+    """Make an engine that was started with ``arguments`` draft and verify tokens as this module describes, and
+    return the drafter. Raises ValueError if vLLM does not use its model runner V2, or if the model has recurrent
+    layers."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.rejection_sampler).__name__ != "RejectionSampler":
         raise ValueError(

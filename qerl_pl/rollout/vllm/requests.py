@@ -57,8 +57,8 @@ def results(
     *,
     on_cpu: bool,
 ) -> list[RequestOutput]:
-    """Clear vLLM's prefix cache, run one request per prompt, and return vLLM's results in the order of the prompts.
-    Raises RuntimeError if requests of an earlier call are still queued."""
+    """Clear vLLM's prefix cache, run one request per prompt, with the adapter ``lora`` unless it is None, and return
+    vLLM's results in the order of the prompts. Raises RuntimeError if requests of an earlier call are still queued."""
     from vllm.inputs import TokensPrompt
 
     if not llm.reset_prefix_cache():
