@@ -40,8 +40,8 @@ def why_off() -> str | None:
 
 
 def for_vllm() -> Any:
-    """Return the module ``qerl_pl/hopper/engine.py``, by which the rollout engine uses the native kernels; None if vLLM
-    runs without them (see ``why_off``)."""
+    """Return the module ``qerl_pl/hopper/engine.py``, by which the rollout engine uses this project's CUDA kernels;
+    None if vLLM runs without them (see ``why_off``)."""
     return None if why_off() else import_module(f"{HOPPER}.engine")
 
 
