@@ -35,8 +35,8 @@ CHUNK = 64
 
 class Groups:
     """Division of the rows of one packed micro-batch into groups of rows of similar lengths; the rows of a group are
-    padded and computed together. All layers share one such object, so the lengths are copied from the GPU only once per
-    forward pass."""
+    padded and computed together. All gated delta nets of a model share one such object, so the lengths are copied from
+    the GPU only once per forward pass."""
 
     def __init__(self) -> None:
         self._starts: Tensor | None = None
@@ -50,9 +50,9 @@ class Groups:
         """[T] int64, index of each packed token among the tokens of all groups."""
 
     def of(self, starts: Tensor) -> Groups:
-        """Divide packed rows into groups, and return this object. ``starts`` [B + 1] int32 has the index of each row's
-        first token, followed by the number of tokens. If the previous call had the same tensor object as its argument,
-        its groups are kept."""
+        """Divide packed rows into groups of similar lengths, kept in this object, and return it. ``starts`` [B + 1]
+        int32 has the index of each row's first token, followed by the number of tokens. If the previous call had the
+        same tensor object as its argument, its groups are kept."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()

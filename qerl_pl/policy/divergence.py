@@ -52,15 +52,16 @@ def divergence(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Divergence:
     """Compute the generalised Jensen-Shannon divergence of the next-token distributions of a student and a teacher,
-    which share a tokenizer. If their vocabularies are padded to different lengths, both distributions are restricted to
-    the tokens that both models have.
+    which share a tokenizer, and whether both have the same most likely token, [T] each. If their vocabularies are
+    padded to different lengths, both distributions are restricted to the tokens that both models have.
 
     Args:
         hidden: [T, H], the student's last hidden states of T tokens.
         head: output head of the student.
         teacher_hidden: [T, H'], the teacher's last hidden states of the same tokens.
         teacher_head: output head of the teacher.
-        beta: 0 is the forward KL, KL(teacher || student); 1 is the reverse KL.
+        beta: weight of the teacher in the mixture with which both are compared; 0 is the forward KL, KL(teacher ||
+            student), 1 the reverse KL.
         chunk_bytes: bytes of the fp32 logits of one chunk of tokens; the function needs about five times as much
             memory.
 
@@ -109,8 +110,9 @@ class _Divergence(torch.autograd.Function):
 
 
 def _value_and_derivative(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Compute the divergence of student and teacher, [R] in nats, and its derivative with respect to the student's
-    logits divided by the temperature, [R, V], from the log-probabilities of student and teacher, [R, V] each."""
+    """Compute the generalised Jensen-Shannon divergence with weight ``beta`` of student and teacher, [R] in nats, and
+    its derivative with respect to the student's logits divided by the temperature, [R, V], from the log-probabilities
+    of student and teacher, [R, V] each."""
     p = log_p.exp()
     if beta == 0:
         q = log_q.exp()

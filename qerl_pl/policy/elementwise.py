@@ -59,8 +59,8 @@ def fused_wanted(setting: FusedSetting) -> bool:
 
 
 def use_elementwise(model: PreTrainedModel, operations: Elementwise) -> None:
-    """Make the norms, MLPs and attention modules of a model use the given operations, by replacing the ``forward`` of
-    each module object; the classes of transformers stay as they are.
+    """Make the norms, MLPs and attention modules of a model use the given RMSNorm, SwiGLU and rotary embedding, by
+    replacing the ``forward`` of each module object; the classes of transformers stay as they are.
 
     Some modules keep transformers' forward: the kinds of module that ``Family.elementwise`` does not list, because they
     compute another function in this model family; MLPs with an activation other than SiLU; and attention while a KV

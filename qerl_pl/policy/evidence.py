@@ -147,9 +147,9 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
     """Test whether completions of a prompt are copies of each other, or avoid each other, and are therefore not
     independent draws from the policy p.
 
-    Each alternative hypothesis is about a share of the prompts (``SHARES``). By the first kind of hypothesis, a
-    completion is with probability r (``COPY_RATES``) a copy of an earlier completion of its prompt (of one that
-    ``COPIED`` names), and otherwise a draw from p. By the second kind, it is drawn with probability r
+    Each alternative hypothesis assumes a fault in a share of the prompts (``SHARES``). By the first kind of hypothesis,
+    a completion is with probability r (``COPY_RATES``) a copy of an earlier completion of its prompt (any, the previous
+    or another one of ``COPIED``), and otherwise a draw from p. By the second kind, it is drawn with probability r
     (``REDRAW_RATES``) from the completions that its group does not have yet, and otherwise from p. For draws x from p,
     the mean of 1{x equals a given earlier completion} / p(x) is 1, and so is that of 1{x is new} / p(all that is new),
     so the likelihood ratios are martingales. Equal completions with p(x) near 1 change the ratios very little, because
@@ -204,16 +204,17 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
     """Test whether a property of completions, such as their length, depends on a completion's place in its group (the
     completions of one prompt, in the order in which the engine returned them).
 
-    If completions are independent draws, all orders are equally likely. Let u be the rank of a value among itself and
-    the values before it in its group, divided by their number, with ties broken at random. Then u is uniform in [0, 1]
-    and independent of the ranks before it. The alternative hypotheses are other densities of u. Densities 1 + c (2 u -
-    1), for c of ``SLOPES``, mean that later values are larger (or smaller), for example because the later half was
-    sampled with another adapter. Densities k u^(k - 1) and k (1 - u)^(k - 1), with k = ``STEEPNESS``, mean that the
-    engine returns completions in sorted order, for example because it selected the shortest.
+    If completions are independent draws, all orders are equally likely. Among a value and those before it in its group,
+    n in all, let m be smaller and t equal (itself included), and let u = (m + U t) / n, with U drawn from [0, 1). Then
+    u is uniform in [0, 1] and independent of the u before it. The alternative hypotheses are other densities of u in a
+    share of groups (``SHARES``). Densities 1 + c (2 u - 1), for c of ``SLOPES``, mean that later values are larger (or
+    smaller), for example because the later half was sampled with another adapter. The density k u^(k - 1), with k =
+    ``STEEPNESS``, and its mirror image mean that the engine returns completions in sorted order, for example because it
+    selected the shortest.
 
     Args:
         values: [F, P, G], F properties of the G completions of each of P prompts.
-        uniforms: [F, P, G], independent uniform draws from [0, 1), which break ties.
+        uniforms: [F, P, G], U, independent uniform draws from [0, 1).
 
     Returns:
         Log-likelihood ratio of each alternative density to the uniform one, for each share and property, [len(SHARES) *

@@ -29,8 +29,9 @@ class Jump(NamedTuple):
 
 def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
     """Compare a positive value of this rollout with the values of earlier rollouts in ``history``, by the median and
-    the median absolute deviation of their logarithms. Values below ``floor`` are raised to ``floor``. With fewer than
-    ``least`` earlier values, the result is ratio 1 and 0 standard deviations."""
+    the median absolute deviation of their logarithms. Values below ``floor`` are raised to ``floor``. Returns the ratio
+    of the value to the median, and the difference of their logarithms in standard deviations; 1 and 0 if there are
+    fewer than ``least`` earlier values."""
     if len(history) < least:
         return Jump(1.0, 0.0)
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()

@@ -55,8 +55,8 @@ class Kept:
     def unread(self, compute: Callable[[], T], instead: T) -> T:
         """Return the result of ``compute`` in the forward pass, and ``instead`` when torch.utils.checkpoint runs the
         block again in backward, without calling ``compute``. It is for values that only functions passed to ``whole``
-        read, such as rotated queries and keys: those functions are not called in the second run, so nothing reads the
-        value then."""
+        read, such as rotated queries and keys: ``whole`` stores the results of those functions and does not call them
+        in the second run, so nothing reads the value then."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):

@@ -165,9 +165,9 @@ def logit_gradient_reference(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute the gradient of the loss with respect to the logits, [R, V] in ``dtype``. ``d_logprobs`` and
-    ``d_entropy`` [R] are the gradients of the loss with respect to the targets' log-probabilities and to the entropies
-    (None: the loss does not depend on entropies). ``entropy`` and ``log_partition`` [R] are results of
-    ``statistics_reference``."""
+    ``d_entropy`` [R] are the gradients of the loss with respect to the log-probabilities of ``targets``, one token per
+    row, and to the entropies (None: the loss does not depend on entropies). ``entropy`` and ``log_partition`` [R] are
+    results of ``statistics_reference``."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)
@@ -188,8 +188,8 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
 
 def uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
     """Convert the gradient with respect to soft-capped logits into the gradient with respect to the logits before the
-    cap. ``d_logits`` [R, V] is the gradient and ``logits`` [R, V] the capped logits; both are overwritten. Without a
-    cap, ``d_logits`` is returned unchanged."""
+    cap. ``d_logits`` [R, V] is the gradient and ``logits`` [R, V] the capped logits; both are overwritten, and
+    ``d_logits`` is returned. Without a cap, nothing changes."""
     if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
         d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))
     return d_logits

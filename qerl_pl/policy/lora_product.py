@@ -52,15 +52,15 @@ class Adapted(NamedTuple):
 
 def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
     """Compute y = x W^T + bias + (x A^T) (s B)^T for a frozen linear layer W with K inputs and N outputs and its LoRA
-    adapter. Returns [..., N] in the dtype of x [..., K], in which the products are computed. Differentiable with
-    respect to x, A and B."""
+    adapter A, B of scale s. Returns [..., N] in the dtype of x [..., K], in which the products are computed.
+    Differentiable with respect to x, A and B."""
     (y,) = lora_products(x, [adapted])
     return y
 
 
 def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """Compute y = x W^T + bias + (x A^T) (s B)^T for several linear layers with the same input x [..., K], as one node
-    of the autograd graph; returns [..., N] for each layer.
+    """Compute y = x W^T + bias + (x A^T) (s B)^T for several frozen linear layers W with LoRA adapters A, B of scale s
+    and the same input x [..., K], as one node of the autograd graph; returns [..., N] for each layer.
 
     The matrices A are concatenated, so x is read once for all of them, in forward and for their gradients. The gradient
     of x is the sum over the layers; each layer's matrix product adds to it in place.

@@ -42,8 +42,9 @@ def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
 
 
 def chance_of_far(logprobs: Tensor) -> Tensor:
-    """Compute the probability that the margin of a token (``margins``) exceeds log 8 if the token was sampled with
-    noise that is independent of the noise from which the margin is computed. (8 is the constant ``FAR``.)
+    """Compute the probability that the margin of a token (its distance from the token that the sampler must have taken,
+    ``margins``) exceeds log 8 if the token was sampled with noise that is independent of the noise from which the
+    margin is computed. (8 is the constant ``FAR``.)
 
     The largest sum of logit and noise among the other tokens, minus this sum of the sampled token, has a logistic
     distribution around log((1 - p) / p), where p is the token's probability. So the result is (1 - p) / (1 - p + 8 p).
@@ -55,7 +56,8 @@ def chance_of_far(logprobs: Tensor) -> Tensor:
 
 def is_audited(logprobs: Tensor) -> Tensor:
     """Return whether each token has a probability of at most about 0.97, bool of the shape of ``logprobs`` (in nats).
-    Only these tokens count in ``draw_evidence``, because almost any noise would select a likelier token."""
+    Only these tokens count in the test of the sampler's noise (``draw_evidence``), because almost any noise would
+    select a likelier token."""
     return chance_of_far(logprobs) > MAX_FAR_SHARE
 
 

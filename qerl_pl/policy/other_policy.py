@@ -118,8 +118,8 @@ def next_strength(strength: float, change: float, gap: float) -> float:
     policy by which the current policy is moved towards it and away from it.
 
     ``change`` is the mean difference of logits (``jumps.logit_gap``) between the two moved policies at the current
-    ``strength``, and ``gap`` that between engine and trainer. The result is the strength at which ``change`` would be
-    ``LARGER`` times ``gap``, but at most ``LINEAR``.
+    ``strength``, and ``gap`` that between engine and trainer. The result is the strength at which ``change``, which is
+    proportional to the strength up to ``LINEAR``, would be ``LARGER`` times ``gap`` or, if that is more, ``LINEAR``.
     """
     return min(max(1.0, strength * min(LARGER * gap, LINEAR) / max(change, 1e-12)), STRONGEST)
 

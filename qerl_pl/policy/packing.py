@@ -194,8 +194,9 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
     """Pack rows such that each prompt occurs only once, followed by the completions of all rows that have it. Returns
-    None, without packing, if this would save less than a fraction ``WORTH`` of all tokens; the caller then packs each
-    row with its own prompt. ``micro_batches_of_groups``, which divides rows into micro-batches, assumes the same limit.
+    the packed rows or, if this would save less than a fraction ``WORTH`` of all tokens, None; the caller then packs
+    each row with its own prompt. ``micro_batches_of_groups``, which divides rows into micro-batches, assumes the same
+    limit.
 
     Args:
         tokens: [B, S] int64.

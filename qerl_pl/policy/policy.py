@@ -386,7 +386,8 @@ def make_policy(
         model: the base.
         base: its checkpoint folder.
         dtype: compute dtype; the adapter's master weights are always fp32.
-        lora: settings of the adapter. LoRA's B starts at 0, so a new policy equals the base, unless ``start`` is set.
+        lora: settings of the adapter. LoRA's B starts at 0, so a new policy equals the base, unless the setting
+            ``start`` names the folder of an adapter to begin with.
         seed: seed of the adapter's initial values; torch's global random state is not changed.
         gradient_checkpointing: what backward recomputes, see ``policy.recompute``; "auto" begins without recomputation.
         fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.

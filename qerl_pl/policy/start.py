@@ -51,9 +51,9 @@ class StartAdapter(NamedTuple):
 
 
 def read_start(folder: str | Path) -> StartAdapter:
-    """Read the folder of an adapter that PEFT wrote (adapter_config.json and adapter_model.safetensors). ValueError: a
-    file is missing or cannot be read, the adapter uses a feature that is not supported (anything but plain LoRA of one
-    rank and alpha), or a tensor is not finite."""
+    """Read rank, alpha, other settings and the tensors of an adapter from a folder that PEFT wrote (adapter_config.json
+    and adapter_model.safetensors). ValueError: a file is missing or cannot be read, the adapter uses a feature that is
+    not supported (anything but plain LoRA of one rank and alpha), or a tensor is not finite."""
     folder = Path(folder)
     where = f"model.lora.start is {folder}"
     config = _config(folder, where)

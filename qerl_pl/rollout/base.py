@@ -146,9 +146,9 @@ class RolloutEngine(Protocol):
     in YAML, and loads the model only in ``start``.
 
     An adapter is a mapping from PEFT's names (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``; a
-    trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. The noise of AQN is always
-    added to the original norm weights (the base's, or the adapter's if norms are trained) and never to noisy ones, so
-    it does not accumulate.
+    trained norm is ``base_model.model.model.layers.0.input_layernorm.weight``) to tensors. The noise of AQN (adaptive
+    quantization noise) is always added to the original norm weights (the base's, or the adapter's if norms are trained)
+    and never to noisy ones, so it does not accumulate.
     """
 
     @property
@@ -167,7 +167,7 @@ class RolloutEngine(Protocol):
     @property
     def batch_tokens(self) -> int:
         """Largest number of tokens in the KV cache of the sequences that are sampled together. The prediction of GPU
-        memory reads it only if ``memory`` is None."""
+        memory reads it only for engines that sample with the trainer's model (``memory`` is None)."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:

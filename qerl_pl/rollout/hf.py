@@ -34,8 +34,8 @@ from qerl_pl.rollout.common import check_prompts, different, end_tokens, padded,
 class TransformersEngine:
     """Rollout engine that calls transformers' ``generate``; it works on any device.
 
-    The engine uses the trained policy's model. During a call, the adapter and noise that were last given to the engine
-    are written into this model; afterwards the policy's weights are restored bit for bit.
+    The engine uses the trained policy's model. During a call, the adapter and the noise on norm weights that were last
+    given to the engine are written into this model; afterwards the policy's weights are restored bit for bit.
 
     Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
@@ -138,9 +138,9 @@ class TransformersEngine:
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Call ``Policy.sampled_as`` on the trainer's model with this engine's adapter and noise: compute the
-        log-probabilities of the ``sampled`` tokens (a mask) under the policy and under other ways of sampling, and
-        their distances in logits from the tokens that the random numbers of the ``seeds`` select."""
+        """Call ``Policy.sampled_as`` on the trainer's model with this engine's adapter and noise on norm weights:
+        compute the log-probabilities of the ``sampled`` tokens (a mask) under the policy and under other ways of
+        sampling, and their distances in logits from the tokens that the random numbers of the ``seeds`` select."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             how = {"temperature": temperature, "routes": routes, "seeds": seeds}
@@ -245,7 +245,7 @@ class TransformersEngine:
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
         """Make the trainer's model compute with this engine's adapter (or without one, if ``adapter`` is False) and
-        noise, in evaluation mode, within the context; the policy's own state is restored afterwards."""
+        noise on norm weights, in evaluation mode, within the context; the policy's own state is restored afterwards."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)

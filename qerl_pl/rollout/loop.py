@@ -47,8 +47,8 @@ class RolloutLoop:
     """Loop that samples completions of prompts, scores them by reward functions and turns them into tensors for
     training.
 
-    Before each rollout, ``sync`` sets the engine's adapter and noise. The engine has no other state that affects
-    sampling, so a resumed run does not have to restore any. Speculative decoding is an exception:
+    Before each rollout, ``sync`` sets the engine's adapter and the noise on its norm weights. The engine has no other
+    state that affects sampling, so a resumed run does not have to restore any. Speculative decoding is an exception:
     ``callbacks/draft_guard.py`` restores the counts that decide how many tokens are drafted.
 
     Args:
@@ -100,13 +100,14 @@ class RolloutLoop:
         seed: int,
         watch: Stopwatch,
     ) -> Rollout:
-        """Sample and score the completions of one training step (a rollout). Every rank must call this method with P
-        prompts of its own. ``seed`` and ``more_prompts``, from which dynamic sampling takes further prompts, must be
-        equal on all ranks. ``watch`` adds up the seconds of "sync", "rollout", "reward", "wait" (for slower ranks) and,
-        if there are observers, "check".
+        """Sample the completions of one training step, score them by the rewards, and return them with the tensors to
+        train on. Every rank must call this method with P prompts of its own. ``seed`` and ``more_prompts``, from which
+        dynamic sampling takes further prompts, must be equal on all ranks. ``watch`` adds up the seconds of "sync",
+        "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
 
-        Raises CheckFailed if too many completions could not be scored, if dynamic sampling did not fill the batch and
-        its setting ``when_short`` is "error", or if completions do not end as the engine reports.
+        Raises CheckFailed if a larger share of completions than ``max_unscored_share`` could not be scored, if dynamic
+        sampling did not fill the batch and its setting ``when_short`` is "error", or if completions do not end as the
+        engine reports.
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)
@@ -151,10 +152,10 @@ class RolloutLoop:
         watch: Stopwatch,
         baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
-        """Sample completions of prompts with the engine's current adapter and noise, and score them by the rewards.
-        ``baseline`` is the rule by which advantages are computed from the rewards of a group (the completions of one
-        prompt). A group whose advantages are all 0 cannot change the policy; ``ScoredBatch.has_signal`` is then False.
-        The default rule also works for groups of one completion."""
+        """Sample completions of prompts with the engine's current adapter and noise on norm weights, and score them by
+        the rewards. ``baseline`` is the rule by which advantages are computed from the rewards of a group (the
+        completions of one prompt). A group whose advantages are all 0 cannot change the policy;
+        ``ScoredBatch.has_signal`` is then False. The default rule also works for groups of one completion."""
         seeds: int | list[int] = seed
         if any(prompt.copy for prompt in prompts):
             seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]

@@ -64,13 +64,14 @@ def measure_others(
     max_tokens: int,
 ) -> Others:
     """Test whether the rollout engine sampled completions with another policy than the current one
-    (``OTHER_POLICIES``): compute the log-likelihood ratio of each other policy to the current one. Every rank must call
-    this function.
+    (``OTHER_POLICIES``): return the log-likelihood ratio of each other policy to the current one, and the strengths for
+    the next call. Every rank must call this function.
 
     For each of these policies that differs from the current one, two forward passes are made, with weights moved
-    towards this policy and away from it. They compute the first completions that ``measure_some`` chose, up to
-    ``max_tokens`` tokens of prompts and completions of all ranks together. Equal completions of a prompt count once,
-    and so does a token that several completions have after the same preceding tokens.
+    towards this policy and away from it. They compute the log-probabilities of the first completions that
+    ``measure_some`` chose, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal
+    completions of a prompt count once, and so does a token that several completions have after the same preceding
+    tokens.
 
     Args:
         policy: the current policy.
@@ -160,7 +161,7 @@ def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
 def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise, *, by: float) -> Iterator[None]:
     """Within the context, put the model into evaluation mode and move its weights from the current policy towards
     another one, by ``by`` times the distance between the two. The other policy has the adapter ``other`` and the same
-    noise or, if ``other`` is None, the current adapter and no noise."""
+    ``noise`` on norm weights or, if ``other`` is None, the current adapter and no noise."""
     current = policy.adapter_state()
     adapter = current if other is None else moved(current, other, by=by)
     norms: dict[str, Tensor] = {}

@@ -65,9 +65,9 @@ def find_strength(
 
     Log-probabilities are those of the last ``TOKENS`` of ``tokens``, which should be text like that of the run. They
     are computed by ``oracle``, an engine with the trainer's model, which still has a probe adapter afterwards.
-    Strengths are tried from the strongest on, each with ``SEEDS`` adapters, and those with a change above
-    ``MOST_CHANGE`` nats are left out. For each adapter, the ratio of rounding errors to the change that it causes is
-    computed; ``best_strength`` then chooses a strength by the largest ratio of its adapters.
+    Strengths are tried from the strongest on, each with ``SEEDS`` adapters; a strength is left out if one of them
+    causes a mean change above ``MOST_CHANGE`` nats. For each adapter, the ratio of rounding errors to the change that
+    it causes is computed; ``best_strength`` then chooses a strength by the largest ratio of its adapters.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]

@@ -83,8 +83,8 @@ class ScoredBatch:
         return self.table.scored.view(-1, self.group_size)
 
     def group_numbers(self) -> dict[str, list[float]]:
-        """Return statistics by name, each with one value per group (the completions of a prompt); "mean reward" has no
-        value for groups in which no completion was scored."""
+        """Return statistics of lengths, rewards, finished and distinct completions by name, each with one value per
+        group (the completions of a prompt); "mean reward" has no value for groups in which no completion was scored."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)

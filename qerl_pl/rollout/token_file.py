@@ -57,8 +57,8 @@ class FileTokens:
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
     """Write the log-probability, entropy and other values (``RowTokens``) of each token of completions to a
-    .safetensors file, atomically. The file takes ten bytes per token, and two more with a teacher. ``pieces`` has the
-    text of each token that occurs, by token id."""
+    .safetensors file, atomically. The file takes ten bytes per token, and two more if a teacher (of distillation) has
+    scored the tokens. ``pieces`` has the text of each token that occurs, by token id."""
     bounds = [0]
     for row in rows:
         bounds.append(bounds[-1] + len(row.ids))
