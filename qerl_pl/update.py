@@ -55,7 +55,7 @@ def improve(
     teacher: Teacher | None = None,
 ) -> UpdateReport:
     """Update the policy on the experience of one rollout: ``num_updates`` epochs, each of ``num_mini_batches``
-    optimizer steps.
+    optimizer steps. Returns metrics, and numbers per token such as the old log-probabilities.
 
     The old log-probabilities are those of the trainer before its first update on the rollout. They are taken from the
     first update's forward pass, unless the objective needs them before that pass. Rows without a gradient (advantage

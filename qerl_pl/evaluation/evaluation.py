@@ -22,11 +22,10 @@ class Evaluation:
     """One evaluation of a policy: a pass over held-out prompts, which collects one record per completion.
 
     Args:
-        loop: rollout loop whose engine holds the policy.
-        sampling: settings with which completions are sampled.
-        seed: seed of sampling, which is the same for every batch.
-        cache: cache of finished batches, to resume an interrupted evaluation; None: nothing is stored.
-        device: device on which means are computed; the process group's collectives must run there.
+        loop: samples and scores completions with the policy, which its engine holds. sampling: settings with which
+        completions are sampled. seed: seed of sampling, which is the same for every batch. cache: cache of finished
+        batches, to resume an interrupted evaluation; None: nothing is stored. device: device on which means are
+        computed; the process group's collectives must run there.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class Evaluation:
         return ranks.gather_groups(self._rows, self._sampling.num_completions)
 
     def means(self) -> dict[str, Tensor]:
-        """Average the records over the completions of all ranks; returns scalars [] fp64 by name, and an empty dict if
-        there are no completions. Every rank must call this method.
+        """Average what was recorded of the completions of all ranks; returns scalars [] fp64 by name, and an empty dict
+        if there are no completions. Every rank must call this method.
 
         The scalars are the mean of every reward (by its name) and of the weighted sum (``reward``), the mean length,
         the share of truncated completions, and the share of completions without a score. With several completions per

@@ -27,7 +27,7 @@ class Change:
 
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """Plan the GPU memory of a run that is about to start, and warn if it may not fit.
+    """Plan the GPU memory of a run that is about to start, warn if it may not fit, and return the plan.
 
     Training passes that are too large only cause a warning: when memory runs out, the run continues with fewer tokens
     per pass (``retry.MicroBatchBudget``). A rollout engine that is too large is an error, because it cannot be made
@@ -97,9 +97,9 @@ ENGINE = "model.engine.init_args."
 
 
 def savings(run: RunMemory) -> dict[str, list[Any]]:
-    """Return the settings that ``advice`` may change, by their keys in the YAML file, those first whose change harms a
-    run least. Each has a list of values that need less memory than the present one, starting with the value that costs
-    the run least; the list is empty if there is no such value."""
+    """Return the settings that ``advice`` may change to make a run fit on a GPU, by their keys in the YAML file, those
+    first whose change harms a run least. Each has a list of values that need less memory than the present one, starting
+    with the value that costs the run least; the list is empty if there is no such value."""
     engine = run.engine or EngineMemory()
     values_of = {
         "model.micro_batch_tokens": _halved(run.micro_batch_tokens, run.longest_row),

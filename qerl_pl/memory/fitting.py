@@ -42,10 +42,10 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     """Plan the memory of a run on a GPU, and choose the settings that the user has left open.
 
     The result may exceed the GPU's memory: the caller has to compare its peak with ``usable``. A micro-batch has
-    ``USUAL_MICRO_BATCH`` tokens or as many as fit, and no fewer than the longest prompt and completion together. The
-    level of gradient checkpointing is the one with which a training pass takes the least time per token or, if none
-    fits, the least memory. The KV cache holds all sequences of a rollout at their maximum length or, if that does not
-    fit, as many as fit, and at least one.
+    ``USUAL_MICRO_BATCH`` tokens or, if these do not fit, as many as fit, but no fewer than the longest prompt and
+    completion together. The level of gradient checkpointing is the one with which a training pass takes the least time
+    per token or, if none fits, the least memory. The KV cache holds all sequences of a rollout at their maximum length
+    or, if that does not fit, as many as fit, and at least one.
     """
     if run.teacher is not None and run.teacher.keep == "auto":
         kept = [replace(run, teacher=replace(run.teacher, keep=place)) for place in ("gpu", "host")]
@@ -69,8 +69,8 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """A level of gradient checkpointing that the memory plan may choose, with the largest micro-batch with which it
-    fits the GPU or, if it fits with none, the smallest micro-batch."""
+    """A level of gradient checkpointing that the memory plan may choose, with the largest micro-batch with which the
+    run fits the GPU or, if it fits with none, the smallest micro-batch."""
 
     how: Recompute
     setting: Setting

@@ -148,8 +148,9 @@ class RunMemory:
 
 
 def check_limit(longest_row: int) -> int:
-    """Return the limit on the tokens of a forward pass in which the trainer checks vLLM's completions: the larger of
-    ``CHECKED_TOKENS`` and ``longest_row``, the tokens of the longest prompt and completion together."""
+    """Return the limit on the tokens of a forward pass in which the trainer computes log-probabilities of vLLM's
+    completions, to compare them with vLLM's: the larger of ``CHECKED_TOKENS`` and ``longest_row``, the tokens of the
+    longest prompt and completion together."""
     return max(longest_row, CHECKED_TOKENS)
 
 

@@ -110,6 +110,8 @@ def importance_weights(
     tokens of a row have the n-th root of this product, where n is the number of tokens; it is biased, but its variance
     does not grow with the length.
 
+    Returns a ``Correction``: the weights [B, S], 0 where ``mask`` is False, and sums for metrics.
+
     Args:
         log_ratio: [B, S] fp32, log r in nats; any value where ``mask`` is False.
         mask: [B, S] bool, True on sampled tokens.
@@ -194,9 +196,10 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(log_ratio: Tensor) -> Mismatch:
-    """Compute statistics of ``log_ratio`` [N], log(trainer / sampler) in nats at the N sampled tokens of all ranks. The
-    caller has to gather the tokens of all ranks, because percentiles of ranks cannot be averaged. The statistics may
-    also be those of one cause of the difference, such as noise on the sampler's weights."""
+    """Compute KL estimates, and the mean, 99th percentile and maximum of the size, of ``log_ratio`` [N], log(trainer /
+    sampler) in nats at the N sampled tokens of all ranks (see ``Mismatch``). The caller has to gather the tokens of all
+    ranks, because percentiles of ranks cannot be averaged. The statistics may also be those of one cause of the
+    difference, such as noise on the sampler's weights."""
     values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)

@@ -27,8 +27,8 @@ class UserFunction:
 
     @classmethod
     def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> UserFunction:
-        """Import the user's function that the setting ``key`` names by its import ``path``, and call it once on small
-        example arguments.
+        """Import the user's function that the setting ``key`` names by its import ``path``, call it once on small
+        example arguments, and return it as a ``UserFunction``.
 
         ``offered`` has the example arguments by name. The function must have a parameter with the first of these names,
         may have parameters with the other names, and may not require any other argument.
@@ -67,8 +67,8 @@ class UserFunction:
         value. If ``offered`` has a mask ``scored``, the value is set to 0 where the mask is False.
 
         Raises:
-            ValueError: the function fails, or its value is not a finite floating-point tensor of the first argument's
-                shape.
+            ValueError: the function fails, or its value is not a finite floating-point tensor that has the shape of
+                the first value in ``offered``.
         """
         try:
             value = self.function(**{name: offered[name] for name in self.takes})
@@ -101,8 +101,8 @@ class UserSurrogate:
 
     @classmethod
     def load(cls, path: str, **bounds: float) -> UserSurrogate:
-        """Import a user's surrogate loss by its import path, and call it once on a small example. ``bounds`` are the
-        clip bounds that are set, by name.
+        """Import a user's surrogate loss by its import path, call it once on a small example, and return it as a
+        ``UserSurrogate``. ``bounds`` are the clip bounds that are set, by name.
 
         Raises:
             ValueError: see ``UserFunction.load``; or the function has no parameter for a bound that is set, or its

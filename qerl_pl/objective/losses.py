@@ -167,10 +167,10 @@ def cispo_policy_loss(
     importance: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute the loss of CISPO (arXiv 2506.13585), REINFORCE with a clipped and constant ratio: the sum of -clip(r, 1
-    - clip_low, 1 + clip_high) A log pi over tokens, each multiplied by the weight of its row. No gradient flows through
-    r.
+    - clip_low, 1 + clip_high) A log pi over tokens, each multiplied by its row's weight from ``row_weights``. r is the
+    ratio of new to old probability, through which no gradient flows, and A the advantage.
 
-    Every token keeps its gradient; the bounds only limit the factor r, for both signs of the advantage A. Arguments and
+    Every token keeps its gradient; the bounds only limit the factor r, for both signs of A. Arguments, result and
     errors are those of ``clipped_policy_loss``, except that ``max_ratio`` raises ValueError. The paper sets no lower
     bound and does not publish its upper bound; the default of this function allows a ratio of at most 5.
     """
@@ -267,9 +267,9 @@ def _clipped(
 def with_sums(
     loss: Tensor, ratio: Tensor, below: Tensor, above: Tensor, token_log_ratio: Tensor, mask: Tensor
 ) -> PolicyLoss:
-    """Combine a loss [] with the sums for its metrics. ``ratio`` [B, S] is the ratio before clipping, ``below`` and
-    ``above`` [B, S] bool are True for tokens whose ratio was clipped at the lower and at the upper bound, and
-    ``token_log_ratio`` [B, S] nats is the log-ratio of each token, 0 outside of ``mask``."""
+    """Return a loss [] and the sums for its metrics as a ``PolicyLoss``. ``ratio`` [B, S] is the ratio before clipping,
+    ``below`` and ``above`` [B, S] bool are True for tokens whose ratio was clipped at the lower and at the upper bound,
+    and ``token_log_ratio`` [B, S] nats is the log-ratio of each token, 0 outside of ``mask``."""
     log_ratio = token_log_ratio.detach()
     k3 = torch.expm1(log_ratio) - log_ratio
     ratio_sum = torch.where(mask, ratio.detach(), 0.0).sum()

@@ -59,9 +59,9 @@ class TeacherTerm:
 
     @property
     def mixture(self) -> float | None:
-        """Argument ``beta`` of ``policy.divergence.divergence``, the weight of the teacher in the generalised
-        Jensen-Shannon divergence: 0 is the forward KL, 1 the reverse KL. None for "sampled", which compares only the
-        sampled tokens."""
+        """Weight beta of the teacher in the generalised Jensen-Shannon divergence that the settings describe: 0 is the
+        forward KL, KL(teacher || policy), and 1 the reverse KL, KL(policy || teacher). None for "sampled", which
+        compares only the sampled tokens."""
         between = 0.5 if self.beta is None else self.beta
         shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": between}
         return shares[self.divergence]

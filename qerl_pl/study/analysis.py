@@ -80,8 +80,9 @@ class Judged(NamedTuple):
 
 
 def gather(study: Study) -> list[Group]:
-    """Read the results of a study's finished runs, grouped by arm and point of the grid. ValueError: no run is
-    finished, or the event files of a run cannot be read."""
+    """Read the results of a study's finished runs, a ``Group`` for each arm (a named configuration) at each point of
+    the grid (a combination of values of options). ValueError: no run is finished, or the event files of a run cannot be
+    read."""
     groups: dict[tuple[str, str], Group] = {}
     for run in study.runs():
         if state.is_finished(study, run):
@@ -101,8 +102,9 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare arms of a study by one readout (a number that summarises a run). The study names the pairs of arms; each
-    pair is compared at every point of the grid at which both arms have finished runs."""
+    """Compare the arms (named configurations) of a study by one readout (a number that summarises a run). The study
+    names the pairs of arms; the result has one element for each pair and each point of the grid (a combination of
+    values of options) at which both arms have finished runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -131,7 +133,7 @@ def differences(one: Group, other: Group, readout: str) -> list[float]:
 
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
     """Replace those values of a readout (a number that summarises a run) that are NaN or infinite by the lowest finite
-    value of all runs, in place, so that a run whose training collapsed counts against its arm."""
+    value of all runs, in place, so that a run whose training collapsed counts against its configuration."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
     for values in (values for group in groups for values in group.runs.values()):
         if finite and not math.isfinite(values.get(readout, 0.0)):

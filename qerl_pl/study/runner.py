@@ -61,9 +61,9 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Executes the runs of a study in all slots at the same time, except runs that another runner (another process with
-    the same study) works on. If ``minutes`` is given, runs that are not finished after that time are asked to stop at
-    their next checkpoint."""
+    """Executes the runs of a study, one at a time in each slot (a place for one run on the machine), except runs that
+    another runner (another process with the same study) works on. If ``minutes`` is given, runs that are not finished
+    after that time are asked to stop at their next checkpoint."""
 
     def __init__(self, study: Study, slots: list[Slot], minutes: float | None) -> None:
         self.study, self.slots = study, slots
@@ -75,9 +75,9 @@ class Runner:
         self._signal = 0
 
     def work(self) -> int:
-        """Execute all runs until each has finished or failed; returns exit status 0. If a signal is received or the
-        time limit is reached earlier, this stops all processes at their next checkpoint, and returns another exit
-        status."""
+        """Execute all runs of the study until each has finished or failed; returns exit status 0. If a signal is
+        received or the time limit is reached earlier, this stops all processes at their next checkpoint, and returns
+        128 plus the number of the signal, or ``TIME_IS_UP``."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._say(f"{self.total - len(self.waiting)} of {self.total} runs are finished already")
@@ -155,9 +155,9 @@ class Runner:
         slot.attempts += 1
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
-        """Record that the process of a slot has ended with an exit status. If a command of the run has now failed
-        ``study.attempts`` times, the run is given up. If the runner itself stopped the process (``stopped``), this does
-        not count as a failure."""
+        """Record that the process that executed commands of a slot's run has ended with an exit status. If a command
+        has now failed ``study.attempts`` times, the run is given up. If this object itself stopped the process
+        (``stopped``), this does not count as a failure."""
         run = slot.run
         assert run is not None
         slot.process = None
@@ -188,9 +188,9 @@ class Runner:
         slot.run = slot.lock = slot.process = None
 
     def _stop(self) -> int:
-        """Ask the processes of all runs to stop at their next checkpoint, wait for them, and kill those that still run
-        after ``STOP_SECONDS``. Returns an exit status: 128 plus the number of the received signal, or
-        ``TIME_IS_UP``."""
+        """Ask the processes of all runs of the study to stop at their next checkpoint, wait for them, and kill those
+        that still run after ``STOP_SECONDS``. Returns an exit status: 128 plus the number of the received signal, or
+        ``TIME_IS_UP`` if there was none, but the time limit was reached."""
         busy = [(slot, slot.process) for slot in self.slots if slot.process is not None]
         for _, process in busy:
             process.send_signal(signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""State of a run of a study on disk: the commands that succeeded, and a lock that keeps two runners from executing the
-same run."""
+"""State on disk of a run of a study: the commands that succeeded, and a lock that keeps two processes that execute the
+same study from executing the same run."""
 
 import fcntl
 import json
@@ -20,8 +20,8 @@ def seconds_done(run: Run) -> dict[str, float]:
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
-    """Return, by the name of the command, the duration in seconds of all starts that failed or were stopped; commands
-    that have succeeded since then are left out."""
+    """Return, for each command of a run by its name, the total seconds of its starts that failed or were stopped;
+    commands that have succeeded since then are left out."""
     return _read(run.folder).get("spent", {})
 
 
@@ -49,8 +49,9 @@ def succeeded(folder: Path, name: str, seconds: float) -> None:
 
 
 def write_files(study: Study, run: Run) -> None:
-    """Write the configuration files of a run, which its commands read (``-c``). The caller must hold the run's lock.
-    ValueError: the study's file now gives the run other settings than those with which the run began."""
+    """Write the configuration files of a run, which its commands read (``-c``). The caller must hold the run's lock
+    (see ``lock``). ValueError: the study's file now gives the run other settings than those with which the run
+    began."""
     check_unchanged(study, run)
     for path, text in files_of(study, run).items():
         write_whole(path, text)
@@ -58,7 +59,7 @@ def write_files(study: Study, run: Run) -> None:
 
 def check_unchanged(study: Study, *runs: Run) -> None:
     """Raise ValueError if the study's file has changed such that a run which has begun would now have other settings;
-    the message names the file that differs. Without ``runs``, all runs of the study are checked."""
+    the message names the run's configuration file that differs. Without ``runs``, all runs of the study are checked."""
     for run in runs or study.runs():
         if seconds_done(run) or (run.folder / "checkpoints").exists():
             for path, text in files_of(study, run).items():

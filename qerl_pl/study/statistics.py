@@ -100,8 +100,8 @@ def pairs_to_accept(comparisons: int) -> int:
 
 def power(size: float, pairs: int, comparisons: int = 1) -> float:
     """Compute the power of the sign-flip test: the probability that it finds a difference significant in Holm's first
-    step, p <= 0.05 / ``comparisons``. The differences of the ``pairs`` pairs are assumed to be normally distributed,
-    and ``size`` is their true mean divided by their standard deviation."""
+    step, p <= 0.05 / ``comparisons``. The differences of the ``pairs`` pairs of runs are assumed to be normally
+    distributed, and ``size`` is their true mean divided by their standard deviation."""
     alpha = ALPHA / comparisons
     if smallest_p(pairs) > alpha:
         return 0.0
@@ -115,9 +115,9 @@ def power(size: float, pairs: int, comparisons: int = 1) -> float:
 
 @cache
 def smallest_size(pairs: int, comparisons: int = 1) -> float:
-    """Compute the smallest true difference between two arms that the test finds significant with a probability of 80 %
-    after Holm's adjustment for ``comparisons`` comparisons. The unit is the standard deviation of the differences over
-    pairs. NaN if there are too few pairs for any significant result."""
+    """Compute the smallest true difference between two configurations that the sign-flip test finds significant with a
+    probability of 80 % after Holm's adjustment for ``comparisons`` comparisons. The unit is the standard deviation of
+    the differences over pairs of runs with equal seeds. NaN if there are too few pairs for any significant result."""
     if pairs < pairs_to_accept(comparisons):
         return math.nan
     root = optimize.bisect(lambda size: power(size, pairs, comparisons) - POWER, 0.0, 100.0, xtol=1e-3)
@@ -125,8 +125,8 @@ def smallest_size(pairs: int, comparisons: int = 1) -> float:
 
 
 def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
-    """Compute the number of seeds (with each of which both arms are run) with which the test finds a true
-    ``difference`` significant with a probability of 80 % after Holm's adjustment for ``comparisons`` comparisons.
+    """Compute the number of seeds (with each of which both compared configurations are run) with which the test finds a
+    true ``difference`` significant with a probability of 80 % after Holm's adjustment for ``comparisons`` comparisons.
     ``spread`` is the standard deviation of the difference over seeds. None if the difference is 0, or the number is
     above 10 000."""
     if difference == 0:
@@ -182,8 +182,8 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
 
 def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
     """Compute the 95 % confidence interval of the mean difference, that is, the true means that the sign-flip test does
-    not reject. ``sums`` [subsets] has the sums of the differences over the subsets of the ``pairs`` pairs. Returns the
-    lower and upper end, infinite if there are too few pairs."""
+    not reject. ``sums`` [subsets] has the sums of the differences over the subsets of the ``pairs`` pairs of runs.
+    Returns the lower and upper end, infinite if there are too few pairs."""
     means = np.sort(sums / _subsets(pairs).sum(axis=1))
     # number of subsets (the empty one included) at each end of the sorted means that p <= ALPHA allows
     rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)

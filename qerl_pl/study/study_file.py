@@ -34,8 +34,8 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Analysis:
-    """Settings of ``--analyse``: which arms of a study are compared, and by which readouts (numbers that summarise a
-    run, see ``qerl_pl.study.readouts``).
+    """Settings of ``--analyse``: which arms (named configurations) of a study are compared, and by which readouts
+    (numbers that summarise a run, see ``qerl_pl.study.readouts``).
 
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
@@ -127,8 +127,9 @@ class Study:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """Raise ValueError for a setting in the study's file that would have no effect, because every run gets its
-        value from the grid, from ``gpu_memory`` or from the study itself (for example the seed)."""
+        """Raise ValueError for a setting in the file of a study (several runs that are compared) that would have no
+        effect, because every run gets its value from the study's grid of values, from ``gpu_memory`` or from the study
+        itself (for example the seed)."""
         sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
         sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
@@ -196,8 +197,8 @@ class Command(NamedTuple):
 
 
 def read_study(path: Path, output: Path | None = None, variables: Mapping[str, str] | None = None) -> Study:
-    """Read the YAML file of a study, which has the fields of ``Study`` and optionally ``variables``, a mapping of names
-    to values that replace ``$NAME`` in all texts of the file.
+    """Read the YAML file of a study (several runs that are compared), and return its content. The file has the fields
+    of ``Study`` and optionally ``variables``, a mapping of names to values that replace ``$NAME`` in all of its texts.
 
     The arguments ``output`` and ``variables`` override what the file says. ValueError: the file is missing or no YAML,
     or a key or value is wrong.
@@ -314,8 +315,9 @@ def _with_seed(text: str, seed: int) -> str:
 
 
 def _shown(value: Any, values: list[Any]) -> str:
-    """Return the text for a value of a grid's option in the name of a run's folder. For a path, it is the last part,
-    followed by a digest if another of the option's ``values`` has the same last part."""
+    """Return the text by which the name of a run's folder shows the run's ``value`` of an option, for which the study
+    has several ``values``. For a path, it is the last part, followed by a digest if another of ``values`` has the same
+    last part."""
     name = _last_part(value)
     clash = [_last_part(other) for other in values].count(name) > 1
     return f"{name}-{_digest(str(value))}" if clash else name

@@ -1,7 +1,7 @@
-"""Command-line options of those tools whose imports take seconds. This module imports nothing slow.
+"""Command-line options of those commands of this program whose imports take seconds. This module imports nothing slow.
 
-The entry point parses the command line with these options before it imports the tool, so that ``--help`` and messages
-about wrong options or paths are printed at once.
+The program parses the command line with these options before it imports the command's module, so that ``--help`` and
+messages about wrong options or paths are printed at once.
 """
 
 import argparse

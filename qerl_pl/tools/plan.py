@@ -116,8 +116,8 @@ def card_bytes(gib: float | None) -> int:
 
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
-    """Extract from a configuration the settings that decide how much memory a run needs on each GPU. ValueError: a
-    setting is missing or out of range, or the rollout engine cannot be built with its settings."""
+    """Return the settings of a configuration that decide how much memory a run needs on each GPU. ValueError: a setting
+    is missing or out of range, or the rollout engine cannot be built with its settings."""
     check_settings(config)
     check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
@@ -158,8 +158,8 @@ def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
-    """Return the memory settings of a run as they would be on an H100 or H200 with the packages of the extra [gpu],
-    whatever this machine has. It serves ``plan`` on machines without such a GPU.
+    """Return the settings that determine a run's memory as they would be on an H100 or H200 with the packages of the
+    extra [gpu], whatever this machine has. The command ``plan`` needs them to predict memory without such a GPU.
 
     Training then uses fused element-wise kernels, and vLLM uses this project's decoding kernels, which read the
     trainer's copy of the base. Speculative decoding is on if it is set to "auto". ``model`` is the section of the run's
@@ -174,8 +174,9 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings with which ``fit`` would fail when it builds the LightningModule or the data
-    module. The command ``plan`` builds neither of them, so it calls this function instead."""
+    """Raise ValueError for settings with which training (the command ``fit``) would fail when it builds the
+    LightningModule or the data module. The command ``plan``, which only predicts memory, builds neither of them, so it
+    calls this function instead."""
     model, data = config["model"], config["data"]
     for name in ("base", "engine"):
         if not model[name]:
@@ -231,9 +232,9 @@ def without_native_kernels(shape: ModelShape) -> str:
 
 
 def print_options(offered: list[Option], gpu_bytes: int) -> None:
-    """Print a table of the possible values of gradient_checkpointing: for each value, the micro-batch size, the memory,
-    and the time per token relative to the fastest value. Nothing is printed if the user's settings leave only one
-    value."""
+    """Print a table of the possible values of gradient_checkpointing: for each value, the micro-batch size, and the
+    predicted memory and time per token, which is relative to the fastest value. Nothing is printed if the user's
+    settings leave only one value of gradient_checkpointing."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")

@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_seeds(study: Study, name: str) -> None:
-    """Raise ValueError if a study has too few seeds for any of its comparisons to be significant; only warn if the
-    comparisons are the default ones."""
+    """Raise ValueError if a study, which compares configurations by runs with several seeds, has too few seeds for any
+    of its comparisons to be significant; only warn if the study's file does not name the comparisons."""
     from qerl_pl.study.statistics import ALPHA, pairs_to_accept  # imports scipy, which nothing else here needs
 
     count, needed = len(study.comparisons), pairs_to_accept(len(study.comparisons))
@@ -51,8 +51,9 @@ def _check_seeds(study: Study, name: str) -> None:
 
 
 def _fault_in_config(study: Study, name: str) -> str | None:
-    """Find the first fault because of which every run of a study would fail at its start: a fault in a file of the
-    study's ``config``, or an unknown section in its settings. Returns an error message; None if there is no fault."""
+    """Find the first fault because of which runs of a study (several runs that are compared) would fail at their start:
+    a fault in a configuration file that all runs read, or an unknown section in settings of the study. Returns an error
+    message; None if there is no fault."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
             return f"{name}: {fault}"

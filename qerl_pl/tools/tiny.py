@@ -71,8 +71,9 @@ def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) 
     folder is left as it was. ``sft_steps`` is the number of optimizer steps of supervised training; with 0, the weights
     are random.
 
-    Returns a dict with the duration in ``seconds`` and, if the policy was trained, with its ``accuracy`` and ``skill``
-    (see ``measure``). ValueError: the folder is not empty, or accuracy or skill is out of range (see ``check``).
+    Returns a dict with the duration in ``seconds`` and, if the policy was trained, with its ``accuracy`` and ``skill``,
+    the shares of problems with no mistake at all, and with no other mistakes than those of the solutions. ValueError:
+    the folder is not empty, or accuracy or skill is out of range (see ``check``).
     """
     output, started = Path(output), time.perf_counter()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

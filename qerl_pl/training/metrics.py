@@ -1,5 +1,5 @@
-"""Compute metrics of the policy updates on one rollout, over the rows of all ranks. A metric for which no rank has a
-token or row is left out."""
+"""Compute metrics of the policy updates on one rollout, over the rows of all ranks, as scalars by name. A metric for
+which no rank has a token or row is left out."""
 
 from collections.abc import Mapping
 

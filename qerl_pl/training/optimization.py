@@ -43,8 +43,8 @@ def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameter
 
 
 def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torch.device) -> float:
-    """Return by how much an optimizer changes a weight of 0 in its first step with a gradient of 1; NaN if the change
-    is infinite."""
+    """Return by how much an optimizer with the run's settings changes a weight of 0 in its first step with a gradient
+    of 1, which should be less than 0; NaN if the change is infinite."""
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     weight.grad = torch.ones_like(weight)
     build([{"params": [weight]}]).step()
@@ -65,8 +65,8 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError if a checkpoint's optimizer state does not fit this run: its parameter groups have other numbers
-    of parameters than ``groups``. ``saved`` is the checkpoint's list of optimizer states, which has one element or
-    none."""
+    of parameters than ``groups``, those of this run's optimizer. ``saved`` is the checkpoint's list of optimizer
+    states, which has one element or none."""
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in groups]

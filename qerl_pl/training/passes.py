@@ -69,8 +69,8 @@ class TeacherScores(NamedTuple):
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
-        """Return the teacher's hidden states at the tokens of a micro-batch at which ``sampled`` [R, width] bool is
-        True; None if the hidden states were not kept."""
+        """Return ``states`` with the hidden states of only those tokens of a micro-batch at which ``sampled`` [R,
+        width] bool is True; None if ``states`` is None."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
@@ -102,16 +102,17 @@ class Batch:
         """The teacher's log-probabilities and hidden states; None without a teacher."""
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
-        """Call ``work`` with the largest number of tokens per pass, and return its result. If GPU memory runs out, the
-        call is repeated with fewer tokens per pass or, if ``work`` has a backward pass (``with_gradient``), with more
-        activations recomputed in backward."""
+        """Call ``work`` with the limit on the tokens of one pass, and return its result. If GPU memory runs out, the
+        call is repeated, if possible with more activations recomputed in backward (only if ``work`` has a backward
+        pass, ``with_gradient``), else with half the limit. RuntimeError: one row per pass is still too much."""
         longest = int(self.experience.lengths.max())
         options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Split the rows with the indices ``rows`` into micro-batches of at most ``max_tokens`` tokens. If the policy
-        computes equal prompts of the rows of a micro-batch only once, the tokens of such a prompt count once."""
+        """Yield micro-batches of at most ``max_tokens`` tokens, into which the rows with the indices ``rows`` are
+        split. If the policy computes equal prompts of the rows of a micro-batch only once, the tokens of such a prompt
+        count once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)
@@ -125,8 +126,8 @@ class Batch:
 
     def token_stats(self, part: Part, *, teacher: TeacherStates | None = None) -> TokenStats:
         """Run the policy on a micro-batch, and return log-probabilities and other statistics of its tokens. In a
-        mixture-of-experts model, each token is computed by the experts that the sampler used for it, if the experience
-        has them (``routes``)."""
+        mixture-of-experts model, each token is computed by the experts that the sampler used for it, if the rollout's
+        data have them (``experience.routes``)."""
         routes = self.experience.routes
         return self.policy.token_stats(
             part.read(self.experience.tokens),
@@ -146,8 +147,8 @@ class Batch:
 
     def score(self, rows: Tensor) -> None:
         """Run the policy without gradient on the rows with the indices ``rows``. Store their log-probabilities in
-        ``old`` and their entropies in ``entropy``; if the experience has the sampler's experts, also store in
-        ``others`` how many of them the policy's routers would not have chosen."""
+        ``self.old`` and their entropies in ``self.entropy``; if the rollout's data name the sampler's experts of each
+        token, also store in ``self.others`` how many of them the policy's routers would not have chosen."""
         self._evaluate(rows, self.record)
 
     def score_reference(self) -> None:
@@ -158,9 +159,9 @@ class Batch:
             self._evaluate(self.rows, lambda part, stats: part.write(reference, stats.logprobs))
 
     def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
-        """Run the teacher on all rows, and store its log-probabilities in ``teacher``. If the loss needs a divergence
-        over the whole vocabulary (``mixture``, a property of ``TeacherTerm``, is not None), also store the teacher's
-        hidden states."""
+        """Run the teacher on all rows, and store its log-probabilities in ``self.teacher``. If the loss needs a
+        divergence over the whole vocabulary (``mixture``, a property of ``TeacherTerm``, is not None), also store the
+        teacher's hidden states."""
         sampled, temperature = self.experience.sampled, self.settings.temperature
         states = None
         if mixture is not None:

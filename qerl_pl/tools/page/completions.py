@@ -16,9 +16,9 @@ LARGEST = 32.0  # nats; numbers per token are clipped to +- this value
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose files of completions for the page, evenly spread over each run, that together have about ``limit``
-    completions. Returns a list of pairs (index of the run, file), ordered by run, stage and rollout, and a sentence for
-    the page about the completions that were left out; the sentence is empty if none were."""
+    """Choose files of completions for an HTML page about runs, evenly spread over each run, that together have about
+    ``limit`` completions. Returns a list of pairs (index of the run, file), ordered by run, stage (such as "train") and
+    rollout, and a sentence for the page about the completions that were left out, empty if none were."""
     every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:
@@ -33,8 +33,9 @@ def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, P
 
 
 def block(path: Path, run: int) -> dict[str, Any]:
-    """Convert the completions of one file to a dict that JSON can represent, with the keys ``run``, ``stage``,
-    ``step``, ``rows`` (one dict per completion) and ``damaged`` (the number of unreadable lines).
+    """Convert the completions of one file to a dict that JSON can represent, with the keys ``run``, ``stage`` (such as
+    "train" or "validate"), ``step``, ``rows`` (one dict per completion) and ``damaged`` (the number of unreadable
+    lines).
 
     If the run stored numbers per token, each row also has them as little-endian integers in base64, and the key
     ``pieces`` has the texts of tokens. A row's numbers are: the index of each token's text in ``pieces``, as uint32;
