@@ -69,8 +69,8 @@ class TeacherScores(NamedTuple):
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
-        """Return ``states`` with the hidden states of only those tokens of a micro-batch at which ``sampled`` [R,
-        width] bool is True; None if ``states`` is None."""
+        """Return the teacher's hidden states, as a ``TeacherStates``, at the tokens of a micro-batch at which
+        ``sampled`` [R, width] bool is True; None if they were not stored, as the loss needs only log-probabilities."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
