@@ -115,8 +115,9 @@ class BlockStream:
 
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
-    """Mix the second moments of each expert with those of all experts (``PRIOR_ROWS``), in place. ``sums`` has, for
-    each linear layer, the sum of x x^T over its inputs x, and ``counts`` the number of these inputs."""
+    """Mix the second moments of each expert with the mean over all experts, as if ``PRIOR_ROWS`` further inputs had
+    that mean, in place. ``sums`` has, for each linear layer, the sum of x x^T over its inputs x, and ``counts`` the
+    number of these inputs."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

@@ -22,11 +22,11 @@ class Calibration(NamedTuple):
 
 
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
-    """Tokenise a data source and cut it into ``samples`` sequences of ``length`` tokens each. The tokenizer is that of
-    the folder ``model``; the texts of all rows are concatenated, with an end-of-text token after each. ``source`` is a
-    .txt file (one text), a .jsonl file, or the name of a data set on the Hugging Face hub, whose split "train" is read;
-    ``row_text`` says which columns of a row are its text. Raises ValueError if the source cannot be read or has too few
-    tokens."""
+    """Tokenise a data source and return its first ``samples`` sequences of ``length`` tokens each. The tokenizer is
+    that of the folder ``model``; the texts of all rows are concatenated, with an end-of-text token after each.
+    ``source`` is a .txt file (one text), a .jsonl file, or the name of a data set on the Hugging Face hub, whose split
+    "train" is read; the function ``row_text`` takes a row's text from its columns. Raises ValueError if the source
+    cannot be read or has too few tokens."""
     if samples < 1 or length < 1:
         raise ValueError(f"samples is {samples} and length is {length}; expected at least 1 for each")
     if not (model / "tokenizer_config.json").is_file():  # transformers would make up an empty tokenizer

@@ -35,10 +35,10 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     16-bit checkpoint without its vision model, to the folder ``output``. Returns sentences that say why the conversion
     was needed.
 
-    Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original.
-    Checkpoints by ModelOpt store tensor scales; the copy stores their fp32 reciprocals, which changes weights by a
-    relative error of at most 2^-23 before rounding. Raises ValueError if the checkpoint is damaged, or if tensor scales
-    of linear layers that inference engines fuse into one matrix cannot be made equal without changing weights.
+    Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original. For
+    checkpoints by ModelOpt, both replace tensor scales by their fp32 reciprocals, so weights differ from ModelOpt's own
+    by a relative error of at most 2^-23 before rounding. Raises ValueError if the checkpoint is damaged, or if tensor
+    scales of linear layers that inference engines fuse into one matrix cannot be made equal without changing weights.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
@@ -86,9 +86,9 @@ def _dense(
 
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors to write, by name, for NVFP4 linear layers that inference engines fuse into one matrix (such
-    as q, k and v) and that therefore need one tensor scale. Raises ValueError if no tensor scale leaves all dequantised
-    weights unchanged."""
+    """Return the tensors of the converted checkpoint, by name, for NVFP4 linear layers that inference engines fuse into
+    one matrix (such as q, k and v) and that therefore need one tensor scale. Raises ValueError if no tensor scale
+    leaves all dequantised weights unchanged."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())

@@ -170,8 +170,8 @@ class FrozenExperts(nn.Module):
     ) -> Tensor:
         """Compute, for each token of x [T, H], the sum of its k experts' outputs, each times the router's weight in
         ``weights`` [T, k] fp32; returns [T, H] in the dtype of x. ``routes`` says which experts compute each token.
-        Products of output and weight are rounded to the dtype of x, and added in fp32. ``factors`` returns the experts'
-        LoRA adapters, or None."""
+        Products of output and weight are rounded to the dtype of x, and added in fp32. ``factors`` is a function that
+        returns the experts' LoRA adapters, or None if there are none."""
         parts = self.gate_proj.dense, self.up_proj.dense, self.down_proj.dense
         return self.around(lambda: grouped_experts(x, weights, routes, parts, factors()))
 

@@ -263,9 +263,9 @@ def _check_layers(file: Path, config: Mapping) -> None:
 
 
 def _check_windows(file: Path, config: Mapping) -> None:
-    """Raise ValueError if some decoder blocks have a sliding attention window and others have none, which vLLM does not
-    compute for some families. Without layer_types, the blocks with a window are those to which transformers'
-    Qwen2Config gives one."""
+    """Raise ValueError if some decoder blocks have a sliding attention window and others have none; the caller asks
+    only for families for which vLLM does not compute this. If config.json has no layer_types, the blocks with a window
+    are those to which transformers' Qwen2Config gives one."""
     blocks, kinds = config["num_hidden_layers"], config.get("layer_types")
     if not isinstance(kinds, list):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else blocks

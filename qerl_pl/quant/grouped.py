@@ -42,8 +42,9 @@ class Routes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """LoRA matrices of the linear layers of all E experts. They are rounded to the dtype of the matrix products, as are
-    their gradients on a GPU; autocast does the same."""
+    """LoRA matrices, in fp32, of the linear layers of all E experts. Matrix products use copies that are rounded to the
+    dtype of their other input, as are gradients on a GPU; autocast does the same to LoRA matrices of other linear
+    layers."""
 
     gate_up_a: Tensor
     """[E, R, H], the matrix A that gate and up share. R must be a multiple of 8 on a GPU."""
@@ -56,8 +57,9 @@ class Factors(NamedTuple):
 
 
 def sort_rows(ids: Tensor, num_experts: int) -> Routes:
-    """Order the S = k T pairs of a token and one of its experts by expert, and those of one expert by token, for
-    grouped matrix products. ``ids`` [T, k] has the indices of each token's k experts, from 0 to ``num_experts`` - 1."""
+    """Sort the S = k T pairs of a token and one of its experts by expert, and those of one expert by token, for grouped
+    matrix products; returns the order and where each expert's pairs end. ``ids`` [T, k] has the indices of each token's
+    k experts, from 0 to ``num_experts`` - 1."""
     experts, order = ids.flatten().sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
@@ -145,7 +147,8 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     """Multiply ``rows`` [S, R], which are sorted by expert, each by its expert's matrix in ``matrices`` [E, R, N], and
     add the products to ``out`` [S, N] in place. ``ends`` [E] has, for each expert, the index after its last row. On a
-    GPU, up to R = ``KERNEL_RANK``, a Triton kernel adds each product in fp32 before it rounds the sum."""
+    GPU, up to R = ``KERNEL_RANK``, a Triton kernel adds each product in fp32 before it rounds the sum; otherwise
+    products are rounded, too."""
     if rows.shape[1] <= KERNEL_RANK and (kernels := _kernels(out)):
         kernels.add_grouped(out, rows, matrices, ends)
     else:
@@ -186,8 +189,8 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
 
 def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
     """Add up, in fp32, the outputs of each token's k experts, multiplied by ``weights`` [T, k] if given. ``rows`` [S,
-    N] has one output per token and expert, in the order of ``routes``, sorted by expert; returns [T, N] in the rows'
-    dtype."""
+    N] has one output per token and expert, sorted by expert; ``routes`` says which rows are a token's. Returns [T, N]
+    in the rows' dtype."""
     if not torch.is_grad_enabled() and (kernels := _kernels(rows)):  # the kernel has no backward
         return kernels.summed(rows, routes.inverse, weights)
     total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)

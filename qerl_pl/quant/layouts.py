@@ -110,8 +110,8 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
     """Check a tensor by which a checkpoint says which numbers its 4-bit codes stand for, as checkpoints by bitsandbytes
-    do. Raise ValueError if these 16 numbers are not those of the 4-bit format that ``layout`` has, because weights
-    would be dequantised wrongly. If the tensor ``name`` is no such tensor, nothing is done."""
+    do. Raise ValueError if these 16 numbers are not those of the 4-bit format ``layout.fmt``, by which weights would be
+    dequantised wrongly. If the tensor ``name`` is no such tensor, nothing is done."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()

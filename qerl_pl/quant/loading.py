@@ -177,9 +177,9 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
 def _fill(
     module: nn.Module, part: Part, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Convert a tensor of a checkpoint, check it, and assign it to the attribute ``part.buffer`` of a module, in place
-    of a tensor on the meta device. ValueError: the values, shape or dtype are wrong; the message has the name
-    ``name``."""
+    """Convert a tensor of a checkpoint for its destination ``part``, check it, and assign it to the module's attribute
+    ``part.buffer``, in place of a tensor on the meta device. ValueError: the values, shape or dtype are wrong; the
+    message has the name ``name``."""
     meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)

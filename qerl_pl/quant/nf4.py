@@ -1,6 +1,6 @@
 """NF4 (QLoRA, arXiv 2305.14314, appendix E): 16 quantiles of a normal distribution, with an fp32 scale per 64 columns.
 
-    w = nf4(code) * absmax
+    w = nf4(code) * scale,   scale = largest |w| of the 64 columns
 
 NF4 takes 4.5 bits per weight, as NVFP4 does. Codes and scales equal those of bitsandbytes (block size 64, scales not
 quantised) bit for bit. Row lengths must be multiples of 64, so that no block spans two rows.

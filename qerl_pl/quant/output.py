@@ -27,9 +27,9 @@ _CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGN
 
 class OutputFolder:
     """Checkpoint folder that is written as ``OUTPUT.partial`` and renamed to ``OUTPUT`` at the end; ``OUTPUT`` must not
-    exist, or be empty. ``settings`` (JSON types) are all values that the files depend on, and are also written to the
-    report. A manifest lists the finished files, so a later run with equal settings continues after them; a later run
-    with other settings is refused (ValueError)."""
+    exist, or be empty. ``settings`` (JSON types) are all values that the files depend on, and are also written to
+    quantization_report.json. A manifest lists the finished files, so a later run with equal settings continues after
+    them; a later run with other settings is refused (ValueError)."""
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
         self.output, self.settings = output, dict(settings)
@@ -72,9 +72,9 @@ class OutputFolder:
         return [report for entry in self.done.values() for report in entry["layers"]]
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
-        """Complete the folder and rename it to ``OUTPUT``: write the index, the report and config.json with the content
-        ``config``, and copy the tokenizer and other ``carried_files`` of the folder ``source``. FileNotFoundError:
-        somebody has removed a finished file."""
+        """Complete the folder and rename it to ``OUTPUT``: write the index of tensors, quantization_report.json
+        (settings and error reports) and config.json with the content ``config``, and copy the tokenizer and other
+        ``carried_files`` of the folder ``source``. FileNotFoundError: somebody has removed a finished file."""
         for file in self.done:
             (self.partial / file).stat()
         carry(source, self.partial)

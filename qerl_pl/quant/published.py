@@ -83,8 +83,9 @@ def conversion_reasons(path: Path) -> list[str]:
 
 
 def read_stored(checkpoint: Checkpoint) -> Stored:
-    """Find the NVFP4 and FP8 linear layers of a checkpoint, and its scales of activations and KV cache, by the names,
-    dtypes and shapes of its tensors. Raises ValueError for a linear layer that is quantised in another way."""
+    """Return the names of a checkpoint's NVFP4 and FP8 linear layers, and of its scales of activations and KV cache,
+    found by the names, dtypes and shapes of its tensors. Raises ValueError for a linear layer that is quantised in
+    another way."""
     leaves: dict[str, set[str]] = defaultdict(set)
     stored = Stored()
     for name in checkpoint.names():
@@ -115,7 +116,7 @@ def read_stored(checkpoint: Checkpoint) -> Stored:
 
 def fused_packed(path: Path, stored: Stored) -> list[list[str]]:
     """Group the NVFP4 linear layers of the decoder blocks by the matrices into which inference engines fuse them, such
-    as q, k and v. Raises ValueError if only some layers of a group are in NVFP4."""
+    as q, k and v; returns lists of names. Raises ValueError if only some layers of a group are in NVFP4."""
     groups = []
     for name in stored.packed:
         group = fused_with(name, stored.modules)

@@ -1,7 +1,7 @@
 """Offline quantiser: write a copy of a dense checkpoint with 4-bit weights, one decoder block at a time.
 
-All linear layers except the ignored ones are quantised; embeddings, norms and biases are copied. Linear layers that
-inference engines fuse into one matrix share one tensor scale.
+All linear layers are quantised, except those that the setting ``ignore`` or the model family leaves dense; embeddings,
+norms and biases are copied. Linear layers that inference engines fuse into one matrix share one tensor scale.
 
 Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. With
 calibration data, each block's weights are rounded, and their errors measured, on inputs that the previous blocks

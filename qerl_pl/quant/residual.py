@@ -80,9 +80,9 @@ def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -
 
 
 class StartFolder:
-    """PEFT folder ``start`` inside a checkpoint that is being written. There is one file per decoder block, until
-    ``finish`` joins them. If ``rank`` is None there is no adapter: nothing is written, and ``read`` returns no
-    tensors."""
+    """PEFT folder ``start``, inside a checkpoint that is being written, of the adapter that approximates its
+    quantisation errors. There is one file per decoder block, until ``finish`` joins them. If ``rank`` is None there is
+    no adapter: nothing is written, and ``read`` returns no tensors."""
 
     def __init__(self, checkpoint: Path, *, rank: int | None) -> None:
         self.folder, self.parts, self.rank = checkpoint / START, checkpoint / f"{START}.parts", rank
@@ -97,9 +97,9 @@ class StartFolder:
         return {} if self.rank is None else load_file(self.parts / part)
 
     def finish(self, *, base: Path) -> None:
-        """Join the files of the decoder blocks to one PEFT adapter, and write its settings: the names of the adapted
-        linear layers, alpha equal to the rank, so that B A is added without scaling, and the absolute path of the
-        quantised checkpoint. An interrupted call can be repeated."""
+        """Join the adapter's files, one per decoder block, to one PEFT adapter, and write its settings: the names of
+        the adapted linear layers, alpha equal to the rank, so that B A is added without scaling, and the absolute path
+        of the quantised checkpoint. An interrupted call can be repeated."""
         if self.rank is None:
             return
         if not (self.folder / _WEIGHTS).exists():

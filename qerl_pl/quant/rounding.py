@@ -149,8 +149,8 @@ class LayerReport:
 def report_layer(
     name: str, weight: Tensor, packed: PackedWeight, fmt: Format, second_moment: Tensor | None = None
 ) -> LayerReport:
-    """Compute the errors of a 4-bit weight relative to the dense weight [N, K]. With ``second_moment``, the mean [K, K]
-    of x x^T over the calibration data's inputs x of the layer, also compute the error of the layer's outputs."""
+    """Return a report on the errors of a 4-bit weight relative to the dense weight [N, K]. With ``second_moment``, the
+    mean [K, K] of x x^T over the calibration data's inputs x of the layer, it includes the layer's output error."""
     weight = weight.float()
     rounded = fmt.dequantize(packed, torch.float32)
     error, norm, largest = rounded - weight, weight.norm().item(), weight.abs().max().item()

@@ -96,8 +96,8 @@ def split_linears(
     """Divide the linear layers of a model, which may be on the meta device, into those to quantise and those that stay
     dense. Layers stay dense because of the model family (``Family.dense``) or because of ``ignore``, whose entries are
     names, or "re:" and a regular expression that matches the start of names. ``block`` is the number of columns that
-    share a block scale. Returns the shapes [N, K] of the layers to quantise, by name, and the names of the others, both
-    in the model's order."""
+    share a block scale, which must divide K (ValueError). Returns the shapes [N, K] of the layers to quantise, by name,
+    and the names of the others, both in the model's order."""
     linears = linears_of(model)
     for entry in ignore:
         try:
