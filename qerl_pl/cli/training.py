@@ -146,9 +146,10 @@ class QeRLCLI(LightningCLI):
         parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:
-        """Check the settings, and choose the folder that the loggers write to. For ``fit``, it is the run's folder. For
-        an evaluation, it is RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the base model), or a numbered
-        folder next to it if that holds a different evaluation."""
+        """Raise ValueError for settings with which the command cannot work, and choose the folder that the loggers
+        write to. For ``fit``, it is the run's folder. For an evaluation, it is RUN_DIR/COMMAND/DATASET-CHECKPOINT
+        (without -CHECKPOINT for the base model), or a numbered folder next to it if that holds a different
+        evaluation."""
         command = str(self.subcommand)
         config = self.config[command]
         if config.get("weights_only") is False:
@@ -289,8 +290,8 @@ def command_line(args: list[str]) -> list[str]:
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """Explain in one line that a run ended because the GPU's memory ran out. The traceback is written to a file that
-    the message names."""
+    """Return a message of one line for a run that ended because the GPU's memory ran out. The traceback is written to a
+    file that the message names."""
     text = " ".join(str(error).split())[:600]
     return (
         f"error: {text}. `{called_as('plan')}` predicts what a run takes if other programs leave it so much; "

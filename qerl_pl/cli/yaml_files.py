@@ -147,9 +147,10 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
 
 
 def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
-    """Check a node of a YAML file, and return the number of values in it, counting an alias as the values that it
-    stands for. ``above`` has the ids of the nodes that contain this one. ``sizes`` has the results for nodes that were
-    checked before, by their ids."""
+    """Raise ValueError if a node of a YAML file has a fault: a cyclic alias, a key that is duplicate or no word, or too
+    many values. Returns the number of its values, counting an alias as the values that it stands for. ``above`` has the
+    ids of the nodes that contain this one. ``sizes`` has the results for nodes that were checked before, by their
+    ids."""
     if id(node) in above:
         raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
     if id(node) in sizes:

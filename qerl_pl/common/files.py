@@ -64,7 +64,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replace a file atomically, and create its folder. The context's value is the path of a temporary file in the same
     folder, to which the caller writes. The temporary file is renamed to ``path`` when its bytes are on the disk, and
     removed after an error, so a full disk, a killed process or a power failure leaves the old file unchanged. Raises
-    OSError as ``replaceable`` does."""
+    OSError if ``path`` exists and is no regular file."""
     target = replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")

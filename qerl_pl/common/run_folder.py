@@ -66,7 +66,8 @@ def run_folder(text: str) -> str:
 def check_places(run: Path, *, trains: bool = True) -> None:
     """Check, before the model is loaded, that a run can write its files into its folder, which need not exist yet.
     Raises ValueError, naming the path, if the folder cannot be written to, if something other than the needed folder or
-    regular file exists where the run writes one, or if the run ``trains`` and a folder in it cannot be written to."""
+    regular file exists where the run writes one, or if a run that trains (``trains``) has a subfolder that cannot be
+    written to."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):

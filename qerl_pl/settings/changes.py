@@ -22,7 +22,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
     Objects in a list, such as callbacks, are identified by their class instead of their position, as in
     ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``; any other list is one value. Settings
-    that decide what is optimised (objective, sampling, rewards, data) come first and are marked.
+    that decide what is optimised (objective, sampling, rewards, data) come first, each after the words ``OTHER_GOAL``.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
     absent = "(not set)"

@@ -78,8 +78,8 @@ class ModuleSettings:
         fused_elementwise: compute norms, rotary embeddings and SwiGLU by liger-kernel; auto: on a GPU, if it is
             installed.
         gpu_memory: GiB of GPU memory that the run may use; null: all memory that other processes leave free.
-        dynamic_sampling: replace groups whose rewards are all equal, from which nothing can be learned; null: keep
-            them.
+        dynamic_sampling: replace groups (completions of one prompt) whose advantages are all 0, from which nothing can
+            be learned, by groups of further prompts; null: keep them.
         max_unscored_share: stop the run if a larger share (0 to 1) of a rollout's completions has no score, because a
             reward with a weight other than 0 returned None for them.
         max_prompt_tokens: limit on the tokens of a prompt (set by data.max_prompt_tokens).

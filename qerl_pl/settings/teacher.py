@@ -26,7 +26,8 @@ class TeacherSettings:
         quantize: quantise a dense teacher at the first start and keep the result in a cache: nvfp4, mxfp4 or nf4, or a
             mapping of the quantiser's settings; null: do not quantise.
         keep: where the teacher's weights are while it does not score: on the "gpu", or in "host" memory, from which
-            they are copied once per rollout; "auto": on the GPU, if the run then still fits into its memory.
+            they are copied once per rollout; "auto": on the GPU if the run then still fits into its memory, else in
+            host memory.
     """
 
     base: str
