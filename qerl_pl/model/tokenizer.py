@@ -65,9 +65,9 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or by its name on the hub. If its files have no chat template, that of the
-    processor (a vision-language model's, ``OF_PROCESSOR``) is used or else those in the folder ``chat_templates``, if
-    there are any."""
+    """Load a tokenizer from a folder or by its name on the hub. If its files have no chat template, that in the files
+    of a vision-language model's processor (``OF_PROCESSOR``) is used or, if there is none, those in the folder
+    ``chat_templates``."""
     # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon, because its client would
     # otherwise retry for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
@@ -167,9 +167,9 @@ def check_chat_template(
     """Check the tokenizer's chat template by applying it to one user message, after a system message if
     ``system_prompt`` is given; raise ValueError if it does not work.
 
-    The template has to read all of the user's ``arguments``, and the ``date``, in ISO form, if one is given. It must
-    have a generation prompt between the user's message and the assistant's, or the policy would continue the user's
-    message.
+    The template has to read all variables that the user gives it (``arguments``), and the ``date``, in ISO form, if one
+    is given. A generation prompt, or a mark such as Mistral's ``[/INST]``, must follow the user's message, or the
+    policy would continue this message.
     """
     name, template = tokenizer.name_or_path, template_of(tokenizer)
     if date is not None and not reads_clock(tokenizer):

@@ -38,9 +38,9 @@ class Curve(NamedTuple):
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read all scalars of a run from its event files; returns curves by name. If a resumed run logged a step a second
-    time, the later value is taken. Parts of a damaged event file that cannot be read are skipped, with a warning on
-    stderr.
+    """Read all scalars of a run from its TensorBoard event files; returns a curve for each scalar's name. If a resumed
+    run logged a step a second time, the later value is taken. Parts of a damaged event file that cannot be read are
+    skipped, with a warning on stderr.
 
     Raises:
         ValueError: there is no event file, or none with a readable scalar.
@@ -76,11 +76,11 @@ def _without_events(folder: Path) -> str:
 
 
 def read_scalars(path: Path) -> tuple[list[Scalar], int]:
-    """Read the scalars of an event file in the order in which they were written. Records with a wrong checksum are
-    skipped.
+    """Read the scalars of a TensorBoard event file in the order in which they were written. Records with a wrong
+    checksum are skipped.
 
     Returns:
-        The scalars, and the number of bytes that could not be read.
+        The scalars, and the number of bytes that could not be read, with those of skipped records.
     """
     data, scalars = path.read_bytes(), []
     place = lost = 0

@@ -28,10 +28,11 @@ def value(expression: str) -> int:
 
 
 def solution(expression: str, *, careless: Callable[[], bool] = lambda: False) -> str:
-    """Write a worked solution, one line per step: ``<think>7+5=12\\n12-3=9\\n9+8=17</think><answer>17</answer>``.
+    """Write the worked solution of an arithmetic expression, one line per step, such as that of ``7+5-3+8``:
+    ``<think>7+5=12\\n12-3=9\\n9+8=17</think><answer>17</answer>``.
 
-    ``careless`` is called at each step with a carry or borrow; if it returns True, the result of the step is 10 too
-    high, and the next steps go on from it.
+    ``careless()`` is called at each step that has a carry or borrow; if it returns True, the result of the step is 10
+    too high, and the next steps go on from it.
     """
     first, *rest = re.findall(r"[+-]?\d+", expression)
     total, steps = int(first), []
