@@ -42,9 +42,8 @@ class Routes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """LoRA matrices, in fp32, of the linear layers of all E experts. Matrix products use copies that are rounded to the
-    dtype of their other input, as are gradients on a GPU; autocast does the same to LoRA matrices of other linear
-    layers."""
+    """LoRA matrices of the linear layers of all E experts. In matrix products they are rounded to the dtype of the
+    other input, as are their gradients on a GPU; autocast does the same with LoRA matrices of other linear layers."""
 
     gate_up_a: Tensor
     """[E, R, H], the matrix A that gate and up share. R must be a multiple of 8 on a GPU."""
