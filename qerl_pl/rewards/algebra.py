@@ -1,7 +1,7 @@
 """Compare mathematical expressions with math-verify and sympy, for the cases that the rules of ``equivalence.py`` leave
 open.
 
-Only the verifier's worker processes may import this module, because a model's answer can make sympy hang or use
+Only the worker processes of ``verifier.py`` may import this module, because a model's answer can make sympy hang or use
 unbounded memory.
 """
 
@@ -168,8 +168,8 @@ def _provably_different(known: object, given: object) -> bool:
 
 
 def _is_rounded(decimal: Fraction, value: object) -> bool:
-    """Tell whether the fraction ``decimal`` equals the sympy expression ``value``, a real number, rounded or truncated
-    as ``numbers.is_decimal_of`` allows. False if ``value`` is not a real number, or is too expensive to compute."""
+    """Tell whether the number ``decimal`` equals the sympy expression ``value``, a real number, rounded or truncated as
+    ``numbers.is_decimal_of`` allows. False if ``value`` is not a real number, or is too expensive to compute."""
     if not (isinstance(value, Expr) and value.is_number and value.is_real) or value.has(ExprWithLimits):
         return False
     places, size = decimal_places(decimal), _magnitude(value)
@@ -243,8 +243,8 @@ def _solution_set(text: str) -> Set | None:
 
 def _is_huge(text: str) -> bool:
     """Tell whether a text has a power or factorial of whole numbers, such as ``9^{9^9}``, that sympy could not compute
-    in a second; sympy computes them while it parses. 2^128 stands for all larger values, because no power with such an
-    exponent can be computed."""
+    in a second; sympy computes them while it parses. Inner powers are replaced by their values, large ones by 2^128,
+    because no power with so large an exponent can be computed."""
     while power := _POWER.search(text):
         base, exponent = int(power["base"]), int(power["exponent"] or power["digit"] or 0)
         bits = base.bit_length() * (base if power["factorial"] else exponent)

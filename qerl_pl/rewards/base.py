@@ -190,7 +190,7 @@ def score_rewards(
     seed: int = 0,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
-    """Score a batch with every reward.
+    """Score a batch with every reward; returns each row's weighted sum, and each reward's scores with reasons.
 
     Args:
         prompts: [B] the prompt of each row.
@@ -272,9 +272,9 @@ def judge_rows(
 ) -> tuple[list[Verdict], dict[str, list[float]]]:
     """Call one reward on a batch under its time limit, and restore the global state that it changes (see ``guarded``).
 
-    Returns one verdict per row, with the reward's reasons if it has a ``judge`` method, and the numbers that the reward
-    logged by ``log_metric``, by name. ``finished`` is called with the number of rows finished since its last call. The
-    other arguments and the errors are those of ``score_rewards``.
+    Returns one verdict (score and reason) per row, with the reward's reasons if it has a ``judge`` method, and the
+    numbers that the reward logged by ``log_metric``, by name. ``finished`` is called with the number of rows finished
+    since its last call. The other arguments and the errors are those of ``score_rewards``.
     """
     name, reward, num_rows = term.name, term.reward, len(prompts)
     own_seed = derive_seed(seed, f"reward {name}")

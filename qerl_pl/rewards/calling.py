@@ -85,8 +85,8 @@ def call(
     messages: bool | None = None,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> Called:
-    """Call a reward without a ``judge`` method on a batch. If the reward returns a coroutine, which TRL also accepts,
-    the coroutine is run to its end.
+    """Call a reward without a ``judge`` method on a batch; returns its return value and what it logged. If the reward
+    returns a coroutine, which TRL also accepts, the coroutine is run to its end.
 
     Args:
         messages: for a reward that is called as TRL calls rewards: True passes prompts and completions as lists of

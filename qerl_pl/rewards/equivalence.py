@@ -1,8 +1,8 @@
 """Decide whether a completion's answer equals the known answer of the data set: by exact rules first, then by algebra.
 
-Only the verifier's worker processes may import this module, because algebra can hang or use unbounded memory. The known
-answer is called ``gold``. An answer may have sides (of an equation), a name (x in ``x = 5``), or items (of a list, set,
-point or interval).
+Only the worker processes of ``verifier.py`` may import this module, because algebra can hang or use unbounded memory.
+The known answer is called ``gold``. An answer may have sides (of an equation), a name (x in ``x = 5``), or items (of a
+list, set, point or interval).
 """
 
 from __future__ import annotations
@@ -348,8 +348,8 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Remove the names from two answers such as ``x = 5`` if both have the same name or only one has a name; returns
-    both answers."""
+    """Remove the names from two answers such as ``x = 5`` if only one has a name or both name the same quantity.
+    Returns both answers, in other cases unchanged."""
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
         names = [letters(match["name"]).lower() for match in (known, given)]
@@ -402,8 +402,8 @@ def _same_approximation(gold: str, answer: str) -> bool:
 
 
 def _last_side(sides: list[str]) -> str:
-    """Return the last side of an equation such as ``6*7=42``, which is the answer. If another side is a different
-    number, the equation is false and the empty string is returned."""
+    """Return the last of an answer's sides, as 42 in ``6*7=42``, which is the value that it states. If another side is
+    a different number, the equation is false and the empty string is returned."""
     *others, last = sides
     numbers = [side for side in others if _HAS_VALUE.search(side) and not _LETTER.search(_COMMAND.sub("", side))]
     if _LETTER.search(_COMMAND.sub("", last)):

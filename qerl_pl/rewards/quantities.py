@@ -95,8 +95,8 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     values without the unit; None if the units measure different things.
 
     If only the known answer has a unit, the completion's answer is taken to be in this unit. If only the completion's
-    answer has one and the known answer is a number, the unit is dropped. Answers with units that are not in the table
-    are returned as they are.
+    answer has one and the known answer is a number, the unit is dropped. All others, such as those with units that are
+    not in the table, are returned as they are.
     """
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     for one, other in ((known, answer), (given, gold)):
@@ -122,8 +122,8 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
-    """Convert a quantity without dimension, such as ``5 permille``, to the text of a plain number. A quantity with a
-    dimension is returned as it is, and ``text`` is returned if it is no quantity (``measured`` is None)."""
+    """Convert a quantity without dimension, such as ``5 permille``, to the text of a plain number. ``measured`` is
+    ``text`` read as a quantity: with a dimension it is returned as it is; if it is None, ``text`` is returned."""
     if measured is None:
         return text
     return measured if measured.unit.dimension else measured.times(measured.unit.size)

@@ -57,9 +57,9 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """Compare each row's known answer with the completion's answer. Of equal rows, only one is compared, because
-        completions of a group often have the same answer. ``progress`` is called with the number of rows finished since
-        its last call.
+        """Compare the two answers of each row, the known one and the completion's; returns a verdict (score and reason)
+        per row. Of equal rows, only one is compared, because completions of a group often have the same answer.
+        ``progress`` is called with the number of rows finished since its last call.
 
         A row whose worker dies is tried once more. If a row exceeds the time or memory limit, or ends its worker twice,
         it scores 0 if the known answer alone can be parsed, and otherwise has no score. It scores 0 because a policy
@@ -169,8 +169,8 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Read from the worker process and return its verdict. None if there is no verdict yet, or if the process
-        exceeded its time limit or died; in the latter cases ``failure`` says why."""
+        """Read from the worker process and return its verdict (score and reason). None if there is none yet or, if
+        ``failure`` is then set, the process exceeded its time limit or died."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
         if not wait([self.stdout.fileno()], 0):
             self.stop()

@@ -1,5 +1,5 @@
 """Run a worker process of ``rewards/verifier.py``: for each JSON line on standard input (known answer, completion's
-answer, time limit), print one JSON line with the verdict.
+answer, time limit), print one JSON line with the verdict (score and reason).
 
 The process imports no module that imports torch, so it starts in half a second and does not use a GPU.
 """
