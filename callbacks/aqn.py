@@ -18,17 +18,18 @@ class AdaptiveQuantizationNoise(Callback):
     """Sets adaptive quantization noise (AQN, arXiv 2510.11696, section 3.3): Gaussian noise on the sampler's norm
     weights, with which each rollout is sampled. Leave the callback out to train without noise.
 
-    The noise is added to the weights of two norms of every decoder block, only in the rollout engine's model, and drawn
-    anew for each rollout. It depends only on the run's seed and the rollout index, so the callback has no state and a
-    resumed run repeats the noise. The schedule spans all rollouts of the run, whose number is max_steps divided by the
-    optimizer steps per rollout. Validation samples without noise.
+    The noise is added to the weights of two norms of every decoder block, one at attention and one at the MLP, only in
+    the rollout engine's model, and drawn anew for each rollout. It depends only on the run's seed and the rollout
+    index, so the callback has no state and a resumed run repeats the noise. The schedule spans all rollouts of the run,
+    whose number is max_steps divided by the optimizer steps per rollout. Validation samples without noise.
 
     Args:
         sigma_start: standard deviation in the second stage, the first one with noise; not scaled by the size of the
             norm weights.
         sigma_end: standard deviation in the last stage.
         num_stages: number of equally long stages, including the first one, which has no noise; at least 3.
-        decay: how the standard deviation falls from sigma_start to sigma_end over the stages.
+        decay: how the standard deviation falls from sigma_start to sigma_end over the stages: "exponential", "linear",
+            "cosine" or "logarithmic"; "constant" keeps sigma_start.
         per_rank: true draws different noise on every rank, so that a step averages over more draws; false draws the
             same noise on all ranks, so that a step does not depend on their number.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to

@@ -170,11 +170,11 @@ class SyncCanary(Callback):
         strength: float | None,
         among_ranks: bool = False,
     ) -> tuple[dict[str, Gap], float | None]:
-        """Compare the engine's checksums with the trainer's and, as ``due`` says, the log-probabilities of sampled
-        tokens with the probe adapter and those of given text with the policy. Returns the differences of
-        log-probabilities by the names of these comparisons (none without comparisons), and the strength of the probe
-        adapter, None if it is still unknown. CheckFailed: the engine does not hold the policy or does not compute with
-        it.
+        """Compare the engine's checksums with the trainer's; if ``due.samples``, also the log-probabilities of tokens
+        sampled with the probe adapter (a strong random one); if ``due.scores``, those of given text with the policy.
+        Returns the differences of log-probabilities by the names of these comparisons (none without comparisons), and
+        the strength of the probe adapter, None if it is still unknown. CheckFailed: the engine does not hold the policy
+        or does not compute with it.
 
         ``noise`` is what the engine's norms should have. The text is taken from ``rows``, tokens of prompts or of
         prompts with completions. ``strength`` is the scale of the probe adapter's weights; at 0, no strength is usable

@@ -19,9 +19,9 @@ class DraftGuard(Callback):
     evaluations before it, have drafts. Drafts are turned off where too few were accepted in recent rollouts to save
     time.
 
-    Drafts are counted over all ranks, without those of evaluations and checks. The counts are in the checkpoint, so a
-    resumed run decides as an uninterrupted one would (``qerl_pl/hopper/draft_guard.py`` has the rule). If the engine
-    does not speculate, the callback does nothing.
+    Drafts are counted over all ranks, without those of evaluations and of samples that only check the engine. The
+    counts are in the checkpoint, so a resumed run decides as an uninterrupted one would
+    (``qerl_pl/hopper/draft_guard.py`` has the rule). If the engine does not speculate, the callback does nothing.
     """
 
     def __init__(self) -> None:

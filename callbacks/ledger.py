@@ -151,9 +151,9 @@ def trainer_logprobs(
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Let a rollout engine compute the log-probabilities of all tokens at temperature 1, with the adapter and noise
-    that the engine holds. ``tokens`` [B, S] are right-padded rows with ``lengths`` [B] tokens; returns [B, S] fp32 in
-    nats, 0 for the first token of a row and in padding."""
+    """Let a rollout engine compute the log-probabilities of all tokens at temperature 1, with the adapter, and the
+    noise on norm weights, that the engine holds. ``tokens`` [B, S] are right-padded rows with ``lengths`` [B] tokens;
+    returns [B, S] fp32 in nats, 0 for the first token of a row and in padding."""
     logprobs = torch.zeros(tokens.shape)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):

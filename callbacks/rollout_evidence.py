@@ -60,10 +60,10 @@ ADVICE = (
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
     """Compare the log-probabilities of the trainer with those of ``other``, such as the sampler, over the tokens of all
-    ranks. Returns the mean absolute difference ("gap"), the value of it that one completion in 32 reaches ("high_gap"),
-    the mean difference of logits ("logit_gap"), and the share of tokens with a large difference ("far_share"). The
-    arguments are for this rank's N tokens: log-probabilities in nats, [N] fp64, and the index of each token's
-    completion, [N] int64. Every rank must call this function."""
+    ranks. Returns the mean absolute difference ("gap"), the mean per completion that one in 32 reaches ("high_gap"),
+    the mean difference of logits, as estimated from these ("logit_gap"), and the share of tokens whose probabilities
+    differ by a factor above 8 ("far_share"). The arguments are for this rank's N tokens: log-probabilities in nats, [N]
+    fp64, and the index of each token's completion, [N] int64. Every rank must call this function."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
@@ -84,8 +84,8 @@ class RolloutEvidence(Callback):
 
     A row is a prompt with one completion, a group has all completions of a prompt, and the sampler is the rollout
     engine. In rollouts chosen by ``every``, before the update, randomly chosen rows of up to ``max_tokens`` tokens go
-    through the trainer's model once, with the noise that AQN has added to the norm weights for this rollout, if any.
-    The run stops
+    through the trainer's model once, with this rollout's noise on norm weights (adaptive quantization noise, AQN), if
+    any. The run stops
 
     - if ``evidence/gap``, the mean of |log p of the trainer - log p of the sampler| over tokens, in nats, exceeds
       ``max_gap`` or ``max_jump`` times its median over recent rollouts (a warning comes above ``warn_jump`` times this
@@ -393,8 +393,8 @@ class RolloutEvidence(Callback):
         index: int,
     ) -> None:
         """Log the differences between the log-probabilities of trainer and sampler (``gaps``, as ``gaps_of`` returns
-        them) under the metric names in ``names``, and compare them with their limits. CheckFailed: one exceeds its
-        limit."""
+        them) under the metric names in ``names``, and compare them with their limits: constants, settings, or multiples
+        of the median of earlier rollouts. CheckFailed: one exceeds its limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and (pl_module.settings.lora.dropout > 0 or pl_module.norm_noise.sigma > 0):
             return  # the update computes log-probabilities with dropout and without noise, the engine the other way

@@ -45,7 +45,7 @@ def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut
     """Return a sentence for the user on how many groups (the completions of one prompt) had a signal, that is, a
     completion with an advantage other than 0, and if none had, why. ``groups`` is the number of groups, ``with_signal``
     of those with a signal, and ``rows`` that of all completions, of which ``unscored`` could not be scored by a reward
-    with a weight, and ``cut_off`` others were left out of the loss because they ended at max_tokens."""
+    whose weight is not 0, and ``cut_off`` others were left out of the loss because they ended at max_tokens."""
     if with_signal:
         return f"signal: {with_signal} of {groups} groups had one: their completions earned different rewards"
     left_out = [f"{unscored} could not be scored"] if unscored else []
