@@ -21,7 +21,7 @@ class Benchmark:
     """A source whose validation problems are those of a benchmark, and which has no training problems.
 
     Args:
-        name: name of the benchmark.
+        name: name of the benchmark: math500, aime24, aime25 or amc23.
         path: a .jsonl or .parquet file or a hub name, with the columns of the published data set; None reads the
             published data set from the hub.
         bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.

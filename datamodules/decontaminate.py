@@ -37,7 +37,7 @@ class Decontaminated:
 
     Args:
         source: source of the training problems; its validation problems are kept.
-        against: sources of the evaluation problems.
+        against: sources whose validation problems are the evaluation problems.
         num_words: number of shared words at which a problem is left out: 13 as in GPT-3 (arXiv 2005.14165, appendix C).
             A smaller number finds more overlaps, of which more are due to chance. An evaluation question with fewer
             words only matches a training question with exactly the same words.

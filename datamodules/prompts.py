@@ -186,7 +186,7 @@ class PromptDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the digests of prompts and settings, and the date, that a checkpoint has. If the prompts of the resumed
-        run differ from the checkpoint's, an error message compares these values and says what has changed."""
+        run differ from the checkpoint's, an error message compares them with the run's and says what has changed."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
