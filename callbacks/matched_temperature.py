@@ -30,8 +30,8 @@ class MatchedTemperature(Callback):
     Args:
         curve: folder of a run that logged ``rollout/surprisal``, or a JSON file with a list of nats per token, one per
             rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml --analyse`` writes
-            such a file for each arm of a study, analysis/surprisal/ARM.json, with the mean over the arm's runs (one per
-            seed).
+            such a file for each arm (variant) of a study, analysis/surprisal/ARM.json, with the mean over the arm's
+            runs (one per seed).
         gain: gain in the formula above; with a higher one, the entropy comes back to the curve faster.
         limits: lowest and highest temperature that is set. If the formula gives a temperature outside, the nearer limit
             is set, the first time with a warning.

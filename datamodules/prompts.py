@@ -208,10 +208,9 @@ class PromptDataModule(LightningDataModule):
         return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Return further training prompts for one rollout, for example in place of prompts whose completions all earned
-        the same. Prompts in the batch of any rank are left out. Every rank must call this method, and all get the same
-        prompts. Their order depends only on the seed and the rollout index, and taking them does not change the epoch's
-        batches."""
+        """Iterate over the training prompts that are not in ``batch`` on any rank, for example to replace prompts whose
+        completions all earned the same. Every rank must call this method, and all get the same prompts. Their order
+        depends only on the seed and the rollout index, and taking them does not change the epoch's batches."""
         served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
         taken = {(prompt.tokens, prompt.answer) for prompt in served}
         order = drawn_order(len(self._train), derive_seed(self.seed, "refill", rollout_index))

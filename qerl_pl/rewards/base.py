@@ -161,10 +161,11 @@ def ready_rewards(
     Args:
         max_tokens: limit on the length of completions in training, in tokens.
         metric: name of the reward by which dynamic sampling filters groups, or None.
-        optional: True if a teacher trains the policy, so that there may be no reward with a weight.
+        optional: True if a teacher trains the policy, so that no reward needs a weight other than 0.
 
     Raises:
-        ValueError: two rewards have one name, ``metric`` is not the name of a reward, or rewards are missing.
+        ValueError: two rewards have one name, ``metric`` is not the name of a reward, or no weight is other than 0
+            (unless ``optional``).
     """
     _check_names(rewards)
     if not rewards and not optional:

@@ -100,8 +100,8 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def _readings(gold: str, answer: str) -> list[str]:
-    """Return the ways to read an answer. If the known answer is a single value, ``3,5`` may also be the decimal 3.5,
-    and ``3 and 1/2`` the sum 3+1/2."""
+    """List the texts as which an answer may be read: itself and, if the known answer is a single value, perhaps
+    another; ``3,5`` may be the decimal 3.5, and ``3 and 1/2`` the sum 3+1/2."""
     if len(_group(gold).items) != 1:
         return [answer]
     grouped = re.fullmatch(r"-?(?:\d{1,2}(?:,\d\d)+,\d{3}|\d{1,3}(?:\.\d{3}){2,})", answer)  # 12,34,567 and 1.234.567

@@ -31,7 +31,8 @@ class RewardError(ValueError):
 @contextmanager
 def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
     """Run one call of a reward, the body of the ``with`` statement, under a time limit, and restore the process's
-    global settings afterwards. Yields a function that restarts the time limit, to be called when rows are finished.
+    global settings afterwards. Yields a function that restarts the time limit, to be called with the number of rows
+    finished since its last call.
 
     The time limit is enforced by a thread that sends a signal to the main thread. The signal ends Python code that
     sleeps, waits or computes, but not a call into C that never returns. A reward that is not called in the main thread
