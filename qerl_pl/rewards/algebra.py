@@ -247,7 +247,7 @@ def _is_huge(text: str) -> bool:
     because no power with so large an exponent can be computed."""
     while power := _POWER.search(text):
         base, exponent = int(power["base"]), int(power["exponent"] or power["digit"] or 0)
-        bits = base.bit_length() * (base if power["factorial"] else exponent)
+        bits = 0 if base < 2 else base.bit_length() * (base if power["factorial"] else exponent)
         if bits > MAX_PARSED_BITS:
             return True
         value = math.factorial(base) if power["factorial"] and bits < 128 else base**exponent if bits < 128 else 2**128
