@@ -148,12 +148,12 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
     independent draws from the policy p.
 
     Each alternative hypothesis assumes a fault in a share of the prompts (``SHARES``). By the first kind of hypothesis,
-    a completion is with probability r (``COPY_RATES``) a copy of an earlier completion of its prompt (any, the previous
-    or another one of ``COPIED``), and otherwise a draw from p. By the second kind, it is drawn with probability r
-    (``REDRAW_RATES``) from the completions that its group does not have yet, and otherwise from p. For draws x from p,
-    the mean of 1{x equals a given earlier completion} / p(x) is 1, and so is that of 1{x is new} / p(all that is new),
-    so the likelihood ratios are martingales. Equal completions with p(x) near 1 change the ratios very little, because
-    independent draws are then equal, too.
+    a completion is with probability r (``COPY_RATES``) a copy of an earlier completion of its prompt, and otherwise a
+    draw from p; ``COPIED`` lists which one is copied (any of them, the previous one, ...). By the second kind, it is
+    drawn with probability r (``REDRAW_RATES``) from the completions that its group does not have yet, and otherwise
+    from p. For draws x from p, the mean of 1{x equals a given earlier completion} / p(x) is 1, and so is that of 1{x is
+    new} / p(all that is new), so the likelihood ratios are martingales. If p(x) is near 1, a repeated completion
+    changes the ratio of the first kind very little, because independent draws are then equal, too.
 
     Returns:
         Log-likelihood ratio of each hypothesis to independent draws, for each share, [len(SHARES) * (len(COPY_RATES) *

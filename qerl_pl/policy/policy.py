@@ -298,8 +298,9 @@ class Policy(nn.Module):
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute, for each of the N masked tokens in row-major order, what the tests of rollouts need: its
-        log-probability under the policy and under other ways of sampling, such as another temperature; and its distance
-        from the token that vLLM's sampler must have taken.
+        log-probability under the policy and under other ways of sampling, such as another temperature; and by how much
+        the sum of its logit and the sampler's noise is below the largest such sum, whose token vLLM's sampler must have
+        taken.
 
         ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``; ``end_tokens`` are the tokens
         that end a completion. ``seeds`` [B] int64 are the seeds of the requests with which vLLM sampled the rows on a
@@ -307,8 +308,8 @@ class Policy(nn.Module):
 
         Returns:
             Log-probabilities under the policy and under K other ways of sampling, [N, 1 + K] in nats
-            (``evidence.alternative_logprobs``); and the distances, [N] fp32 in nats (``margins.margins``), 0 without
-            seeds and for tokens that ``margins.is_audited`` excludes.
+            (``evidence.alternative_logprobs``); and the differences to the largest sum, [N] fp32 in nats
+            (``margins.margins``), 0 without seeds and for tokens that ``margins.is_audited`` excludes.
         """
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         (row, column), hidden, _ = self._predicting(tokens, mask, routes)

@@ -101,8 +101,9 @@ class BlockStream:
 
     @torch.no_grad()
     def _run(self, block: nn.Module | None = None) -> Tensor:
-        """Run the decoder on the stored hidden states and return its outputs, [S, L, H] in host memory; all blocks
-        except ``block`` are the identity."""
+        """Run the decoder on the stored hidden states of S sequences of L tokens, and return its outputs, [S, L, H] in
+        host memory. Only ``block`` computes: the other blocks have been replaced by modules that return their inputs.
+        """
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):

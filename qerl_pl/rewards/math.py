@@ -94,16 +94,18 @@ class MathAnswer:
     """Scores 1 if the answer is mathematically equal to the known answer, else 0. For data such as MATH and AIME.
 
     Only the marked answer is compared, and text that a model writes after the end of its turn, such as a further
-    question, is not read. With the default marker, the answer is the text in ``<answer>`` tags, else the last box.
+    question, is not read. With the default marker, the answer is the text in ``<answer>`` tags, else the last box,
+    else what follows ``####``.
     Numbers, expressions, sets, intervals, points, matrices, equations, lists of values, choices and words are compared
     in LaTeX and in plain form. The known answer may be a whole solution that ends in a box or in ``####``.
 
     Units in the table of ``rewards/units.py`` are converted to the unit of the known answer; if the known answer has no
     unit, the completion's unit is ignored. Each currency is a dimension of its own, and words that multiply, such as
-    "pairs" and "dozen", are no units. Values are compared exactly, with one exception: a decimal of at least six
-    significant digits equals a value without finite decimals (such as 1/3) if it is that value rounded or truncated at
-    the decimal's last digit. ``50%`` equals 0.5, and equals 50 only if the known answer has the percent sign. The sides
-    of an approximation such as ``1/3 \\approx 0.333`` have to agree.
+    "pairs" and "dozen", are no units, so "48 pairs" does not equal 48. Values are compared exactly, with one exception:
+    a decimal of at least six significant digits equals a value without finite decimals (such as 1/3) if it is that
+    value rounded or truncated at the decimal's last digit. ``50%`` equals 0.5, and equals 50 only if the known answer
+    has the percent sign. In an answer such as ``1/3 \\approx 0.333``, the right side must be the left side rounded,
+    else the answer is wrong.
 
     The comparison runs in worker processes. A row whose comparison hangs or kills its worker scores 0 if the known
     answer alone can be parsed. A row whose known answer cannot be parsed gets no score, unless the completion's answer
@@ -114,7 +116,8 @@ class MathAnswer:
             any of the first three: the tag if there is one, else the box, else ``####``.
         fallback: answer of a completion without a marker: with "none" it has no answer; with "last_math" its answer is
             the one that the text states in words ("the answer is ..."), else the last formula or number in the text.
-            The latter agrees with how people label solutions, but does not train the policy to use the marker.
+            Scores with "last_math" agree better with people's judgements, but do not train the policy to use the
+            marker.
         after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
             not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
         num_workers: number of worker processes; null starts one per core, but at most 4.

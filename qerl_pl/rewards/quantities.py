@@ -123,7 +123,8 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
 
 def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
     """Convert a quantity without dimension, such as ``5 permille``, to the text of a plain number. ``measured`` is
-    ``text`` read as a quantity: with a dimension it is returned as it is; if it is None, ``text`` is returned."""
+    ``text`` read as a quantity, or None if ``text`` is no quantity. A quantity with a dimension is returned unchanged,
+    and a text that is no quantity as the text."""
     if measured is None:
         return text
     return measured if measured.unit.dimension else measured.times(measured.unit.size)
