@@ -25,7 +25,7 @@ def files() -> dict[str, str]:
     """Read the example files from the code blocks of the page; returns their texts by file name. A block of Python or
     YAML has the file's name in its first line."""
     page = PAGE.read_text()
-    [problems] = re.findall(r"`problems\.jsonl`:\n\n```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    [problems] = re.findall(r"`problems\.jsonl`.*?^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     named = re.findall(r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     return {"problems.jsonl": problems, **{name: block for block, name in named}}
 
