@@ -152,7 +152,7 @@ class DecodingGraphs:
         sequence the numbers of sampled and of rejected tokens.
 
         ``hidden_states`` [tokens, hidden size], the model's output, are always at the same address, so graphs can read
-        them. ``grammar_output`` is None in steps that have graphs.
+        them. ``grammar_output`` is None in steps that have graphs, so graphs need not read it.
         """
         self.is_updated = False
         step = self.step_of(input_batch)
@@ -253,9 +253,9 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
-    """Return whether the kernel launches of a step can be captured as CUDA graphs: all of its sequences decode, with
-    equally many drafted tokens, it has at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the model's decoder blocks as
-    one CUDA graph."""
+    """Return whether the kernel launches of a step can be captured as CUDA graphs: all of its sequences decode (none
+    computes a prompt), with equally many drafted tokens, it has at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the
+    model's decoder blocks as one CUDA graph."""
     drafts, num = state.num_draft_tokens_np, len(state.req_ids)
     if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
         return False
@@ -266,9 +266,9 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
     """Return a key that is equal for two decoding steps if vLLM's sampler launches the same kernels in both, so that
-    they can replay the same CUDA graph. ``rows`` are the indices of a step's sequences in vLLM's tables of sampling
-    options. Returns None, which means that the sampler is not captured, if a sequence uses another option than
-    temperature and log-probabilities, such as top-p."""
+    they can replay the same CUDA graph. ``rows`` are the indices of a step's sequences in the tables in which vLLM
+    keeps sampling options per sequence. Returns None, which means that the sampler is not captured, if a sequence uses
+    another option than temperature and log-probabilities, such as top-p."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]

@@ -48,9 +48,9 @@ def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -
 
 
 def drafts_by_sequences(history: Sequence[Sequence[int]], max_num_seqs: int) -> list[int]:
-    """Decide how many tokens are drafted for each sequence of a decoding step, from the counts of earlier rollouts
-    (``history``, as ``remembered`` returns it). Returns a list whose entry n is the number of drafts per sequence in
-    steps with n sequences, for n from 0 to ``max_num_seqs``."""
+    """Decide how many tokens are drafted for each sequence of a decoding step, from ``history``, the sums of the counts
+    of earlier rollouts that ``remembered`` returns. Returns a list whose entry n is the number of drafts per sequence
+    in steps with n sequences, for n from 0 to ``max_num_seqs``."""
     table = [0] * (max(max_num_seqs, CLASSES[-1]) + 1)
     first = 1
     for last, (_, verifications, tokens) in zip(CLASSES, history or [[0, 0, 0]] * len(CLASSES), strict=True):

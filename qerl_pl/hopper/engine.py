@@ -49,9 +49,10 @@ def loading(policy: Policy) -> Iterator[None]:
 
 
 def loader_hooks() -> Any:
-    """Return the module whose functions this project's model loader for vLLM calls, so that vLLM uses the trainer's
-    base weights instead of a second copy: ``unread`` names the weights that need not be read from the checkpoint,
-    ``lend`` gives vLLM's layers the trainer's tensors, and ``loaded`` moves the other weights to the GPU."""
+    """Return the module ``one_copy``, whose functions this project's model loader for vLLM calls, so that vLLM uses the
+    trainer's base weights instead of a second copy: ``unread`` names the weights that need not be read from the
+    checkpoint, ``lend`` gives vLLM's layers the trainer's tensors, and ``loaded`` moves the other weights to the
+    GPU."""
     from qerl_pl.hopper import one_copy
 
     return one_copy

@@ -29,7 +29,7 @@ def accept(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_d
         rows: [R] int64, for each row of logits the index in ``inputs`` of the token that it follows: a sequence's last
             token, or a draft.
         starts: [S + 1] int32, the first row of each sequence, followed by R. Each sequence has at least one row.
-        most_drafts: most drafts of a sequence; its rows are at most 1 more.
+        most_drafts: most drafts of a sequence, which has a row for each draft and one more.
 
     Returns:
         Tokens, [S, 1 + most_drafts] int64, 0 after the last; and their number, [S] int32.

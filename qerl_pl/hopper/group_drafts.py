@@ -72,8 +72,8 @@ def _match_kernel(
 ):
     """Find the best occurrence of a sequence's last tokens in ``BLOCK`` positions of one other row of the tensor of
     tokens (or of its own), and write the occurrence as one integer. The integer is made of the number of matching
-    tokens, the position of the last of them, and the rank of the row in ``candidates``, such that the best occurrence
-    of all has the largest integer. 0 means that nothing matches."""
+    tokens, the position of the last of them, and the place of the row in ``candidates`` (lower is better), such that
+    the best occurrence of all has the largest integer. 0 means that nothing matches."""
     sequence, column, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place = (sequence * columns + column) * tl.num_programs(2) + block
     row = tl.load(rows + sequence)

@@ -103,15 +103,15 @@ def multiply(
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiply each of S rows (a token together with one of its k experts) by the weight of the row's expert: y = x
-    W^T, [S, N] in the dtype of x. Sums are fp32, and rounded once. Elements of rows that ``find_rows`` left out are
-    undefined.
+    W^T, [S, N] in the dtype of x. Sums are fp32, and rounded once. Rows whose expert's index is not in [0, E), which
+    ``find_rows`` left out, are undefined in y.
 
     Args:
         x: [T, K] or [S, K], inputs of each token or of each row; bf16, or fp32 in Triton's interpreter.
         weights: NVFP4 weights of all experts, of one or two slices, equally wide; together they have N rows per expert.
             A slice has codes [E, n, K / 2] uint8, the lower four bits for the even column; block scales [E, n, K / 16]
             uint8, bits of E4M3 numbers that are not negative; and tensor scales [E] fp32.
-        rows: the rows of each expert.
+        rows: the rows of each expert, from ``find_rows``.
         shares: [T, k] fp32, by which the row's outputs are multiplied before they are rounded; None means 1.
         tile: None means ``choose_tile``.
         out: [S, N] contiguous, the memory for the result; None means that it is allocated.

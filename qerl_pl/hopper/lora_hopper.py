@@ -33,8 +33,9 @@ SHRINK = "Shrink{a0, a1, a2, indices, clusters}"
 
 
 class Update(NamedTuple):
-    """Arguments with which the batch GEMM (``nvfp4_batch``) adds a LoRA adapter to its output: h = x A^T, which the
-    kernel ``shrink`` has computed, and B, for each slice of a fused linear layer (such as q, k and v)."""
+    """Arguments with which the batch GEMM (``nvfp4_batch``) adds a LoRA adapter to its output: for each of the linear
+    layers that are fused into one (such as q, k and v), h = x A^T, which the kernel ``shrink`` has computed, and the
+    matrix B."""
 
     hidden: Tensor  # [slices, T, R] bf16 from ``shrink``, which must be the previous kernel of the stream
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
@@ -59,8 +60,8 @@ class Schedule(NamedTuple):
 
 
 class SpareSMs(NamedTuple):
-    """Number of SMs that the first wave of thread blocks of a base layer's GEMM (``nvfp4_batch``) leaves idle, on which
-    the kernel ``shrink`` can compute h = x A^T for the layer's LoRA adapter."""
+    """Number of SMs that the first wave of thread blocks of a base layer's GEMM (``nvfp4_batch``) leaves idle, and for
+    how long. The kernel ``shrink`` can compute h = x A^T of the layer's LoRA adapter on these SMs."""
 
     sms: int
     seconds: float  # predicted seconds from the start of the base GEMM until h is needed
@@ -81,9 +82,9 @@ def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
     """Choose how the kernel ``shrink``, which computes h = x A^T for a LoRA adapter, is divided among thread blocks,
-    given the SMs that the base layer's GEMM (``nvfp4_batch``) leaves idle. ``a`` and ``b`` are the matrices of the
-    adapter, as in ``Adapter``. Returns None if the adapter cannot be fused into the GEMM, or if adding it after the
-    GEMM is faster."""
+    given the SMs that the base layer's GEMM (``nvfp4_batch``) leaves idle. ``a`` and ``b`` have one A [R, K] and one B
+    [n, R] for each of the layers that are fused into one. Returns None if the adapter cannot be fused into the GEMM, or
+    if adding it after the GEMM is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or not fits_adapter(a, b):
         return None
     rank, inputs = a[0].shape
@@ -164,7 +165,7 @@ def shrink_arguments(adapter: Adapter | None) -> list[Any]:
 
 def hidden_clusters(adapter: Adapter) -> int:
     """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T of an adapter: for
-    each of its matrices A, one per ``BLOCK_RANKS`` ranks."""
+    each of its matrices A, one per ``BLOCK_RANKS`` rows (of R, the adapter's rank)."""
     return len(adapter.a) * -(-len(adapter.a[0]) // BLOCK_RANKS)
 
 

@@ -49,8 +49,8 @@ class Stacks(NamedTuple):
 
     @property
     def digest(self) -> Tensor:
-        """Checksums of the NVFP4 weights of E experts, [6 E] int64: for each of gate, up and down and each expert, the
-        sum of the 4-bit codes and the sum of the block scales (``bit_sums``)."""
+        """Checksums of the NVFP4 weights of E experts, [6 E] int64: for gate, up and down, first E sums of the bits of
+        an expert's codes, then E of its block scales (``bit_sums``)."""
         return bit_sums(tensor for stack in self for tensor in (stack.codes, stack.block_scale))
 
 
@@ -70,7 +70,8 @@ class Adopted(NamedTuple):
     def holds(self, linears: Sequence[FrozenLinear]) -> Tensor:
         """Return, as a tensor [] bool, whether the kernel of this MoE layer still reads the trainer's memory, and the
         checksums of the weights there are still those taken when the model was loaded. ``linears`` are gate, up and
-        down of the trainer's first expert, whose addresses are compared with the kernel's."""
+        down of the trainer's first expert; their addresses, at which the memory of all experts starts, are compared
+        with the kernel's."""
         firsts = zip(self.stacks, linears, strict=True)
         is_shared = all(stack.codes.data_ptr() == linear.codes.data_ptr() for stack, linear in firsts)
         return (self.stacks.digest == self.digest).all() & is_shared

@@ -34,8 +34,8 @@ _apply_with_adapter = BaseLinearLayerWithLoRA._apply_sync
 
 class Native(NamedTuple):
     """Value of the attribute ``native``, which marks linear layers of vLLM that this project's CUDA kernels compute.
-    The next layer's weight is in this tuple, because torch would register it as a parameter of the layer if it were an
-    attribute of its own."""
+    The weight of the next layer, which a layer's kernel prefetches, is in this tuple, because torch would register it
+    as a parameter of the layer if it were an attribute of the layer itself."""
 
     next_weight: Tensor | None = None
     """Weight of the linear layer that is computed after this one, or None; ``nvfp4_decode.decode_linear`` prefetches
@@ -46,7 +46,8 @@ class Native(NamedTuple):
 
     def fewest_unfused(self, linear: Any) -> int:
         """Return the smallest number of tokens for which a linear layer's LoRA adapter is added by separate kernels
-        after the GEMM, because that is faster or because the GEMM kernels cannot add it."""
+        after the GEMM, because that is faster or because the GEMM kernels cannot add it. For fewer tokens, the GEMM's
+        kernel adds it."""
         a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
         shape, takes = (sum(map(len, b)), a[0].shape[1]), lora_hopper.fits_adapter(a, b)
 
@@ -206,7 +207,7 @@ def dequantised_linear(
 ) -> Tensor:
     """Compute a linear layer with N outputs, [T, K] bf16 -> [T, N]: dequantise its NVFP4 weight to scratch memory of 2
     N K bytes, and multiply by cuBLAS. The weight may have the layout of checkpoints or that of ``tile_order``; the bias
-    is in the order of the outputs."""
+    is in the order of the outputs, not in that of ``nvfp4_decode.humming_bias``."""
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 

@@ -85,7 +85,7 @@ class Schedule(NamedTuple):
 
     def wide(self, outputs: int) -> int:
         """Count the thread blocks that compute as many tiles of 64 outputs as the kernel variant allows. They compute
-        the first of the ``outputs``; the other thread blocks compute one tile less."""
+        the outputs with the lowest indices; the other thread blocks compute one tile less."""
         narrower = self.blocks * (self.variant.tiles - 1)
         return self.blocks if self.splits > 1 else min(self.blocks, max(0, outputs // TILE - narrower))
 
@@ -144,8 +144,8 @@ def variants_for(num_tokens: int) -> list[Variant]:
 
 def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
     """Yield candidate divisions of a GEMM among thread blocks, for one kernel variant: one for each number of parts
-    into which the K inputs are split, and some without a split, whose thread blocks compute n or n - 1 tiles of 64
-    outputs and together occupy the GPU's SMs in every wave."""
+    into which the K inputs are split, and some without a split, whose thread blocks together occupy the GPU's SMs in
+    every wave and each compute n or n - 1 tiles of 64 outputs, where n is the most that the variant allows."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
@@ -168,9 +168,9 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 @cache
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> float:
     """Return the largest number of tiles of 64 outputs that one of ``sms`` SMs computes one after another, if an SM
-    starts the next thread block when its previous one has ended. The thread blocks of ``schedule`` compute n tiles or
-    n - 1; if n is 2, one of one tile counts as ``costs.LONE_TILE`` tiles, because it takes longer than half the time of
-    one of two."""
+    starts the next thread block when its previous one has ended. The thread blocks of ``schedule`` compute as many
+    tiles as its kernel variant allows, n, or n - 1; if n is 2, one of one tile counts as ``costs.LONE_TILE`` tiles,
+    because it takes longer than half the time of one of two."""
     wide, tiles = schedule.wide(outputs), schedule.variant.tiles
     widths = [tiles] * wide + [costs.LONE_TILE if tiles == 2 else tiles - 1] * (schedule.blocks - wide)
     ends = [0.0] * sms
@@ -193,8 +193,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predict the seconds that a GEMM takes on the GPU that ``costs`` describes. Infinite if ``schedule`` splits the K
-    inputs into more parts than there are pipeline stages of ``STAGE_INPUTS`` inputs, which is impossible."""
+    """Predict the seconds that a GEMM takes on the GPU that ``costs`` describes. Returns infinity for a ``schedule``
+    that cannot run: it splits the K inputs into more parts than K has pipeline stages of ``STAGE_INPUTS`` inputs."""
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:
@@ -243,8 +243,8 @@ def batch_linear(
     out: Tensor | None = None,
     update: lora_hopper.Update | None = None,
 ) -> Tensor:
-    """Compute y = x W^T + bias by the batch GEMM, plus a LoRA adapter's h B^T if ``update`` is given, and round the sum
-    to bf16 once: [T, N] bf16.
+    """Compute y = x W^T + bias by the batch GEMM, plus a LoRA adapter's h B^T if ``update`` gives h and B, and round
+    the sum to bf16 once: [T, N] bf16.
 
     All arguments before ``update`` are as in ``nvfp4_decode.decode_linear``. The CUDA driver refuses (RuntimeError) an
     x whose address is no multiple of 16.

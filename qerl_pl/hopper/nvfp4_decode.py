@@ -102,9 +102,9 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
-    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has so many ``blocks`` of 256
-    outputs that they fill the GPU with little or no division of the K inputs. ``size`` is the largest number of tokens
-    of the kernel variant. Returns None if another kernel is faster."""
+    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has so many blocks of 256
+    outputs (``blocks``) that they fill the GPU with little or no division of the K inputs. The kernel variant is one
+    for up to ``size`` tokens. Returns None if another kernel is faster."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks
@@ -117,9 +117,9 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 
 
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
-    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has few ``blocks`` of 256
-    outputs, which fill the GPU only if the K inputs are divided, too. ``size`` is the largest number of tokens of the
-    kernel variant. Returns None if another kernel is faster."""
+    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has few blocks of 256 outputs
+    (``blocks``), which fill the GPU only if the K inputs are divided, too. The kernel variant is one for up to ``size``
+    tokens. Returns None if another kernel is faster."""
     if size > FEW_TOKENS:
         return None
     # Divide K into the largest number of parts with which all clusters run at the same time, one thread block per SM. A
@@ -225,9 +225,10 @@ def decode_linear(
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
     """Choose which bytes of the next GEMM's weight the ``blocks`` thread blocks of this GEMM prefetch to L2. The next
-    GEMM divides K into parts; equally many bytes from the start of each part are prefetched. Returns the fields of
-    ``Next`` in nvfp4_decode.cu: the weight, the number of parts, the distance of two parts in bytes, the number of
-    thread blocks that prefetch, and the bytes that each of them prefetches (none if ``weight`` is None)."""
+    GEMM divides its K inputs into parts; equally many bytes from the start of the weights of each part are prefetched.
+    Returns the fields of ``Next`` in nvfp4_decode.cu: the weight, the number of parts, the bytes from the start of a
+    part to that of the next, the number of thread blocks that prefetch, and the bytes that each of them prefetches
+    (none if ``weight`` is None)."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape

@@ -37,7 +37,8 @@ class Adopted(NamedTuple):
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
         """Return, as a tensor [] bool, whether a linear layer of vLLM still uses the memory of the trainer's layers
-        ``parts``, and the checksums of the weights there are still those taken when the layer was loaded."""
+        ``parts`` that are fused in it, and the checksums of the weights there are still those taken when the layer was
+        loaded."""
         whole = whole_of([part.packed for part in parts])
         is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
         return (digest_of(layer) == self.digest).all() & is_shared
@@ -84,10 +85,10 @@ def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
 
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
     """Store, in each linear layer of vLLM, a reference to the trainer's weight, or None if the trainer's weight is not
-    in the layout of the CUDA kernels; ``give`` and ``adopt`` use it later. ``unread`` has the names of layers whose
-    weights vLLM has not read from the checkpoint: their parameters become placeholders on the trainer's device that
-    take no memory, so that vLLM has nothing to copy to the GPU. The experts of MoE layers are treated in the same
-    way."""
+    in the layout of the CUDA kernels; ``give`` and ``adopt`` use the reference later. ``unread`` has the names of
+    layers whose weights vLLM has not read from the checkpoint: their parameters become placeholders on the trainer's
+    device that take no memory, so that vLLM has nothing to copy to the GPU. The experts of MoE layers are treated in
+    the same way."""
     for name, layer, _, parts in fused_linears(model, linears):
         layer.trainers_weight = whole = whole_of([part.packed for part in parts])
         if name in unread and whole is not None:
@@ -100,8 +101,8 @@ def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) ->
 
 def give(layer: Any) -> None:
     """Fill the weight of a linear layer of vLLM, if vLLM has not read it from the checkpoint, with a copy of the
-    trainer's weight. Called just before vLLM converts the layer's weight from the layout of checkpoints to that of the
-    CUDA kernels, so the copy is in the layout of checkpoints."""
+    trainer's weight; otherwise change nothing. Called just before vLLM converts the layer's weight from the layout of
+    checkpoints to that of the CUDA kernels, so the copy is in the layout of checkpoints."""
     if vars(layer).pop("is_empty", False):
         rows = to_row_order(layer.trainers_weight)
         codes, scales = packed_codes(layer), layer.weight_scale
@@ -109,10 +110,10 @@ def give(layer: Any) -> None:
 
 
 def adopt(layer: Any) -> bool:
-    """Make a linear layer of vLLM use the trainer's memory for its weight, and free the layer's own. Called after vLLM
+    """Make a linear layer of vLLM use the trainer's memory for its weight, and free its copy in vLLM. Called after vLLM
     has converted the weight to the layout of the CUDA kernels, which is also that of the trainer's weight. Returns
-    False, and changes nothing, if ``lend`` has stored no weight in the layer, or if the bits of the two weights
-    differ."""
+    True; or False, without a change, if ``lend`` has stored no weight of the trainer in the layer, or if the bits of
+    vLLM's weight and the trainer's differ."""
     lent = vars(layer).pop("trainers_weight", None)
     if lent is None:
         return False

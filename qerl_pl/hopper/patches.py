@@ -85,8 +85,8 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
 
     Args:
         kernel: creates the kernel object of one linear layer.
-        update: replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls the original for linear layers of
-            other kernel classes.
+        update: function that computes a linear layer together with its LoRA adapter. It replaces ``_apply_sync`` of
+            vLLM's LoRA layers permanently, and calls the original for layers of other kernel classes.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 

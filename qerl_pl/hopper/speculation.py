@@ -34,7 +34,7 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
     these numbers only to choose which CUDA graphs it captures; before each call of ``generate``, the engine gives
     vLLM's scheduler the numbers that ``draft_guard`` has chosen, which may be 0. So vLLM must also capture graphs
     without drafts, which it does only if some number of sequences up to ``max_num_seqs`` has 0 drafts here. If none
-    would have, steps of one sequence get 0.
+    would have 0 otherwise, steps of one sequence get it.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
@@ -149,7 +149,7 @@ class GroupDrafts:
         num_speculative_tokens: int = MOST_DRAFTS,
         **__: object,
     ) -> Tensor:
-        """Draft tokens for each of the N sequences of a batch; returns [N, MOST_DRAFTS] int64, of which the next step
+        """Draft tokens for each of the N sequences that decode; returns [N, MOST_DRAFTS] int64, of which the next step
         verifies the first ``num_speculative_tokens`` per sequence. Replaces the method of vLLM's speculator."""
         if dummy_run or not num_speculative_tokens:
             return torch.zeros(input_batch.num_reqs, MOST_DRAFTS, dtype=torch.int64, device=self.device)
@@ -161,9 +161,9 @@ class GroupDrafts:
 
 
 def install(worker: WorkerBase) -> GroupDrafts:
-    """Make an engine that was started with ``arguments`` draft and verify tokens as this module describes, and
-    return the drafter. Raises ValueError if vLLM does not use its model runner V2, or if the model has recurrent
-    layers."""
+    """Make an engine that was started with ``arguments`` draft and verify tokens by this project's code, which changes
+    no sampled token; return the drafter. Raises ValueError if vLLM does not use its model runner V2, or if the model
+    has recurrent layers."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.rejection_sampler).__name__ != "RejectionSampler":
         raise ValueError(

@@ -121,8 +121,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return, without a copy, the weight in tile order (the kernels' layout) of which ``views`` are the parts; None
-    unless ``views`` are, in order, all the parts of one buffer, as ``fused`` returns them."""
+    """Return, without a copy, the fused weight, in tile order (the kernels' layout), of the linear layers with the
+    weights ``views``; None unless ``views`` are, in order, all of one buffer, as ``fused`` returns them."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

@@ -5,7 +5,7 @@ threads writes 16 bytes of a 16-bit dtype, coalesced. The result is allocated by
 once the matrix product that reads it has been queued, so the next layer gets the same memory. Unlike a static buffer,
 this is safe with several streams, threads and recomputation.
 
-Letters: N outputs, K inputs, E weights.
+Letters: N outputs and K inputs of a weight; E weights (such as those of q, k and v) that are concatenated.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false

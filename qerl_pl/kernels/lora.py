@@ -130,7 +130,7 @@ def have_short_offsets(*matrices: Tensor) -> bool:
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
     """Add a LoRA adapter's (x A^T) B^T to y by two cuBLAS calls for each of the linear layers that are fused into one.
-    x must be finite, because for tokens without the adapter x A^T is multiplied by 0."""
+    x must be finite: for tokens without the adapter x A^T is multiplied by 0, which would give NaN for infinities."""
     with_adapter = (indices[: len(x)] >= 0).unsqueeze(1)
     for part, first, second in zip(y.split([len(matrix) for matrix in b], dim=1), a, b, strict=True):
         part.addmm_(F.linear(x, first) * with_adapter, second.t())

@@ -29,9 +29,9 @@ def llm_arguments(
     recorder: Any,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. ``memory.kv_cache_bytes``, the
-    KV cache's size, is None if neither the prediction of GPU memory nor the user has chosen it; ``platform_arguments``
-    then does. ``hooks`` and ``recorder`` are arguments of ``loader.register_loader``, which is called here.
+    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. ``memory.kv_cache_bytes``, the KV
+    cache's size, is None if neither the prediction of GPU memory nor the user has chosen it; ``platform_arguments``
+    then chooses it. ``hooks`` and ``recorder`` are arguments of ``loader.register_loader``, which is called here.
 
     Norms whose weights get noise (AQN) keep these weights in fp32, because 16-bit weights would round small noise away.
     Logits are computed in fp32, as in the trainer.

@@ -140,8 +140,8 @@ def check_rows(
     return the number of weights that were compared:
 
     - Linear layers that vLLM holds dequantised: the first row of each of the trainer's layers.
-    - Linear layers and experts of which trainer and vLLM share one copy (attribute ``adopted``): a checksum of all
-      weights.
+    - Linear layers and experts of which trainer and vLLM share one copy (vLLM's layer then has the attribute
+      ``adopted``): a checksum of all weights.
     - Experts that vLLM holds dequantised, and routers: all rows.
     - Experts whose 4-bit weights vLLM has rearranged while loading: checksums of all experts (``expert_sums``) are
       compared with those that ``note_experts`` stored at the end of loading.
@@ -182,8 +182,9 @@ def check_rows(
 
 
 def note_experts(model: nn.Module) -> None:
-    """Store checksums of the experts whose 4-bit weights vLLM has rearranged, for ``check_rows``: each of their MoE
-    layers in vLLM's model gets an attribute ``loaded_sums`` with the result of ``expert_sums``."""
+    """Store checksums of the experts whose 4-bit weights vLLM has rearranged, with which ``check_rows`` finds later
+    changes: each of their MoE layers in vLLM's model gets an attribute ``loaded_sums`` with the result of
+    ``expert_sums``."""
     for _, layer in expert_layers(model):
         weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
         if not hasattr(layer, "adopted") and (weight is None or not weight.is_floating_point()):
@@ -227,10 +228,10 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the reciprocals of the NVFP4 tensor scales that vLLM has read for a layer, as checkpoints store them: one
-    tensor [n] fp32 for each of the ``count`` linear layers of the trainer that are fused in it; or None for each if
-    vLLM holds no tensor scales. n is 1, except for the first linear layer of a gated delta net: it computes queries,
-    keys and values, for which vLLM holds three scales that should be equal."""
+    """Return the NVFP4 tensor scales that vLLM has read for a layer, as the reciprocals that checkpoints of
+    compressed-tensors store: one tensor [n] fp32 for each of the ``count`` linear layers of the trainer that are fused
+    in it; or None for each if vLLM holds no tensor scales. n is 1, except for the first linear layer of a gated delta
+    net: it computes queries, keys and values, for which vLLM holds three scales that should be equal."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

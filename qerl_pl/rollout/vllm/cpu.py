@@ -121,6 +121,6 @@ def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperCPU:
     """Create the object with which vLLM computes LoRA adapters on a CPU: ``OneAdapterKernels`` if vLLM has a single
-    adapter slot, else an object of vLLM's own class. vLLM finds this function by its name."""
+    adapter slot, else an object of vLLM's own class. vLLM imports this function by its name (``patches``)."""
     kernels = OneAdapterKernels if lora_config.max_loras == 1 else PunicaWrapperCPU
     return kernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

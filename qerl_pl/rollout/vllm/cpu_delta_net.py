@@ -45,7 +45,8 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     Args:
         layer: vLLM's layer, whose ``kv_cache`` holds the last inputs of the convolution, and recurrent states in memory
             of [slots, value heads, key width, value width], in fp32.
-        batch: vLLM's ``GDNAttentionMetadata``: tokens of requests that decode come first, then prompts.
+        batch: vLLM's ``GDNAttentionMetadata``: tokens of decoding requests come first, one each, then the tokens of
+            prompts.
         mixed: [T, channels], the projected queries, keys and values of T tokens.
         b: [T, value heads]; its sigmoid is the step size of the recurrence.
         a: [T, value heads], from which the decay of the recurrent state is computed.
@@ -78,9 +79,9 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
 def _rows(
     layer: Any, mixed: Tensor, b: Tensor, a: Tensor, conv: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the convolution and the recurrence of a gated delta net for B rows of S tokens each, which continue from
-    the given states. Returns outputs [B, S, value heads, value width], and the states of convolution and recurrence
-    after the rows."""
+    """Compute the convolution and the recurrence of a gated delta net for B sequences of S new tokens each, which
+    continue from the given states. Returns outputs [B, S, value heads, value width], and the states of convolution and
+    recurrence after the last new token."""
     weight = layer.conv1d.weight
     # the convolution's inputs, [B, channels, width of the convolution - 1 + S]
     inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)

@@ -183,7 +183,7 @@ def adapter_kernels(
     max_num_batched_tokens: int, max_batches: int, device: torch.device, *, lora_config: LoRAConfig
 ) -> PunicaWrapperGPU:
     """Create the object with which vLLM computes LoRA adapters on CUDA: ``OneAdapterKernels`` if vLLM has a single
-    adapter slot, else an object of vLLM's own class. vLLM finds this function by its name."""
+    adapter slot, else an object of vLLM's own class. vLLM imports this function by its name (``patches``)."""
     if lora_config.max_loras != 1:
         return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
     kernels = OneAdapterKernels(max_num_batched_tokens, max_batches, device, lora_config=lora_config)

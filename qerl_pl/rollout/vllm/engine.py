@@ -126,8 +126,8 @@ class VLLMEngine:
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine uses speculative decoding. With ``speculation: auto``, this says before ``start`` only
-        whether the machine allows it, and afterwards also whether the model does."""
+        """Whether the engine uses speculative decoding. With ``speculation: auto``, the value is True before ``start``
+        if the machine allows it, and after ``start`` only if the model does, too."""
         return self._speculates and (self.speculation == "on" or not self._lacks())
 
     returns_routes = True
@@ -235,10 +235,9 @@ class VLLMEngine:
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Compute the log-probabilities of each sequence's tokens, except the first, as ``RolloutEngine.score``
-        describes. Each sequence becomes a request whose prompt is all tokens but the last. vLLM returns the
-        log-probabilities of the prompt's tokens, and that of the sequence's last token as one of the candidates for the
-        next token."""
+        """Compute, for each sequence, the log-probabilities of all its tokens except the first, in nats at temperature
+        1. Each sequence becomes a request whose prompt is all tokens but the last. vLLM returns the log-probabilities
+        of the prompt's tokens, and that of the sequence's last token as one of the candidates for the next token."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -263,8 +262,9 @@ class VLLMEngine:
             self._write_norms(self._clean_norms)
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Write norm weights with noise into vLLM's model, read the weights back, and return for how many norms they
-        are the written ones. If the noise's ``sigma`` is 0, weights without noise are written, and 0 is returned."""
+        """Write norm weights with noise into vLLM's model, read vLLM's weights back, and return the number of norms
+        whose weights equal those that were written. If the noise's ``sigma`` is 0, weights without noise are written,
+        and 0 is returned."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -365,8 +365,8 @@ class VLLMEngine:
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:
-        """If norms are trained but the adapter is not used (``adapter`` is False), write the base's norm weights into
-        vLLM's model within the context, and the trained ones again afterwards; otherwise do nothing."""
+        """If norms are trained but requests shall use the base model only (``adapter`` is False), write the base's norm
+        weights into vLLM's model at the start of the context, and the trained ones at its end; otherwise do nothing."""
         if adapter or self._clean_norms is self._base_norms:
             yield
             return

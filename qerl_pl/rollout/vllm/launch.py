@@ -46,10 +46,10 @@ def launch(
     watch: Stopwatch,
 ) -> Launched:
     """Start ``vllm.LLM`` with the policy's base model. ``sizes.kv_cache_bytes``, the KV cache's size, is None if
-    neither the prediction of GPU memory nor the user has chosen it; ``platform_arguments`` then does. ``settings`` are
-    arguments of ``vllm.LLM`` that the user set; they override those that follow from the policy. ``watch`` adds up the
-    seconds of "imports" and "vLLM". Raises ValueError if vLLM does not start, or if ``decoding_kernel`` is "native" and
-    this project's CUDA kernels cannot run."""
+    neither the prediction of GPU memory nor the user has chosen it; ``platform_arguments`` then chooses it.
+    ``settings`` are arguments of ``vllm.LLM`` that the user set; they override those that follow from the policy.
+    ``watch`` measures the seconds of importing vLLM ("imports") and of starting it ("vLLM"). Raises ValueError if vLLM
+    does not start, or if ``decoding_kernel`` is "native" and this project's CUDA kernels cannot run."""
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with preserved_rng(), preserved_torch_settings(), any_algorithm(), quietly:

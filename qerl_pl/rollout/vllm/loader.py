@@ -89,8 +89,9 @@ def register_loader(
 
 
 def forget() -> None:
-    """Free the references of the registered model loader to the trainer's tensors, by registering one that has none.
-    vLLM never releases the loader class that was registered last, so the tensors could not be freed otherwise."""
+    """Free the references of the registered model loader to the trainer's tensors, by registering a loader without such
+    references. vLLM never releases the loader class that was registered last, so the tensors could not be freed
+    otherwise."""
     register_loader({}, {}, {})
 
 

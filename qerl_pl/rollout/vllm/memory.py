@@ -50,8 +50,8 @@ def referred_to() -> list[Tensor]:
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those of the ``tensors`` that are in vLLM's memory pool. ``segments`` has the size in bytes of
-    each segment of the pool, by address."""
+    """Free the memory of those of the ``tensors`` that are in vLLM's memory pool, whoever still refers to them; they
+    become empty. ``segments`` has the size in bytes of each segment of the pool, by address."""
     starts = sorted(segments)
     for tensor in tensors:
         if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():

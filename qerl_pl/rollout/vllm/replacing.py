@@ -29,9 +29,10 @@ def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Se
 
 
 def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -> None:
-    """Register an empty module under the name ``name``, unless a module of this name has been imported already. Its
-    attributes are taken from the module ``other``, which is imported at the first use of an attribute. The functions of
-    ``other`` that are keys of ``has`` must take the parameters listed there (``expect``)."""
+    """Register an empty module under the name ``name``, unless a module of this name has been imported already. It
+    stands in for a module that cannot be imported: its attributes are those of the module ``other``, which is imported
+    at the first use of one. The functions of ``other`` that are keys of ``has`` must take the parameters listed there
+    (``expect``)."""
 
     def attribute(wanted: str) -> Any:
         if wanted.startswith("__"):

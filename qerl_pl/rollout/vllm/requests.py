@@ -84,7 +84,8 @@ def completion(
 
     ``logprobs`` are the log-probabilities of the sampled tokens in nats. ``routes`` [tokens, L, k] int16 are the
     experts that computed the tokens of prompt and completion in a mixture-of-experts model (``Completion.routes``).
-    ``seed`` is the request's seed, or None if vLLM's sampling noise is not a hash of the seed (``policy.margins``).
+    ``seed`` is the request's seed, or None if vLLM's sampling noise is not a hash of the seed; then ``policy.margins``
+    cannot compute the noise again to check the samples.
     """
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)
@@ -96,8 +97,8 @@ def completion(
 
 
 def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
-    """Build vLLM's parameters of the requests that compute the log-probabilities of given sequences. The prompt of a
-    request is all tokens of its sequence but the last, which is in ``last_tokens``."""
+    """Build vLLM's parameters of the requests that compute the log-probabilities of given sequences, one per sequence.
+    The prompt of a request is all tokens of its sequence but the last, whose id is in ``last_tokens``."""
     from vllm import SamplingParams
 
     return [

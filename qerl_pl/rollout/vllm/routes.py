@@ -31,9 +31,9 @@ class RouteRecorder:
         nothing was recorded. The last row is written for padding, whose slot is -1."""
 
     def bind(self, model: nn.Module, config: VllmConfig) -> None:
-        """Make the routers of vLLM's model call ``capture`` with the experts that they choose. Raises ValueError if a
-        kernel or router of the model does not support this, or if trainer and vLLM have different numbers of MoE
-        layers."""
+        """Make the routers of vLLM's model call ``capture`` in every forward pass with the layer and the experts that
+        they choose. Raises ValueError if a kernel or router of the model does not support this, or if trainer and vLLM
+        have different numbers of MoE layers."""
         layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
         if len(layers) != self.routing.num_layers:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")
@@ -46,7 +46,8 @@ class RouteRecorder:
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
         """Store the k experts that the router of the MoE layer ``layer_id`` has chosen for each of the n tokens of a
-        forward pass, ``topk_ids`` [n, k]. vLLM's routers call this, also while a CUDA graph is captured."""
+        forward pass, ``topk_ids`` [n, k], by the tokens' slots in the KV cache. vLLM's routers call this, also while a
+        CUDA graph is captured."""
         mappings, layer = get_forward_context().slot_mapping, self._layer
         if not mappings or not layer.kv_cache.numel():
             return  # a pass without a KV cache, which measures memory
@@ -65,10 +66,10 @@ class RouteRecorder:
             self._chosen.fill_(-1)
 
     def read(self, blocks: Sequence[int], size: int, num_tokens: int) -> Tensor:
-        """Return the k experts that were chosen in each of L MoE layers for the first ``num_tokens`` tokens of a
-        sequence, [num_tokens, L, k] int16. ``blocks`` are the numbers of the sequence's blocks in the KV cache, of
-        ``size`` slots each. On a GPU, the result is being copied to the host when the call returns: synchronise before
-        reading it."""
+        """Return the indices, stored by ``capture``, of the k experts that were chosen in each of L MoE layers for the
+        first ``num_tokens`` tokens of a sequence, [num_tokens, L, k] int16. ``blocks`` are the numbers of the
+        sequence's blocks in the KV cache, of ``size`` slots each. On a GPU, the result is being copied to the host when
+        the call returns: synchronise before reading it."""
         assert self._chosen is not None
         slots = (torch.tensor(blocks).unsqueeze(1) * size + torch.arange(size)).flatten()[:num_tokens]
         return self._chosen[slots.to(self._chosen.device)].to("cpu", non_blocking=True)

@@ -95,9 +95,9 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule one token of each running request, and return the schedule; None if vLLM's own code has to schedule
-        the step, that is, unless all running requests decode without drafts, no waiting request can start, and the KV
-        cache has a free block for each running request."""
+        """Schedule a decoding step of one token for each running request, and return the schedule; None if vLLM's own
+        code has to schedule the step, that is, unless all running requests decode without drafts, no waiting request
+        can start, and the KV cache has a free block for each running request."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
@@ -168,7 +168,8 @@ class RolloutScheduler(AsyncScheduler):
         self, scheduled: Mapping[str, int], sampled: list[list[int]], rows: Mapping[str, int], values: list[float]
     ) -> dict[str, int]:
         """Append the token that a decoding step has sampled for each running request to the request, as vLLM does, but
-        make no output object. Requests that end with this token, and others that need vLLM's own code, are not changed.
+        make no output object. Requests that end with this token, that sample their first one, or that have none or
+        several tokens in this step are not changed: vLLM's own code then does it.
 
         Args:
             scheduled: the number of tokens of each request in this step.
@@ -209,8 +210,8 @@ class RolloutScheduler(AsyncScheduler):
 
 
 def ends_of(request: Request, max_model_len: int) -> tuple[set[int | None], int]:
-    """Return the tokens that end a request, and the largest number of tokens that it may sample. If anything else may
-    end the request, such as a stop string, the number is 0: vLLM's own code then has to look at each token."""
+    """Return the ids of the tokens that end a request, and the largest number of tokens that it may sample. If anything
+    else may end the request, such as a stop string, the number is 0: vLLM's own code then has to look at each token."""
     params = request.sampling_params
     if params is None or params.stop or params.repetition_detection or request.use_structured_output:
         return set(), 0

@@ -87,8 +87,8 @@ def compile_adapter_kernels(worker: WorkerBase) -> None:
 
 @torch.no_grad()
 def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """Copy an adapter, given as tensors by PEFT's names, into vLLM's adapter slots. B is multiplied by LoRA's
-    ``scaling`` in fp32 and then rounded to the compute dtype, as in the trainer."""
+    """Copy an adapter, given as tensors by PEFT's names, into vLLM's adapter slots. The matrix B of each linear layer's
+    adapter is multiplied by LoRA's ``scaling`` in fp32 and then rounded to the compute dtype, as in the trainer."""
     slots = _slots(worker)
     for name in [name for name in adapter if name.endswith(A_WEIGHT)]:
         linear = name.removesuffix(A_WEIGHT)
@@ -101,7 +101,8 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, Tensor]:
     """Return the matrices in vLLM's adapter slots by PEFT's names, without the padding of the rank. Raises CheckFailed
-    if two slots that should hold the same matrix differ, or if a flag of vLLM turns the adapters of experts off."""
+    if slots that should hold the same matrix (of a layer that has several, ``_slots``) differ, or if a flag of vLLM
+    turns the adapters of experts off."""
     if off := [name for name, enabled in _flags(worker).items() if not enabled.all()]:
         raise CheckFailed(
             f"the rollout engine computes {len(off)} of the model's mixtures of experts without their adapters "
@@ -158,8 +159,8 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
 
 
 def _flags(worker: WorkerBase) -> dict[str, Tensor]:
-    """Return, by name, for each mixture-of-experts layer that has adapter slots, the flag [1] of vLLM that says whether
-    its kernels add the policy's adapter."""
+    """Return, by the layer's name, the flag [1] of each mixture-of-experts layer with adapter slots; vLLM's kernels add
+    the policy's adapter only where it is not 0."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     modules = manager.modules.items()
@@ -169,7 +170,8 @@ def _flags(worker: WorkerBase) -> dict[str, Tensor]:
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
     """Return vLLM's adapter slots, by the name that PEFT gives to the linear layer or experts whose adapter they hold.
     A linear layer usually has one slot. It has two if its outputs serve as both keys and values of attention, and three
-    if it computes queries, keys and values of a gated delta net."""
+    if it computes queries, keys and values of a gated delta net. Experts have two for gate and up together, and one for
+    down."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
