@@ -63,7 +63,7 @@ def fits(shapes: Sequence[tuple[int, int]]) -> bool:
 
 def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
     """Dequantise a ``PackedWeight`` in the layout of this project's CUDA kernels to a tensor [N, K] of ``dtype``, for N
-    outputs and K inputs. Only ``qerl_pl/hopper`` makes such weights, so that folder is installed."""
+    outputs and K inputs. It needs the folder ``qerl_pl/hopper``, which alone makes such weights."""
     return import_module(f"{HOPPER}.tile_order").dequantize(weight, dtype)
 
 

@@ -110,8 +110,9 @@ def speculative_arguments(max_num_seqs: int) -> dict[str, Any]:
 
 
 def speculate(worker: Any) -> Any:
-    """Make vLLM draft and verify tokens as the module ``speculation`` describes, and return the object that drafts. Its
-    ``forget`` must be called before each call of ``generate``, so that drafts do not depend on earlier calls."""
+    """Make vLLM draft and verify tokens by the module ``speculation``, which changes no sampled token, and return the
+    object that drafts. Its ``forget`` must be called before each call of ``generate``, so that drafts do not depend on
+    earlier calls."""
     from qerl_pl.hopper import speculation
 
     return speculation.install(worker)

@@ -66,8 +66,8 @@ class Tile(NamedTuple):
 
 def choose_tile(num_rows: int, num_experts: int) -> Tile:
     """Choose the tile, the part of the product that a thread block computes at a time, for ``num_rows`` rows that are
-    divided among ``num_experts`` experts. It has enough rows for most experts: the weights of an expert with more rows
-    than a tile are read once for each tile."""
+    divided among ``num_experts`` experts. Most experts' rows fit into one tile of the chosen size, because the weights
+    of an expert are read once for each of its tiles."""
     average = num_rows / num_experts
     if num_rows <= num_experts // 4:  # so few thread blocks have rows that smaller ones are needed to use every SM
         return Tile(16, 64)

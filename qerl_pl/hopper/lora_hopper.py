@@ -60,8 +60,8 @@ class Schedule(NamedTuple):
 
 
 class SpareSMs(NamedTuple):
-    """Number of SMs that the first wave of thread blocks of a base layer's GEMM (``nvfp4_batch``) leaves idle, and for
-    how long. The kernel ``shrink`` can compute h = x A^T of the layer's LoRA adapter on these SMs."""
+    """Number of SMs that the first wave of thread blocks of a base layer's GEMM (``nvfp4_batch``) leaves idle, and the
+    time that the kernel ``shrink`` has to compute h = x A^T of the layer's LoRA adapter on them."""
 
     sms: int
     seconds: float  # predicted seconds from the start of the base GEMM until h is needed

@@ -127,9 +127,9 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
         expert_tokens_meta: modular.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Compute the output of an MoE layer for T tokens ``hidden_states`` [T, H] with hidden size H, and write it to
-        ``output`` [T, H]: for each token, the sum of the outputs of its k experts ``topk_ids`` [T, k], weighted by
-        ``topk_weights`` [T, k] fp32."""
+        """Compute, with the trainer's weights, the output of an MoE layer for T tokens ``hidden_states`` [T, H] with
+        hidden size H, and write it to ``output`` [T, H]: for each token, the sum of the outputs of its k experts
+        ``topk_ids`` [T, k], weighted by ``topk_weights`` [T, k] fp32."""
         from qerl_pl.hopper.grouped_nvfp4 import find_rows, multiply  # Triton's kernels, which only a run needs
 
         gate, up, down = self.stacks

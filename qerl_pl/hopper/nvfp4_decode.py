@@ -187,7 +187,7 @@ def decode_linear(
         global_scale: [1] fp32, tensor scale.
         bias: [N] bf16 in the order of ``humming_bias``, or None.
         out: bf16, contiguous, to write the result to; None allocates it.
-        adapter: ``lora_hopper.fits_adapter`` must hold for it.
+        adapter: None, or an adapter that ``lora_hopper.fits_adapter`` accepts.
         next_weight: weight that the next call will multiply by: ``costs.FETCHED_AHEAD`` bytes of it are fetched to L2
             once this call has read ``weight``, so that memory is not idle until the next call.
         gated: W is the fused gate and up of an MLP, without a bias; return silu(gate) * up, where gate, up, silu(gate)

@@ -173,8 +173,8 @@ def _nvfp4_modules() -> tuple[Any, Any]:
 def cache_of_unchanged_blocks(
     manager: Any, allocate_slots: Callable[..., Any], cache_blocks: Callable[..., Any]
 ) -> None:
-    """Skip the calls of vLLM's scheduler to the KV-cache manager for tokens that need no new block of the KV cache and
-    complete none.
+    """Skip the calls of vLLM's scheduler to the KV-cache manager for tokens that neither need a new block of the KV
+    cache nor fill one.
 
     Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
     Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.

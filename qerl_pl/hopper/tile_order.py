@@ -88,9 +88,9 @@ def words_in_tile_order(words: Tensor) -> Tensor:
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Return how ``words_in_tile_order`` moves the bits of a 32-bit word: a mapping from distances in bits, positive
-    towards higher bits, to two masks of the bits that move by this distance, at their positions before and after the
-    move."""
+    """Return how ``words_in_tile_order`` moves the bits of a 32-bit word of eight 4-bit codes: a mapping from distances
+    in bits, positive towards higher bits, to two masks of the bits that move by this distance, at their positions
+    before and after the move."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32

@@ -1,4 +1,5 @@
-"""Triton kernels that dequantise 4-bit weights; ``qerl_pl.quant.formats`` defines what they compute.
+"""Triton kernels that dequantise 4-bit weights; ``qerl_pl.quant.formats`` defines the formats and computes the same in
+plain PyTorch.
 
 Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
 threads writes 16 bytes of a 16-bit dtype, coalesced. The result is allocated by torch's caching allocator and freed

@@ -81,7 +81,7 @@ def _compiled(
 ) -> CompiledKernel:
     """Compile a Triton kernel for the current device, or return the variant that an earlier call compiled. ``kinds``
     has one entry per argument of the kernel: the dtype of a tensor, which must start at a multiple of 16 bytes, or, for
-    an integer, an example of the integers that have the same variant (``_kind``)."""
+    an integer, the result of ``_kind``: a number that stands for all integers that use the same variant."""
     return kernel.warmup(*kinds, **dict(constants), **dict(options), grid=(1,))
 
 

@@ -1,5 +1,5 @@
 """Triton kernels for log-probabilities, entropies and log-partition functions of logits [R, V] (rows, vocabulary), and
-for their gradient, each in one pass over the logits; ``qerl_pl.policy.logprobs`` defines them in plain PyTorch."""
+for their gradient, each in one pass over the logits; ``qerl_pl.policy.logprobs`` computes the same in plain PyTorch."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 # Triton's type hints do not have its launch options and scalars.

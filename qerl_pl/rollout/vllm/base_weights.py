@@ -87,7 +87,7 @@ def check_same_base(
 ) -> int:
     """Check that the NVFP4 weights that vLLM has just read from the folder ``base`` equal the trainer's (``linears``);
     called before vLLM rearranges them. Returns the number of the trainer's linear layers that were compared. For layers
-    of vLLM that ``unread`` names, only tensor scales are compared, because vLLM has read nothing else. Raises
+    of vLLM whose names are in ``unread``, only tensor scales are compared, because vLLM has read nothing else. Raises
     ValueError if a weight differs, which means that the folder has changed since the trainer read it."""
     compared = 0
     for name, layer, _, parts in chain(fused_linears(model, linears), fused_experts(model, linears)):

@@ -43,8 +43,9 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         **_more: object,
     ) -> None:
         """Compute an MoE layer for T tokens ``hidden_states`` [T, H]: for each token, the outputs of the k of E experts
-        that its router chose, ``topk_ids`` [T, k], are added with the weights ``topk_weights`` [T, k], and written to
-        ``output`` [T, H]. ``w1`` [E, 2I, H] has the weights of gate and up, and ``w2`` [E, H, I] those of down."""
+        that its router chose, ``topk_ids`` [T, k], are added, times the router's ``topk_weights`` [T, k]; the sum is
+        written to ``output`` [T, H]. ``w1`` [E, 2I, H] has the weights of gate and up, and ``w2`` [E, H, I] those of
+        down."""
         routes = sort_rows(topk_ids.long(), len(w1))
         tokens = routes.order // topk_ids.shape[1]
         rows = hidden_states[tokens]

@@ -1,4 +1,4 @@
-"""Rank of the adapter slots of experts in vLLM. It is smaller than that of the slots of other linear layers, because
+"""Rank of the adapter slots of experts in vLLM. It may differ from that of the slots of other linear layers, because
 LoRA adapters on experts usually have a smaller rank."""
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def given_back() -> int:
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Let vLLM start within the context although memory of ended engines is still in its pool. vLLM checks that the
-    pool is empty before it loads weights; within the context, only memory of running engines counts in this check. If
-    the start fails, later starts also ignore the memory that the failed start has not freed."""
+    """Let vLLM start within the context although vLLM's memory pool still holds memory of ended engines. vLLM checks
+    that the pool is empty before it loads weights; within the context, only memory of running engines counts in this
+    check. If the start fails, later starts also ignore the memory that the failed start has not freed."""
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
     count = pool.get_current_usage if pool else None

@@ -110,8 +110,8 @@ def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
     """Resolve the setting ``decoding_kernel``: "auto" becomes "native" (the CUDA kernels of this project) if these can
-    run with the base's format and compute dtype, and else "humming" (the kernels that vLLM chooses); other values are
-    returned as they are. Does not import vLLM."""
+    run with the base's format and compute dtype, and else "humming" (the kernels that vLLM chooses, those of the
+    library Humming on Hopper); other values are returned as they are. Does not import vLLM."""
     if wanted != "auto":
         return wanted
     return "humming" if native.lacks(fmt, dtype) else "native"
@@ -207,8 +207,8 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Prepare the use of vLLM's kernels before vLLM starts on a GPU: check the base's tensor scales, load Humming if it
-    is used, and log if equal calls may give different results."""
+    """Prepare the use of vLLM's kernels before vLLM starts on a GPU: check the base's tensor scales, load the kernel
+    library Humming if it is used, and log if equal calls may give different results."""
     check_fused_scales(policy.base)
     by_humming = find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0)
     if by_humming and by_vllms_kernels(policy.packed_format, kernel):
