@@ -127,8 +127,9 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
     """Compute a linear layer of vLLM by this project's CUDA kernels: [..., K] -> [..., N] for K inputs and N outputs,
-    or [..., N / 2] if ``Native.gated``. The layer must have the attribute ``native``. ``adapter`` is empty, or has the
-    arguments a, b, indices and no_lora of ``nvfp4_linear``."""
+    or [..., N / 2] if the layer is a fused gate and up whose kernel also computes silu(gate) * up (``Native.gated``).
+    The layer must have the attribute ``native``. ``adapter`` is empty, or has the arguments a, b, indices and no_lora
+    of ``nvfp4_linear``."""
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
         x.reshape(-1, x.shape[-1]), *weights, bias, *layer.native, *(adapter or ([], [], None, None))

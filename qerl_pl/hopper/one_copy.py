@@ -174,8 +174,8 @@ def tell_next_weights(model: nn.Module) -> None:
 
 
 def move_activations(model: nn.Module) -> None:
-    """Let the kernel of each fused gate and up also compute silu(gate) * up, and replace the MLP's activation layer,
-    which would compute it again, by the identity."""
+    """Let the kernel of each fused gate and up also compute silu(gate) * up, and replace vLLM's activation layer of the
+    MLP, which would compute it again, by the identity."""
     for mlp in model.modules():
         linear: Any = getattr(mlp, "gate_up_proj", None)
         if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:

@@ -111,7 +111,7 @@ class GroupDrafts:
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
     ) -> None:
-        """Add a request to vLLM's table of requests, and let all requests with the same prompt find drafts in each
+        """Add a request to vLLM's table of requests, and let all requests with the same prompt take drafts from each
         other's tokens. Replaces the table's method of this name."""
         self.add_plainly(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         row, prompt = self.states.req_id_to_index[req_id], tuple(all_token_ids[:prompt_len])

@@ -53,8 +53,8 @@ def add_lora(
     weights: Tensor | None = None,
 ) -> None:
     """Add the LoRA adapters of experts: w (x A^T) B^T is added to each row of y, where A and B are the matrices of the
-    row's expert and w is the row's weight. A row is a token together with one of its k experts. Rows of tokens without
-    the adapter are not changed, nor are rows whose expert's index is negative or at least E.
+    row's expert and w is the row's factor, from ``weights``. A row is a token together with one of its k experts. Rows
+    of tokens without the adapter are not changed, nor are rows whose expert's index is negative or at least E.
 
     Sums are fp32. x A^T is rounded to the dtype of y, and so is w (x A^T) B^T before it is added to y; the trainer and
     vLLM's kernel round in the same places.
@@ -67,7 +67,7 @@ def add_lora(
         indices: [T] or longer, integers: 0 for a token with the adapter, -1 for one without.
         enabled: [1] or longer, integers; if the first is 0, nothing is added.
         ids: [T, k] integers, experts of each token.
-        weights: [T, k], the weight w of each row; None means 1.
+        weights: [T, k], the factor w of each row; None means 1.
     """
     (num_tokens, chosen), (num_experts, rank, K), width = ids.shape, a[0].shape, b[0].shape[1]
     num_rows = num_tokens * chosen

@@ -16,7 +16,7 @@ Operator = Callable[[Tensor, Tensor, Tensor, Tensor, LayerNameType], None]
 
 
 def with_fp32(bf16: Operator) -> Operator:
-    """Make a replacement of vLLM's operator for gated delta nets: it calls vLLM's operator ``bf16`` for bf16 inputs,
+    """Return a replacement of vLLM's operator for gated delta nets: it calls vLLM's operator ``bf16`` for bf16 inputs,
     and computes inputs of other dtypes by functions of transformers."""
 
     def cpu_gdn_attention_core(
@@ -43,8 +43,8 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     the requests' states.
 
     Args:
-        layer: vLLM's layer, whose ``kv_cache`` holds the last inputs of the convolution, and recurrent states in memory
-            of [slots, value heads, key width, value width], in fp32.
+        layer: vLLM's layer, whose ``kv_cache`` holds, by slot, the last inputs of the convolution, and recurrent states
+            in memory of [slots, value heads, key width, value width], in fp32.
         batch: vLLM's ``GDNAttentionMetadata``: tokens of decoding requests come first, one each, then the tokens of
             prompts.
         mixed: [T, channels], the projected queries, keys and values of T tokens.

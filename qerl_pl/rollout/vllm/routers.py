@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 
 def in_fp32(_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a replacement of the ``forward`` of vLLM's router for mixture-of-experts layers. It computes logits in fp32,
-    whereas vLLM's own rounds them to 16 bits."""
+    """Return a replacement of the ``forward`` of vLLM's router for mixture-of-experts layers. It computes the router's
+    logits in fp32, whereas vLLM's own rounds them to 16 bits."""
 
     def forward(self: Any, x: Tensor) -> Any:
         logits = logits_of(x, self.weight)

@@ -79,8 +79,9 @@ class RolloutScheduler(AsyncScheduler):
             self.recorder.clear()
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """Store the experts that computed an ended request's tokens, and let vLLM free the request. They are recorded
-        by slot of the KV cache, so they must be read before vLLM gives the request's blocks to other requests."""
+        """Store for ``take_routes`` which experts computed the tokens of an ended request, and let vLLM free the
+        request. The experts are recorded by slot of the KV cache, so they must be read before vLLM gives the request's
+        blocks to other requests."""
         params = request.sampling_params
         if self.recorder and request.num_output_tokens and params and params.prompt_logprobs is None:
             of_group = self.kv_cache_manager.get_block_ids(request.request_id)
@@ -96,8 +97,8 @@ class RolloutScheduler(AsyncScheduler):
 
     def _decoding_step(self) -> SchedulerOutput | None:
         """Schedule a decoding step of one token for each running request, and return the schedule; None if vLLM's own
-        code has to schedule the step, that is, unless all running requests decode without drafts, no waiting request
-        can start, and the KV cache has a free block for each running request."""
+        code has to schedule the step, that is, unless ``is_lean`` is set, all running requests decode without drafts,
+        no waiting request can start, and the KV cache has a free block for each running request."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
