@@ -169,8 +169,8 @@ class RolloutScheduler(AsyncScheduler):
         self, scheduled: Mapping[str, int], sampled: list[list[int]], rows: Mapping[str, int], values: list[float]
     ) -> dict[str, int]:
         """Append the token that a decoding step has sampled for each running request to the request, as vLLM does, but
-        make no output object. Requests that end with this token, that sample their first one, or that have none or
-        several tokens in this step are not changed: vLLM's own code then does it.
+        make no output object. Requests that end with this token, may end by something else (``ends_of``), have no token
+        before it, or have none or several tokens in this step are not changed: vLLM's own code then appends the tokens.
 
         Args:
             scheduled: the number of tokens of each request in this step.
