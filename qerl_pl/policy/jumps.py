@@ -30,8 +30,8 @@ class Jump(NamedTuple):
 def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
     """Compare a positive value of this rollout with the values of earlier rollouts in ``history``, by the median and
     the median absolute deviation of their logarithms. Values below ``floor`` are raised to ``floor``. Returns the ratio
-    of the value to the median, and the difference of their logarithms in standard deviations; 1 and 0 if there are
-    fewer than ``least`` earlier values."""
+    of the value to the median, and the difference of their logarithms in robust standard deviations (from the median
+    absolute deviation); 1 and 0 if there are fewer than ``least`` earlier values."""
     if len(history) < least:
         return Jump(1.0, 0.0)
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
@@ -43,9 +43,9 @@ def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2
 
 def change(now: Sequence[float], before: Sequence[float]) -> float:
     """Return the p-value of Welch's t test of whether two samples have the same mean; 1 if all values are equal up to
-    fp32 rounding. A value is the mean over a group of completions. The mean of each sample is added to the other sample
-    as one more value. Without this, the variance of a few equal values would be 0, and any difference would count as
-    certain."""
+    fp32 rounding. Each value is a statistic of one group of completions, such as their mean length. The mean of each
+    sample is added to the other sample as one more value. Without this, the variance of a few equal values would be 0,
+    and any difference would count as certain."""
     first, second = (torch.tensor(values, dtype=torch.float64) for values in (now, before))
     first, second = torch.cat([first, second.mean()[None]]), torch.cat([second, first.mean()[None]])
     values = torch.cat([first, second])
@@ -83,6 +83,7 @@ def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
 
 def high_gap(row_gaps: Tensor) -> float:
     """Return the largest number that the gaps of at least 1/32 of the rows, and of at least two rows, reach or exceed,
-    so that one bad row does not decide. ``row_gaps`` [B] has one gap for each of B completions: the mean over its
-    tokens of the absolute difference between the trainer's and the sampler's log-probability, in nats."""
+    so that a single row with a large gap does not raise the result. ``row_gaps`` [B] has one gap for each of B
+    completions: the mean over its tokens of the absolute difference between the trainer's and the sampler's
+    log-probability, in nats."""
     return row_gaps.sort(descending=True).values[min(max(2, -(-len(row_gaps) // 32)), len(row_gaps)) - 1].item()

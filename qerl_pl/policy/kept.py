@@ -33,8 +33,9 @@ class Kept:
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """Remove and return the next of the results that ``put`` stored in the forward pass, as a tensor without
-        autograd history. RuntimeError: none is left, because backward runs a second time over the same graph."""
+        """Remove and return the next result, in the order in which ``put`` stored them in the forward pass, as a tensor
+        without autograd history. RuntimeError: none is left, because backward runs a second time over the same
+        graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"
@@ -54,9 +55,9 @@ class Kept:
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
         """Return the result of ``compute`` in the forward pass, and ``instead`` when torch.utils.checkpoint runs the
-        block again in backward, without calling ``compute``. It is for values that only functions passed to ``whole``
-        read, such as rotated queries and keys: ``whole`` stores the results of those functions and does not call them
-        in the second run, so nothing reads the value then."""
+        block again in backward, without calling ``compute``. It is for values, such as rotated queries and keys, that
+        are read only by functions whose results ``whole`` stores, such as attention: ``whole`` does not call these
+        functions in the second run, so nothing reads the value then."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
@@ -88,7 +89,8 @@ def kept_whole(compute: Callable[[], Tensor]) -> Tensor:
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the pair of context managers that torch.utils.checkpoint expects from its argument ``context_fn``: one for
-    a block's run in forward, and one for its second run in backward."""
+    a block's run in forward, which stores results in a new ``Kept``, and one for its second run in backward, which
+    takes them from it."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 

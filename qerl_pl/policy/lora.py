@@ -25,8 +25,8 @@ class LoraSettings:
 
     Args:
         rank: inner dimension of A and B; null: the rank of ``start``, or 32 without ``start``.
-        alpha: scale of the update; alpha / rank multiplies B A (alpha / sqrt(rank) with ``rslora``); null: the alpha of
-            ``start``, or 32 without ``start``.
+        alpha: numerator of the factor alpha / rank that multiplies B A (alpha / sqrt(rank) with ``rslora``); null: the
+            alpha of ``start``, or 32 without ``start``.
         dropout: dropout on the adapter's input while training. Above 0, training takes more memory, and the trainer's
             log-probabilities differ from those that the engine samples with, because the engine has no dropout.
         targets: names of the linear layers that get an adapter, a subset of ``PROJECTIONS``; null: all, or those of
@@ -37,8 +37,8 @@ class LoraSettings:
         rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
         train_norms: also train the weights of two norms of every block (as QeRL's published code does, unlike its
             paper).
-        expert_rank: rank of the adapters on the experts of a mixture-of-experts model. Their updates are scaled by the
-            same factor as those of other linear layers. 0: experts get no adapters; null: that of ``start``, or without
+        expert_rank: rank of the adapters on the experts of a mixture-of-experts model. Their B A is multiplied by the
+            same factor as in other linear layers. 0: experts get no adapters; null: that of ``start``, or without
             ``start`` rank / k, at least 1, where k experts compute each token.
         start: folder of an adapter that PEFT wrote, with which the run starts, for example after supervised
             fine-tuning; it is also the reference of the KL penalty. null: B starts at 0, so the run starts at the base.
@@ -133,9 +133,9 @@ def _sorted(value: Any) -> Any:
 class LoraLinear(nn.Module, LoraLayer):
     """PEFT layer that adds a LoRA adapter to a frozen linear layer, dense or quantised.
 
-    The adapter is never merged into the base, because 4-bit weights could not represent the update. PEFT's own layer
-    casts the input to the dtype of A and B, so with fp32 master weights it would compute matrix products in fp32. This
-    layer casts the fp32 master weights to the input's dtype instead. vLLM holds A and B in this dtype, too.
+    The adapter is never merged into the base, because 4-bit weights could not represent its small B A. PEFT's own
+    layer casts the input to the dtype of A and B, so with fp32 master weights it would compute matrix products in fp32.
+    This layer casts the fp32 master weights to the input's dtype instead. vLLM holds A and B in this dtype, too.
     """
 
     def __init__(

@@ -56,10 +56,10 @@ def stacked(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number: int) -> Tensor | None:
-    """Compute the LoRA update B A, [E, N, K], without the factor alpha / r, of one linear layer of all E experts of an
-    MoE layer, so that the caller can merge it into the base. ``adapter`` maps PEFT's names to tensors, ``experts`` is
-    PEFT's name of the experts' module, ``part`` names the linear layer, such as up_proj, and ``number`` is E. Returns
-    None if the adapter has no tensors of this linear layer."""
+    """Compute B A, [E, N, K], without the factor alpha / r, for one linear layer of all E experts of an MoE layer, so
+    that the caller can merge the adapter into the base. ``adapter`` maps PEFT's names to tensors, ``experts`` is PEFT's
+    name of the experts' module, ``part`` names the linear layer, such as up_proj, and ``number`` is E. Returns None if
+    the adapter has no tensors of this linear layer."""
     name = f"{experts}.lora_" if part == "down_proj" else f"{experts}.base_layer.lora_"
     if f"{name}A.weight" not in adapter:
         return None
@@ -109,7 +109,8 @@ class LoraExperts(nn.Module, LoraLayer):
 
 def with_experts(config: LoraConfig, rank: int, scaling: float) -> LoraConfig:
     """Add adapters on experts, of the given rank (0: none), to ``config``, PEFT's configuration, which is changed and
-    returned. ``scaling`` is the factor of their updates B A; adapters on other linear layers have the same factor."""
+    returned. ``scaling`` is the factor by which their B A is multiplied; adapters on other linear layers have the same
+    factor."""
     if rank:
         alpha: Any = scaling * (rank**0.5 if config.use_rslora else rank)
         config.target_parameters = list(PARAMETERS)

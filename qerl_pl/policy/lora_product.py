@@ -1,4 +1,4 @@
-"""Frozen linear layer and its LoRA update as one node of the autograd graph.
+"""Frozen linear layer and its LoRA adapter as one node of the autograd graph.
 
     y = x W^T + bias + (x A^T) (s B)^T
 

@@ -129,9 +129,10 @@ class Policy(nn.Module):
         apply_recompute(self.causal_lm, how)
 
     def recompute_more(self) -> Setting | None:
-        """Switch to the next level of gradient checkpointing, which needs less memory; it is called after a pass ran
-        out of memory. Returns the value of ``model.gradient_checkpointing`` that means the new level. If there is no
-        further level, or the user's settings fix the level, this changes nothing and returns None."""
+        """Switch to the next level of gradient checkpointing, which needs less memory; it is called after a forward or
+        backward pass ran out of memory. Returns the value of the setting ``model.gradient_checkpointing`` that means
+        the new level. If there is no further level, or the user's setting is not "auto", this changes nothing and
+        returns None."""
         less = next((how for how in ladder(self.num_layers) if how > self.recompute), None)
         if less is None or not self.recompute_is_open:
             return None
@@ -196,8 +197,8 @@ class Policy(nn.Module):
 
     def norm_modules(self) -> dict[str, nn.Module]:
         """Return the norms of all decoder blocks to which adaptive quantization noise (AQN) is added during rollouts
-        (``Family.noise_norms``). Keys are names of weights, such as ``model.layers.0.input_layernorm.weight``. If these
-        norms are trained, the values are PEFT's trainable copies."""
+        (``Family.noise_norms``). Keys are names of weights, such as ``model.layers.0.input_layernorm.weight``; values
+        are the base's modules or, if these norms are trained, PEFT's trainable copies."""
         modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -262,10 +263,10 @@ class Policy(nn.Module):
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
-            mask: [B, S] bool, True for tokens to compute. Column 0 must be False: no token precedes it.
+            mask: [B, S] bool, True for the N tokens to select. Column 0 must be False: no token precedes it.
             temperature: sampling temperature, by which logits are divided.
-            targets: [N] int64, one for each of the N masked tokens, in row-major order. The result then has the
-                log-probability of the target at the masked token's place; the model's input does not change. None: the
+            targets: [N] int64, one for each of the N masked tokens, in row-major order. The log-probabilities are then
+                those of the targets, at the indices of the masked tokens; the model's input does not change. None: the
                 masked tokens themselves.
             teacher: results of a teacher at the masked tokens, to compute the divergence from it; None: no divergence.
             routes: [B, S, L, k] integers, the k experts to use for each token in each of the model's L

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 SHAKES = 8
-"""Number of passes, each with other random rounding errors, from which the size of the differences is estimated."""
+"""Number of copies of a sequence, each computed with other random rounding errors, from which the size of the
+differences is estimated."""
 
 
 @contextmanager
@@ -50,12 +51,13 @@ def shaken(model: nn.Module, dtype: torch.dtype, *, seed: int) -> Iterator[None]
 def with_rounding(
     score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute N log-probabilities, and estimate by how much rounding errors change each of them. Returns two tensors
-    [N] in nats: the log-probabilities of a forward pass without added errors, and the root mean square of their changes
-    in ``SHAKES`` passes with random rounding errors of the size of ``dtype``.
+    """Compute N log-probabilities by a forward pass over a sequence, and estimate by how much rounding errors change
+    each of them. Returns two tensors [N] in nats: the log-probabilities without added errors, and the root mean square
+    of their changes in ``SHAKES`` copies of the sequence, each computed with other random rounding errors of the size
+    of ``dtype``.
 
-    The caller's function ``score(copies)`` has to run ``model`` on one batch of ``copies`` equal rows and to return the
-    N log-probabilities for each row, [copies, N]. Each row gets different random errors.
+    The caller's function ``score(copies)`` has to run ``model`` on ``copies`` copies of the sequence and to return the
+    N log-probabilities for each copy, [copies, N].
     """
     [plain] = score(1)
     return plain, rounding_of(plain, score, model, dtype, seed=seed)
@@ -64,9 +66,10 @@ def with_rounding(
 def rounding_of(
     plain: Tensor, score: Callable[[int], Tensor], model: nn.Module, dtype: torch.dtype, *, seed: int
 ) -> Tensor:
-    """Estimate by how much rounding errors change each of N log-probabilities, which a forward pass without added
-    errors gave as ``plain`` [N]. Returns the root mean square of the changes in ``SHAKES`` passes with random rounding
-    errors of the size of ``dtype``, [N] in nats. The arguments are those of ``with_rounding``."""
+    """Estimate by how much rounding errors change each of N log-probabilities, which a forward pass over a sequence
+    without added errors gave as ``plain`` [N]. Returns the root mean square of the changes in ``SHAKES`` copies of the
+    sequence, each with other random rounding errors of the size of ``dtype``, [N] in nats. The other arguments are
+    those of ``with_rounding``."""
     with shaken(model, dtype, seed=seed):
         errors = score(SHAKES) - plain
     return errors.square().mean(dim=0).sqrt()
