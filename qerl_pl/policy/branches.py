@@ -79,7 +79,7 @@ def branch_evidence(
 
     Args:
         groups: tokens and log-probabilities in nats of each completion of P groups.
-        numbers: F properties of each completion of each group.
+        numbers: values of F properties of each completion of each group.
 
     Returns:
         Log-likelihood ratios of an engine that selects to one that does not, [len(SHARES) * F * 2 * len(ODDS)] fp64 in
@@ -115,9 +115,9 @@ def _of_group(
 
 
 def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator[float]:
-    """Yield, for each property, direction (low, high) and odds, the log-likelihood ratio in nats that
-    ``branch_evidence`` describes, of one ``token`` after the prefix that ends in ``branch``. ``means`` are the means of
-    the properties over the group's earlier completions."""
+    """Yield, for each property, direction (low, high) and o of ``ODDS``, the log-likelihood ratio in nats that
+    ``branch_evidence`` describes, if ``token`` is a completion's next token after the prefix that ends in ``branch``.
+    ``means`` are the means of the properties over the group's earlier completions."""
     taken = branch.following.get(token)
     for number, mean in enumerate(means):
         for sign in (1, -1):

@@ -50,9 +50,9 @@ class Groups:
         """[T] int64, index of each packed token among the tokens of all groups."""
 
     def of(self, starts: Tensor) -> Groups:
-        """Divide packed rows into groups of similar lengths, kept in this object, and return it. ``starts`` [B + 1]
-        int32 has the index of each row's first token, followed by the number of tokens. If the previous call had the
-        same tensor object as its argument, its groups are kept."""
+        """Divide packed rows into groups of similar lengths (``grouped``), store the groups in this object, and return
+        the object. ``starts`` [B + 1] int32 has the index of each row's first token, followed by the number of tokens
+        of all rows. If the previous call had the same tensor object as its argument, nothing is computed again."""
         if self._starts is starts:
             return self
         first, lengths = starts.tolist(), starts.diff().tolist()
@@ -69,9 +69,9 @@ class Groups:
 
 def grouped(lengths: Sequence[int]) -> list[list[int]]:
     """Divide rows of the given lengths, in tokens, into groups of similar lengths, and return the row indices of each
-    group, longest rows first. The shortest row of a group has more than half as many chunks of 64 tokens as its longest
-    row, and a group of several rows has at most ``GROUP_TOKENS`` tokens, padding included. Rows of length 0 are left
-    out."""
+    group, longest rows first. Lengths are compared in chunks of 64 tokens, to a multiple of which the recurrence pads
+    rows: the shortest row of a group has more than half as many chunks as its longest row, and a group of several rows
+    has at most ``GROUP_TOKENS`` tokens, padding included. Rows of length 0 are left out."""
     groups: list[list[int]] = []
     chunks = [ceil(length / CHUNK) for length in lengths]
     for row in sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]):

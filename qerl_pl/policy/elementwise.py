@@ -1,10 +1,10 @@
 """Norms, rotary embeddings and SwiGLU as one fused kernel each for forward and backward, from the library liger-kernel.
 
 transformers computes each of these operations as a chain of element-wise kernels, whose intermediate results autograd
-keeps. The kernels of liger-kernel round at the same places, keep fewer tensors for backward, and work in place where
-possible: rotary embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inputs with their
-gradients. Linear layers that read the same input, such as q_proj, k_proj and v_proj, are computed by one node of the
-autograd graph (``apply_linears``).
+keeps. The kernels of liger-kernel round the same intermediate results, keep fewer tensors for backward, and work in
+place where possible: rotary embeddings overwrite queries and keys, and SwiGLU's backward overwrites its inputs with
+their gradients. Linear layers that read the same input, such as q_proj, k_proj and v_proj, are computed by one node of
+the autograd graph (``apply_linears``).
 """
 
 from collections.abc import Callable

@@ -205,12 +205,12 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
     completions of one prompt, in the order in which the engine returned them).
 
     If completions are independent draws, all orders are equally likely. Among a value and those before it in its group,
-    n in all, let m be smaller and t equal (itself included), and let u = (m + U t) / n, with U drawn from [0, 1). Then
-    u is uniform in [0, 1] and independent of the u before it. The alternative hypotheses are other densities of u in a
-    share of groups (``SHARES``). Densities 1 + c (2 u - 1), for c of ``SLOPES``, mean that later values are larger (or
-    smaller), for example because the later half was sampled with another adapter. The density k u^(k - 1), with k =
-    ``STEEPNESS``, and its mirror image mean that the engine returns completions in sorted order, for example because it
-    selected the shortest.
+    n in all, let m be smaller than the value and t equal to it (itself included), and let u = (m + U t) / n, with U
+    drawn from [0, 1). Then u is uniform in [0, 1] and independent of the u of the values before it. The alternative
+    hypotheses are other densities of u in a share of groups (``SHARES``). Densities 1 + c (2 u - 1), for c of
+    ``SLOPES``, mean that later values are larger (or smaller), for example because the later half was sampled with
+    another adapter. The density k u^(k - 1), with k = ``STEEPNESS``, and its mirror image mean that the engine returns
+    completions in sorted order, for example because it selected the shortest.
 
     Args:
         values: [F, P, G], F properties of the G completions of each of P prompts.
@@ -235,6 +235,6 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 def log_false_alarm(evidence: Tensor) -> float:
     """Return the natural logarithm of an upper bound on the probability of a false alarm: that independent draws from
     the policy give log-likelihood ratios as large as ``evidence``, [K] in nats for K alternative hypotheses. The bound
-    is Ville's inequality for the mean of the K likelihood ratios. If ``accumulated`` returned ``evidence``, the caller
-    has to multiply the bound by the number of rollouts."""
+    is Ville's inequality for the mean of the K likelihood ratios. If ``accumulated`` returned ``evidence``, the result
+    is a bound per rollout: the probability of a false alarm within n rollouts is at most n times as large."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

@@ -164,10 +164,10 @@ def logit_gradient_reference(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of the loss with respect to the logits, [R, V] in ``dtype``. ``d_logprobs`` and
-    ``d_entropy`` [R] are the gradients of the loss with respect to the log-probabilities of ``targets``, one token per
-    row, and to the entropies (None: the loss does not depend on entropies). ``entropy`` and ``log_partition`` [R] are
-    results of ``statistics_reference``."""
+    """Compute the gradient of the loss with respect to ``logits``, not yet divided by the temperature: [R, V] in
+    ``dtype``. ``d_logprobs`` and ``d_entropy`` [R] are the gradients of the loss with respect to the log-probabilities
+    of ``targets``, one token per row, and to the entropies (None: the loss does not depend on entropies). ``entropy``
+    and ``log_partition`` [R] are results of ``statistics_reference``."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)

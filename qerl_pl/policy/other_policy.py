@@ -87,9 +87,10 @@ def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
 
     Let r be the error, d the effect, f the density of the logistic distribution of the given scale, and m =
     ``TOLERATED`` d. The result is log(2 f(r - d) / (f(r - d) + f(r - m + d - m))), where the second density is the
-    first, reflected about m. The mean of the ratio is therefore 1 if r is distributed symmetrically about m. It is at
-    most 1 if r is symmetric about a value between -infinity and m in the direction of d, because the ratio increases
-    with r in this direction (f is log-concave). The ratio is at most 2.
+    first, reflected about m. The mean of the likelihood ratio, without the logarithm, is therefore 1 if r is
+    distributed symmetrically about m. It is at most 1 if r is symmetric about a value between -infinity and m in the
+    direction of d, because the likelihood ratio increases with r in this direction (f is log-concave). It is never
+    above 2.
 
     Args:
         error: [N] fp64, engine's minus trainer's log-probability in nats.
@@ -114,20 +115,21 @@ def part(error: Tensor, effect: Tensor, scale: Tensor) -> float:
 
 
 def next_strength(strength: float, change: float, gap: float) -> float:
-    """Choose the strength for the next rollout's test, from 1 to ``STRONGEST``: the multiple of the distance to another
-    policy by which the current policy is moved towards it and away from it.
+    """Choose the strength for the next rollout's test of another policy, from 1 to ``STRONGEST``: the multiple of the
+    distance to that policy by which the current policy is moved towards it and away from it.
 
     ``change`` is the mean difference of logits (``jumps.logit_gap``) between the two moved policies at the current
-    ``strength``, and ``gap`` that between engine and trainer. The result is the strength at which ``change``, which is
-    proportional to the strength up to ``LINEAR``, would be ``LARGER`` times ``gap`` or, if that is more, ``LINEAR``.
+    ``strength``, and ``gap`` the mean difference of logits between engine and trainer. The result is the strength at
+    which ``change`` would be the smaller of ``LARGER`` times ``gap`` and ``LINEAR``, up to which it counts as
+    proportional to the strength.
     """
     return min(max(1.0, strength * min(LARGER * gap, LINEAR) / max(change, 1e-12)), STRONGEST)
 
 
 def is_first(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[bool]]:
-    """Mark the completion tokens that count in a test of several rows. A token counts if no earlier row has the same
-    token after the same preceding tokens, those of the prompt included: the rounding errors of the two would be equal,
-    and may count only once.
+    """Mark the completion tokens of several rows that count in the test of another policy. A token counts if no earlier
+    row has the same token after the same preceding tokens, those of the prompt included: the rounding errors of the two
+    would be equal, and may count only once.
 
     Args:
         rows: tokens of prompt and completion of each row.

@@ -249,8 +249,8 @@ def predicting(
     Returns the indices of the masked tokens (rows and columns), the hidden states [N, H] from which they are predicted,
     and a third result, which is None without ``routes``. ``routes`` [B, S, L, k] says which k experts compute each
     token in each of the model's L mixture-of-experts layers, whatever the router chooses. The third result, [B, S, L]
-    uint8, counts how many of these experts the router would not have chosen; it is ``UNSEEN`` for tokens that were not
-    computed.
+    uint8, counts how many of these experts the router would not have chosen; it is ``UNSEEN`` for tokens that the model
+    did not process, such as padding.
     """
     packed, before = pack_for(tokens, mask, share=shares_prompts(model))
     if routes is None:

@@ -55,8 +55,8 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """List the levels of gradient checkpointing for a model of ``num_layers`` blocks, each of which needs less memory
-    than the previous one. The memory plan chooses one of these levels if the user's setting is "auto"."""
+    """List the levels of gradient checkpointing for a model of ``num_layers`` blocks; each level needs less memory than
+    the one before it. The memory plan chooses one of these levels if the user's setting is "auto"."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)

@@ -18,7 +18,8 @@ Place = Literal["gpu", "host"]
 
 
 class Teacher:
-    """Frozen causal language model that scores tokens in packed forward passes (several sequences without padding).
+    """Frozen causal language model that computes log-probabilities in packed forward passes (several sequences without
+    padding).
 
     Args:
         folder: checkpoint folder, with dense or 4-bit weights.
@@ -51,8 +52,8 @@ class Teacher:
             self.model.to(device=torch.device("cpu"))
 
     def head(self, temperature: float) -> Head:
-        """Return the output head, on the device, together with the temperature and the soft cap by which its logits
-        become the next-token distribution at the given temperature."""
+        """Return the output head, with its weight on ``device``, together with the temperature and the soft cap by
+        which its logits become the next-token distribution at the given temperature."""
         head = head_of(self.model, self.family, temperature)
         return head._replace(weight=head.weight.to(self.device))
 
@@ -63,7 +64,7 @@ class Teacher:
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
-            mask: [B, S] bool, True for tokens to compute, never in column 0.
+            mask: [B, S] bool, True for the N tokens to select, never in column 0.
             temperature: sampling temperature, by which logits are divided.
 
         Returns:

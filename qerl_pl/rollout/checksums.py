@@ -46,8 +46,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _factors(length: int, device: torch.device) -> Tensor:
-    """Compute the factors of a checksum, [length] int64: pseudo-random odd numbers that depend only on their index, by
-    one round of SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
+    """Compute the factors m_i of ``checksums``, [length] int64: pseudo-random odd numbers that depend only on their
+    index, by one round of SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
     mixed = torch.arange(length, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     return (mixed ^ (mixed >> 27)) | 1

@@ -25,7 +25,7 @@ def check_prompts(
 ) -> None:
     """Check all prompts before an engine samples completions or scores sequences. Raises ValueError for the first
     prompt that is empty, holds an unknown token, or leaves fewer than ``max_tokens`` of ``max_model_len`` tokens for
-    the completion (0 if sequences are only scored)."""
+    the completion. ``max_tokens`` is 0 if sequences are only scored."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; expected at least one token")

@@ -62,9 +62,10 @@ class Gap(NamedTuple):
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
     """Compare the log-probabilities of N tokens by a rollout engine with those by the trainer, [N] each in nats;
-    returns means over tokens. ``rounding`` [N] is, for each token, the root mean square change of the trainer's
-    log-probability by random rounding errors, in nats. ``change`` is the mean absolute change of the trainer's
-    log-probabilities by the probe adapter (``probe.py``), if there is one."""
+    returns means over tokens of the differences in nats and in multiples of the rounding errors. ``rounding`` [N] is,
+    for each token, the root mean square change of the trainer's log-probability by random rounding errors, in nats.
+    ``change`` is the mean absolute change of the trainer's log-probabilities by the probe adapter (``probe.py``), if
+    there is one."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
     # At some tokens the trainer's rounding error is tiny, by chance or because the token is nearly certain, but the
     # engine's error is not. A tenth of the mean rounding error is added, so that the ratio stays small there.
@@ -74,8 +75,8 @@ def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = ma
 
 def own_text(rows: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
     """Make the text on which engine and trainer are compared from rows of tokens of the run (prompts with or without
-    completions): return the last ``num_tokens`` tokens of all rows concatenated, the first row last. If the rows have
-    fewer tokens in all, they are repeated."""
+    completions): concatenate all rows in reverse order, so that the first row comes last, and return the last
+    ``num_tokens`` tokens. If the rows have fewer tokens in all, they are repeated."""
     backwards = cycle(chain.from_iterable(map(reversed, rows)))
     return list(islice(backwards, num_tokens))[::-1]
 
@@ -110,7 +111,8 @@ def score_gaps(
     scores: bool,
 ) -> dict[str, Gap]:
     """Compare log-probabilities of the rollout engine of ``loop`` with those of ``oracle``, an engine that uses the
-    trainer's model with the same noise on norm weights. Returns a ``Gap`` for each comparison, by its name.
+    trainer's model with the same noise on norm weights. Returns a ``Gap`` (the mean difference of log-probabilities)
+    for each comparison, by its name.
 
     - If ``scores``, both engines compute the log-probabilities of the text ``tokens``, with the policy's adapter and
       without.

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): replace groups of completions of one prompt whose advantages are all 0, from which the
+"""Dynamic sampling (DAPO): replace groups (the completions of one prompt) whose advantages are all 0, from which the
 policy learns nothing, by groups of further prompts."""
 
 import math
@@ -63,11 +63,11 @@ class DynamicSampling:
     ) -> tuple[ScoredBatch, int]:
         """Sample completions of ``prompts``, and then of ``more_prompts``, until enough groups to fill the batch have a
         signal (a completion that counts in the loss has an advantage other than 0). Stop earlier if further prompts
-        have been sampled ``max_refills`` times or no prompts are left. Every rank must call this method, with equally
-        many ``prompts`` and the same ``more_prompts``.
+        have been sampled ``max_refills`` times or no prompts are left. Every rank must call this method, because groups
+        are counted over all ranks, with equally many ``prompts`` and the same ``more_prompts``.
 
         Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
-        of W, group j belongs to prompt r + j * W of the rollout's sequence of prompts.
+        of W, group j of these belongs to prompt r + j * W of the rollout's sequence of prompts.
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         batch_size = num_sampled = len(prompts) * num_ranks
@@ -99,7 +99,7 @@ class DynamicSampling:
     def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
         """Choose the groups (completions of one prompt) to train on: among the groups of all ranks, the first
         ``batch_size`` that have a signal (a completion that counts in the loss has an advantage other than 0). Every
-        rank must call this method.
+        rank must call this method, because the ranks exchange groups.
 
         Returns the groups that this rank trains on; None if there are none. If ``may_move`` is False, each rank trains
         only on groups that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have a signal and

@@ -140,7 +140,8 @@ class TransformersEngine:
     ) -> tuple[Tensor, Tensor]:
         """Call ``Policy.sampled_as`` on the trainer's model with this engine's adapter and noise on norm weights:
         compute the log-probabilities of the ``sampled`` tokens (a mask) under the policy and under other ways of
-        sampling, and their distances in logits from the tokens that the random numbers of the ``seeds`` select."""
+        sampling, and their distances (``policy.margins``) from the tokens that the sampler's noise, computed from
+        ``seeds``, selects."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             how = {"temperature": temperature, "routes": routes, "seeds": seeds}
@@ -196,8 +197,9 @@ class TransformersEngine:
         return policy
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide rows of the given ``lengths`` into batches for ``generate``, longest row first, each of at most
-        ``batch_tokens`` tokens with padding; a longer row gets a batch of its own. Returns the rows' indices."""
+        """Divide sequences of the given ``lengths``, in tokens, into batches, longest sequence first, each of at most
+        ``batch_tokens`` tokens with padding; a longer sequence gets a batch of its own. Returns the indices of each
+        batch's sequences."""
         batches: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > self.batch_tokens:

@@ -83,8 +83,8 @@ class RolloutLoop:
     adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise unchanged."""
 
     def sync(self, adapter: Mapping[str, Tensor], noise: NormNoise) -> int:
-        """Wake the engine, and set its adapter and the noise on its norm weights; returns the number of norms that have
-        noise, as read back from the engine."""
+        """Wake the engine, give it ``adapter``, and replace the noise on its norm weights by ``noise``; returns the
+        number of norms that have noise, as read back from the engine."""
         self.engine.wake()
         self.engine.load_adapter(adapter)
         return self.engine.set_norm_noise(noise)
@@ -101,9 +101,9 @@ class RolloutLoop:
         watch: Stopwatch,
     ) -> Rollout:
         """Sample the completions of one training step, score them by the rewards, and return them with the tensors to
-        train on. Every rank must call this method with P prompts of its own. ``seed`` and ``more_prompts``, from which
-        dynamic sampling takes further prompts, must be equal on all ranks. ``watch`` adds up the seconds of "sync",
-        "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
+        train on. Every rank must call this method with equally many prompts of its own. ``seed`` and ``more_prompts``,
+        from which dynamic sampling takes further prompts, must be equal on all ranks. ``watch`` adds up the seconds of
+        "sync", "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
 
         Raises CheckFailed if a larger share of completions than ``max_unscored_share`` could not be scored, if dynamic
         sampling did not fill the batch and its setting ``when_short`` is "error", or if completions do not end as the
@@ -155,7 +155,8 @@ class RolloutLoop:
         """Sample completions of prompts with the engine's current adapter and noise on norm weights, and score them by
         the rewards. ``baseline`` is the rule by which advantages are computed from the rewards of a group (the
         completions of one prompt). A group whose advantages are all 0 cannot change the policy;
-        ``ScoredBatch.has_signal`` is then False. The default rule also works for groups of one completion."""
+        ``ScoredBatch.has_signal`` is then False. The default rule, "centered", also works for groups of one
+        completion."""
         seeds: int | list[int] = seed
         if any(prompt.copy for prompt in prompts):
             seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]

@@ -63,7 +63,7 @@ def measure_some(
     their tokens, under the policy with the rollout's noise on norm weights and under other ways of sampling, such as
     another temperature (``evidence.ALTERNATIVES``). If the completions have seeds, also compute how far each token is
     from the one that the sampler's random numbers, which follow from the seed, select (``policy.margins``). Every rank
-    must call this function.
+    must call this function, because it adds up values of all ranks.
 
     ``max_tokens`` limits the tokens of the chosen prompts and completions of all ranks together. Completions of a rank
     that are equal, with equal prompts, count once. Each rank may exceed its share of the limit by at most one

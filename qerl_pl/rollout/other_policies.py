@@ -1,5 +1,5 @@
 """Test whether the rollout engine sampled some completions with another policy than the current one: without the
-adapter, with the adapter of the previous rollout, or without the noise on the norms."""
+adapter, with the adapter of the previous rollout, or without the rollout's noise on norm weights."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ def measure_others(
 ) -> Others:
     """Test whether the rollout engine sampled completions with another policy than the current one
     (``OTHER_POLICIES``): return the log-likelihood ratio of each other policy to the current one, and the strengths for
-    the next call. Every rank must call this function.
+    the next call. Every rank must call this function, because it adds up values of all ranks.
 
     For each of these policies that differs from the current one, two forward passes are made, with weights moved
     towards this policy and away from it. They compute the log-probabilities of the first completions that
@@ -160,8 +160,9 @@ def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
 @contextmanager
 def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise, *, by: float) -> Iterator[None]:
     """Within the context, put the model into evaluation mode and move its weights from the current policy towards
-    another one, by ``by`` times the distance between the two. The other policy has the adapter ``other`` and the same
-    ``noise`` on norm weights or, if ``other`` is None, the current adapter and no noise."""
+    another one, by ``by`` times the distance between the two. The current policy has ``noise`` on norm weights. The
+    other policy has the adapter ``other`` and the same noise or, if ``other`` is None, the current adapter and no
+    noise."""
     current = policy.adapter_state()
     adapter = current if other is None else moved(current, other, by=by)
     norms: dict[str, Tensor] = {}
@@ -176,7 +177,7 @@ def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise,
 @torch.no_grad()
 def _logprobs(policy: Policy, batch: ScoredBatch, chosen: Sequence[int], temperature: float, limit: int) -> Tensor:
     """Compute log-probabilities with the model's current weights, [N] fp64 in nats, for the N tokens of the completions
-    with the indices ``chosen``, in micro-batches of up to ``limit`` tokens."""
+    with the indices ``chosen`` in ``batch``, in micro-batches of up to ``limit`` tokens, prompts included."""
     prompts, completions = [batch.prompts[row].tokens for row in chosen], [batch.completions[row] for row in chosen]
     logprobs = dict[int, Tensor]()
     for inputs in passes(prompts, completions, limit, policy.causal_lm.device):

@@ -63,11 +63,12 @@ def find_strength(
     """Find a strength at which probe adapters (``probe_adapter``) change log-probabilities far more than rounding
     errors of ``dtype`` do. Returns None if there is none.
 
-    Log-probabilities are those of the last ``TOKENS`` of ``tokens``, which should be text like that of the run. They
-    are computed by ``oracle``, an engine with the trainer's model, which still has a probe adapter afterwards.
-    Strengths are tried from the strongest on, each with ``SEEDS`` adapters; a strength is left out if one of them
-    causes a mean change above ``MOST_CHANGE`` nats. For each adapter, the ratio of rounding errors to the change that
-    it causes is computed; ``best_strength`` then chooses a strength by the largest ratio of its adapters.
+    Log-probabilities are those of the last ``TOKENS`` tokens of the text ``tokens``, which should be like that of the
+    run. They are computed by ``oracle``, an engine with the trainer's model, which still has a probe adapter
+    afterwards. Strengths are tried from the strongest on, each with ``SEEDS`` adapters; a strength is left out if one
+    of its adapters causes a mean change above ``MOST_CHANGE`` nats. For each adapter, the ratio of rounding errors to
+    the change that it causes is computed; ``best_strength`` then chooses a strength by the largest ratio of its
+    adapters.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
@@ -100,9 +101,9 @@ def find_strength(
 def best_strength(shares: Mapping[float, float]) -> float | None:
     """Choose the strength of probe adapters (``probe_adapter``). ``shares`` has, for each strength, the ratio of
     rounding errors to the change of log-probabilities by such an adapter. Of the strengths whose ratio is at most
-    ``GOOD`` and at most twice the smallest, the weakest is chosen, because it makes the model least chaotic. If no
-    ratio is at most ``GOOD``, the strength with the smallest ratio is chosen, or None if this ratio is above
-    ``USABLE``."""
+    ``GOOD`` and at most twice the smallest, the weakest is chosen, because a weaker adapter magnifies rounding errors
+    less. If no ratio is at most ``GOOD``, the strength with the smallest ratio is chosen, or None if this ratio is
+    above ``USABLE``."""
     best = min(shares.values(), default=1.0)
     limit = max(best, min(2 * best, GOOD))
     return min(strength for strength, share in shares.items() if share <= limit) if best <= USABLE else None

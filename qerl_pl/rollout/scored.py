@@ -53,8 +53,8 @@ class ScoredBatch:
     ) -> ScoredBatch:
         """Build a batch of B completions, ``group_size`` for each prompt. A completion counts in the loss if it has a
         score and, with ``filter_truncated``, was not cut off at max_tokens. A group (the completions of one prompt) has
-        a signal if a completion that counts has an advantage other than 0 by the rule ``baseline`` and, given
-        ``metric``, the group's scores of the reward of this name differ."""
+        a signal, so that the policy can learn from it, if a completion that counts has an advantage other than 0 by the
+        rule ``baseline`` and, given ``metric``, the group's scores of the reward of this name differ."""
         finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
         in_loss = table.scored & (finished | (not filter_truncated))
         grouped = (values.view(-1, group_size) for values in (table.total, table.scored, in_loss))
