@@ -1,6 +1,6 @@
 """Divergence of a student's next-token distribution from a teacher's, without holding the logits [T, V] of all tokens.
 
-Letters: T tokens, H and H' hidden sizes of student and teacher, V vocabulary, R rows of a chunk; p is the student's
+Letters: T tokens, H and H' hidden sizes of student and teacher, V vocabulary, R tokens of a chunk; p is the student's
 distribution, q the teacher's, m = beta q + (1 - beta) p. The divergence is the generalised Jensen-Shannon divergence of
 GKD (arXiv 2306.13649, equation 1), with its limits at beta 0 and 1. The columns below are beta, the divergence, and its
 derivative with respect to the student's logits divided by the temperature:

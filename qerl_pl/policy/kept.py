@@ -4,9 +4,9 @@ attention), and recompute the others, which are element-wise, in backward.
 torch.utils.checkpoint runs a block in forward without keeping activations, and again in backward. With ``keeping`` as
 its ``context_fn``, matrix products and attention store their results in the first run and return the stored results in
 the second, and only the element-wise operations run again. torch's own selective checkpointing selects operations by
-their dispatcher names. It cannot be used here, because linear layers with LoRA write into memory that an autograd node
-allocated, and weights are dequantised by kernels that are not registered with the dispatcher. So the code of these
-layers and of attention calls the methods of ``Kept``.
+their dispatcher names. It cannot be used here, because the matrix products of linear layers with LoRA return no new
+tensor to store, but write into memory that an autograd node allocated, and because weights are dequantised by kernels
+that are not registered with the dispatcher. So the code of these layers and of attention calls the methods of ``Kept``.
 """
 
 import threading

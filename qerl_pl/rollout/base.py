@@ -242,7 +242,7 @@ def expected_fingerprint(
 
     ``adapter`` has the fp32 LoRA weights by PEFT's names; norm weights in it are ignored. ``norms`` has the noisy
     weights of all norms that get noise, by the model's names. The checksums are of the values that engines hold: LoRA's
-    A, and its B times ``scaling`` (alpha / r, or alpha / sqrt r), rounded to ``dtype``, and norm weights in fp32.
+    A, and its B times ``scaling`` (alpha / r, or alpha / sqrt r), both rounded to ``dtype``, and norm weights in fp32.
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():

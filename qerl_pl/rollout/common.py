@@ -84,9 +84,9 @@ def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     """Collect the ids of the tokens that end a completion: the end-of-sequence tokens of the generation config, the
     model config and the tokenizer of a checkpoint folder. Missing files are skipped.
 
-    Chat models often have different tokens in these three places, and each of them is meant to end the assistant's
-    turn. Tokens that were added to the tokenizer alone are left out, because the model has no logit for them. Other
-    settings of the generation config, such as a temperature or a repetition penalty, are not used.
+    Chat models often have different tokens in these three, and each token is meant to end the assistant's turn. Tokens
+    that were added to the tokenizer alone are left out, because the model has no logit for them. Other settings of the
+    generation config, such as a temperature or a repetition penalty, are not used.
     """
     places = [config.eos_token_id]
     if (Path(base) / "generation_config.json").is_file():
