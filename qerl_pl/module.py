@@ -130,8 +130,9 @@ class QeRLModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Called by Lightning before training or evaluation: check the settings, and that the rewards can read the
-        answers in the data; predict GPU memory, and choose settings by it; create the rollout loop. ValueError:
-        settings of the trainer contradict each other or settings of this module."""
+        answers in the data; predict GPU memory, and choose the memory settings that the user has left open; create the
+        rollout loop. ValueError: settings of Lightning's Trainer contradict each other or the settings under
+        ``model``."""
         if self.trainer.precision != "32-true":
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
@@ -274,9 +275,9 @@ class QeRLModule(LightningModule):
         return {"rollout": rollout, "rollout_index": index, "update": report, "seconds": dict(watch.seconds)}
 
     def _forget_scalars(self) -> None:
-        """Delete the scalars that the previous training step logged. Lightning would otherwise log the previous value
-        of a scalar again if this step does not measure it. The first step after a resume has no previous values, so the
-        curves of a resumed run would differ from those of an uninterrupted one."""
+        """Delete from Lightning's results the scalars that the previous training step logged. Lightning would otherwise
+        log the previous value of a scalar again if this step does not measure it. The first step after a resume has no
+        previous values, so the curves of a resumed run would differ from those of an uninterrupted one."""
         for logged in self.trainer.fit_loop.epoch_loop._results.values():
             # this step has already called the hooks on_train_batch_start
             if not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start":

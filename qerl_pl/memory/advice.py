@@ -49,11 +49,12 @@ def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
-    """List the changes of settings that together make a run fit on a GPU, in the order of ``savings``.
+    """List the changes of settings that together make a run fit on a GPU, those first that harm the run least (the
+    order of ``savings``).
 
     A change is left out if it does not reduce the bytes that exceed the GPU's usable memory, or if the other changes
-    suffice without it. If all changes together do not suffice, they are returned nevertheless, and ``peak`` of the last
-    change is above ``fitting.usable``.
+    suffice without it. If all changes together do not suffice, they are returned nevertheless, and the ``peak`` of the
+    last change is above the memory that a run may use (``fitting.usable``).
     """
 
     def planned(changes: Mapping[str, Any]) -> Plan:
@@ -97,9 +98,9 @@ ENGINE = "model.engine.init_args."
 
 
 def savings(run: RunMemory) -> dict[str, list[Any]]:
-    """Return the settings that ``advice`` may change to make a run fit on a GPU, by their keys in the YAML file, those
-    first whose change harms a run least. Each has a list of values that need less memory than the present one, starting
-    with the value that costs the run least; the list is empty if there is no such value."""
+    """Return the settings whose change may make a run fit on a GPU, by their keys in the YAML file, those first whose
+    change harms a run least. Each has a list of values that need less memory than the present one, starting with the
+    value closest to the present one; the list is empty if there is no such value."""
     engine = run.engine or EngineMemory()
     values_of = {
         "model.micro_batch_tokens": _halved(run.micro_batch_tokens, run.longest_row),

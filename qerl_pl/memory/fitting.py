@@ -98,7 +98,7 @@ class Option(NamedTuple):
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing from which ``fitted`` chooses, whether they fit the GPU or not,
+    """List the levels of gradient checkpointing from which the memory plan chooses, whether they fit the GPU or not,
     starting with the one that needs the most memory. If the user's settings name a level, the list has only this
     level."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
@@ -177,7 +177,7 @@ def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
 def time_per_token(
     how: Recompute, num_layers: int, tokens: int, *, fused: bool = False, dropout: bool = False
 ) -> float:
-    """Return the time per token of a training pass of ``tokens`` tokens. The unit is the time per token of an
+    """Predict the time per token of a training pass of ``tokens`` tokens. The unit is the time per token of an
     infinitely long pass without gradient checkpointing, in which the fixed overhead of a pass does not count."""
     time = 1 + OVERHEAD / tokens
     if not how.selective:

@@ -90,7 +90,7 @@ def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
 
 def recorded_routes(shape: ModelShape, slots: int) -> int:
     """Return the bytes of vLLM's buffer that records which experts computed each token: an int16 per MoE layer and
-    chosen expert for each of the ``slots`` of the KV cache, one of which holds one token."""
+    chosen expert for each of the ``slots`` of the KV cache (a slot holds one token)."""
     return 2 * shape.experts.layers * shape.experts.chosen * (slots + 1)
 
 
@@ -109,10 +109,10 @@ def block_kept(
     recomputed.
 
     In the compute dtype: the inputs of linear layers (two normalised inputs, the attention's output, the MLP's
-    product); queries, keys and values; the MLP's gate, its activation and the other factor; x A^T of each linear layer
-    with an adapter; A and B. In fp32: the inputs of all norms (query and key norms included) and the attention's
-    log-sum-exp. Fused norms keep their inputs in the compute dtype and one fp32 number per row; fused SwiGLU keeps no
-    activation.
+    product); queries, keys and values; the MLP's gate, its activation and up's output; x A^T of each linear layer with
+    an adapter; A and B. In fp32: the inputs of all norms (query and key norms included) and the attention's
+    log-sum-exp. Fused norms keep their inputs in the compute dtype and one fp32 number for each vector that they
+    normalise; fused SwiGLU keeps no activation.
 
     In a model with recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer
     keeps, instead of attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and
@@ -156,10 +156,10 @@ def block_kept_selectively(
     operations are recomputed.
 
     In the compute dtype: the block's input; the rotated queries and keys, the values and the output of attention; and
-    the outputs of linear layers with adapters. Not counted are the output of the last layer, which backward does not
-    need, and outputs that share memory with attention's inputs: the values, and queries and keys if they are rotated in
-    place. In fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of layers with adapters are recomputed
-    too.
+    the outputs of linear layers with adapters. Not counted are the output of the last linear layer, which backward does
+    not need, and outputs that share memory with attention's inputs: the values, and queries and keys if they are
+    rotated in place. In fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of layers with adapters are
+    recomputed too.
     """
     sizes = shape.recurrent
     width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
@@ -219,9 +219,10 @@ def block_backward(
     last linear layer needs the gradient of its input, and its dequantised weight. Backward of SwiGLU's product
     silu(gate) * up needs the gradients of the two factors, which overwrite the factors if SwiGLU is fused; the
     product's gradient does not count then, because it takes the memory of the product. In a recurrent layer there is a
-    third moment, backward of the recurrence of one group of rows. In an MoE layer, each expert that computes a token
-    has at most four tensors of the expert's inner size and two gradients of its input per token; the gradients of
-    adapters on experts exist twice in fp32.
+    third moment, backward of the recurrence of one group of rows, which are padded and computed together (at most
+    ``GROUP_TOKENS`` tokens, or one longer row). In an MoE layer, each expert that computes a token has at most four
+    tensors of the expert's inner size and two gradients of its input per token; the gradients of adapters on experts
+    exist twice in fp32.
     """
     scanned = min(tokens, max(GROUP_TOKENS, longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
@@ -246,9 +247,9 @@ def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the peak bytes of a forward pass without gradients. It is the larger of what two moments need: the MLP
-    needs its activations and a dequantised weight; the language-model head needs the hidden states and one chunk of
-    logits."""
+    """Return the peak bytes of a forward pass of a transformers model without gradients. It is the larger of what two
+    moments need: the MLP needs its activations and a dequantised weight; the language-model head needs the hidden
+    states and one chunk of logits (at most ``CHUNK_BYTES``)."""
     rows = shape.experts.chosen * (3 * shape.experts.inner + shape.hidden)
     mlp = itemsize * (tokens * (max(3 * shape.inner, rows) + 2 * shape.hidden) + shape.largest_packed)
     vocabulary = 2 * itemsize * tokens * shape.hidden + min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
@@ -256,8 +257,8 @@ def forward_only(shape: ModelShape, tokens: int, itemsize: int) -> int:
 
 
 def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto") -> int:
-    """Return the bytes that one token takes in the KV cache: ``2 * key_width`` values in each layer with attention, of
-    one byte each if ``kv_cache_dtype`` starts with fp8, else of ``itemsize`` bytes."""
+    """Return the bytes that one token takes in the KV cache: keys and values, ``key_width`` numbers each, in each layer
+    with attention, of one byte each if ``kv_cache_dtype`` starts with fp8, else of ``itemsize`` bytes."""
     layers = shape.num_layers - shape.recurrent.num_layers
     return 2 * layers * shape.key_width * (1 if kv_cache_dtype.startswith("fp8") else itemsize)
 
@@ -274,10 +275,10 @@ def kv_cache(
 ) -> int:
     """Return the bytes of vLLM's cache for ``num_sequences`` sequences of ``length`` tokens.
 
-    Every sequence takes a whole number of cache blocks of ``block`` tokens, and vLLM reserves one cache block more. In
-    a model with recurrent layers, cache blocks have more tokens: as many as are needed for their keys and values in one
-    layer to take at least as many bytes as a recurrent state. vLLM divides the layers into groups of equal kind; a
-    sequence needs one cache block per group of recurrent layers.
+    Every sequence takes a whole number of cache blocks of ``block`` tokens, and vLLM reserves one cache block more for
+    all sequences together. In a model with recurrent layers, cache blocks have more tokens: as many as are needed for
+    their keys and values in one layer to take at least as many bytes as a recurrent state. vLLM divides the layers into
+    groups of equal kind; a sequence needs one cache block per group of recurrent layers.
     """
     token = kv_token_bytes(shape, itemsize, kv_cache_dtype)
     recurrent = shape.recurrent.num_layers
@@ -325,10 +326,10 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
     """Return the bytes that vLLM keeps even while it sleeps.
 
     These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
-    graphs of decoding steps keep; and, for each of ``num_seqs`` sequences, an int32 and a bit per entry of the
-    vocabulary. With speculative decoding, vLLM also has a set of the model's graphs for each number of drafted tokens,
-    logits for each of these, and the tokens of all sequences, in which it looks for drafts, with up to ``length`` int32
-    per sequence.
+    graphs of decoding steps keep; and, for each of ``num_seqs`` sequences, an int32 and a bit per token of the
+    vocabulary, which are there for repetition penalties. With speculative decoding, vLLM also has a set of the model's
+    graphs for each number of drafted tokens, logits for each of these, and the tokens of all sequences, in which it
+    looks for drafts, with up to ``length`` int32 per sequence.
     """
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     sets, rows = 1, num_seqs
@@ -342,7 +343,7 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
 
 def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
     """Return the bytes of the memory in which vLLM holds one adapter (a slot). The adapters of gate and up of an expert
-    share one matrix A in the trainer; here, each has its own copy."""
+    share one matrix A in the trainer; in vLLM, each has its own copy."""
     values = slot_rank(rank) * shape.num_layers * adapted(shape, targets)
     if expert_rank:
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden

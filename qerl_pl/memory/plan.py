@@ -171,7 +171,8 @@ def shared_base(shape: ModelShape, run: RunMemory) -> int:
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
     """Predict the bytes of GPU memory of rollouts that transformers samples, by part and moment: a KV cache; a second
     copy of the cache of one decoder block, which transformers makes when it appends a token; and the largest of fp32
-    logits, the forward pass over the prompts, and the trainer's check of the completions."""
+    logits, the forward pass over the prompts, and the trainer's pass that computes log-probabilities of completions, to
+    compare them with the engine's."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
     cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)

@@ -103,9 +103,10 @@ class ModelShape:
     """Name, number of outputs N and number of inputs K of each linear layer of a block that LoRA may adapt; if blocks
     differ, the largest sizes."""
     linear_bytes: int
-    """Bytes of the trainer's linear layers except the head."""
+    """Bytes of the trainer's linear layers except the language-model head."""
     engine_linear_bytes: int
-    """Bytes of vLLM's linear layers except the head; NF4 layers, for which vLLM has no kernels, count as dense."""
+    """Bytes of vLLM's linear layers except the language-model head; NF4 layers, for which vLLM has no kernels, count as
+    dense."""
     engine_packed_bytes: int
     """Bytes of those of vLLM's linear layers that have 4-bit weights, which do not depend on vLLM's compute dtype;
     included in ``engine_linear_bytes``."""
@@ -142,8 +143,8 @@ class ModelShape:
 
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
-    """Compute the dimensions of a model from its configuration. Linear layers, except the head, have 4-bit weights of
-    the format ``fmt``, or are dense if ``fmt`` is None; all other weights have ``dtype``."""
+    """Compute the dimensions of a model from its configuration. Linear layers, except the language-model head, have
+    4-bit weights of the format ``fmt``, or are dense if ``fmt`` is None; all other weights have ``dtype``."""
     return _shape(empty_model(config, dtype), fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 
@@ -153,8 +154,8 @@ def checkpoint_shape(
     """Compute the dimensions of the model in a checkpoint folder from config.json and the headers of its safetensors
     files.
 
-    If the folder has no weights, all linear layers except the head are assumed to have the format that config.json
-    names.
+    If the folder has no weights, all linear layers except the language-model head are assumed to have the format that
+    config.json names.
 
     Args:
         path: the folder.

@@ -39,7 +39,8 @@ def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: 
 @contextmanager
 def weights_replaced(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace the weights of transformers' norms, inside the context, by other weights [H] of any dtype. ``modules``
-    and ``weights`` have the same keys. The output of each norm keeps the dtype of its input."""
+    and ``weights`` map the same names to norms and to their new weights. The output of each norm keeps the dtype of its
+    input."""
     with ExitStack() as after:
         for name, weight in weights.items():
             parameter = modules[name].get_parameter("weight")

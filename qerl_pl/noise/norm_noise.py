@@ -60,9 +60,11 @@ def noisy_norms(
 
 
 def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
-    """Compute the root mean square of the noise that remains after the noisy weights are rounded to a dtype.
+    """Compute the root mean square of the noise that remains in norm weights after the noisy weights are rounded to a
+    dtype.
 
-    In bf16, the result is less than sigma if sigma is below half the spacing of bf16 numbers near the weights.
+    In bf16, the result is less than the noise's standard deviation if that is below about a quarter of the spacing of
+    bf16 numbers near the weights.
     """
     noisy = noisy_norms(clean, noise, dtype=dtype)
     changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]

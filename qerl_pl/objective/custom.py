@@ -63,8 +63,8 @@ class UserFunction:
         return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
-        """Call the user's function with those arguments of ``offered`` that it has parameters for, and return its
-        value. If ``offered`` has a mask ``scored``, the value is set to 0 where the mask is False.
+        """Call the user's function with those arguments of ``offered``, a mapping by name, that it has parameters for,
+        and return its value. If ``offered`` has a mask ``scored``, the value is set to 0 where the mask is False.
 
         Raises:
             ValueError: the function fails, or its value is not a finite floating-point tensor that has the shape of

@@ -2,8 +2,8 @@
 
 Every loss is the sum of ``row_weights[b] * value[b, s]`` over the tokens at which the mask is True. The row weights
 express how token losses are averaged, and already contain the division by the number of tokens or rows (the divisor).
-This number is counted over the whole batch (all micro-batches and ranks), so the losses of micro-batches add up to the
-loss of the batch. The published objectives are pairs of a loss and a way of averaging:
+This number is counted over a whole mini-batch (all micro-batches and ranks of one optimizer step), so the losses of
+micro-batches add up to the loss of the step. The published objectives are pairs of a loss and a way of averaging:
 
     GRPO       arXiv 2402.03300   clipped_policy_loss,  "sequence"
     DAPO       arXiv 2503.14476   clipped_policy_loss,  "token"
@@ -12,8 +12,8 @@ loss of the batch. The published objectives are pairs of a loss and a way of ave
     CISPO      arXiv 2506.13585   cispo_policy_loss,    "token"
 
 Shapes: B rows (a prompt and its completion each), S token positions. Log-probabilities are in nats, and the ratio r is
-the probability of a token under the policy divided by that under the policy before the batch's first update. Where a
-mask is False, tensors may hold any value, nan and inf included, because masks are applied before exp.
+the probability of a token under the policy divided by that under the policy before the first update on the rollout.
+Where a mask is False, tensors may hold any value, nan and inf included, because masks are applied before exp.
 """
 
 import math
@@ -107,7 +107,7 @@ def clipped_policy_loss(
 
     Args:
         logprobs: [B, S] fp32, nats, under the policy being trained; carries the gradient.
-        old_logprobs: [B, S] fp32, nats, of the same tokens under the policy before the first update on this batch.
+        old_logprobs: [B, S] fp32, nats, of the same tokens under the policy before the first update on the rollout.
         advantages: [B] fp32, one per row.
         mask: [B, S] bool, True on tokens that count.
         weights: [B] from ``row_weights``.
@@ -215,11 +215,11 @@ def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importan
     """Compute importance weights [B, S], without gradient, that correct KL estimates at tokens which an older policy
     sampled.
 
-    A KL estimator expects tokens that were sampled from the current policy. After the first update on a batch, the
+    A KL estimator expects tokens that were sampled from the current policy. After the first update on a rollout, the
     tokens are those of an older policy. Multiplied by new / old probability of its token, an estimate has the
-    expectation that it would have under the current policy (the ratio in the KL term of arXiv 2512.02556, which also
-    lets a gradient through it). The result is this ratio, times ``importance`` [B, S], the weights that correct the
-    difference between trainer and sampler (None: 1).
+    expectation that it would have under the current policy (as in the KL term of arXiv 2512.02556, in which the
+    gradient also flows through this ratio). The result is this ratio, times ``importance`` [B, S], the weights that
+    correct the difference between trainer and sampler (None: 1).
 
     Quantities that depend only on the preceding tokens, such as the exact entropy, need no weight: the expectation of
     the weight over the sampled token is 1, so it would only add noise.
@@ -267,9 +267,10 @@ def _clipped(
 def with_sums(
     loss: Tensor, ratio: Tensor, below: Tensor, above: Tensor, token_log_ratio: Tensor, mask: Tensor
 ) -> PolicyLoss:
-    """Return a loss [] and the sums for its metrics as a ``PolicyLoss``. ``ratio`` [B, S] is the ratio before clipping,
-    ``below`` and ``above`` [B, S] bool are True for tokens whose ratio was clipped at the lower and at the upper bound,
-    and ``token_log_ratio`` [B, S] nats is the log-ratio of each token, 0 outside of ``mask``."""
+    """Return a ``PolicyLoss`` of the given ``loss`` [] and sums over tokens, for metrics, that are computed here.
+    ``ratio`` [B, S] is the ratio before clipping, ``below`` and ``above`` [B, S] bool are True for tokens whose ratio
+    was clipped at the lower and at the upper bound, and ``token_log_ratio`` [B, S] nats is the log-ratio of each token,
+    0 outside of ``mask``."""
     log_ratio = token_log_ratio.detach()
     k3 = torch.expm1(log_ratio) - log_ratio
     ratio_sum = torch.where(mask, ratio.detach(), 0.0).sum()

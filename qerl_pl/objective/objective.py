@@ -161,7 +161,8 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     over its tokens, as GSPO's ratio is. Clip bounds of a user's own surrogate stay null.
 
     Raises:
-        ValueError: a setting contradicts the preset, or names neither a known surrogate or baseline nor an import path.
+        ValueError: a setting contradicts the published objective that the setting ``preset`` names, or names neither a
+        known surrogate or baseline nor an import path.
     """
     settings = dict(values)
     preset: Preset | None = settings["preset"]

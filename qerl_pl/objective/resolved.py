@@ -1,5 +1,5 @@
-"""The settings of a run's loss in the form in which it is computed, with values in place of nulls
-(``Objective.resolve`` makes them from the user's settings), and the loss of one micro-batch."""
+"""The settings of a run's loss, with values in place of nulls and functions in place of names (``Objective.resolve``
+makes them from the user's settings), and the loss of one micro-batch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from qerl_pl.objective.teacher import TeacherTerm
 class LossInputs(NamedTuple):
     """Tensors from which the loss of one micro-batch of B rows and S token positions is computed.
 
-    ``mask`` selects all tokens in the loss. Of these, ``kept`` selects the ones that have a policy loss, and
-    ``counted`` those over which it is averaged (``training.terms.BatchTerms`` has an example).
+    ``mask`` selects all tokens in the loss, which have KL, entropy and teacher terms. Of these, ``kept`` selects the
+    tokens that also have a policy loss: all, or those with the highest entropies. The sum of the policy losses is
+    divided by the number of tokens or rows in ``counted``, which may leave out tokens whose importance weight is 0.
     """
 
     logprobs: Tensor
@@ -187,8 +188,8 @@ class ResolvedObjective:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss of a micro-batch depends on log-probabilities or entropies of the whole batch. If so, the
-        trainer computes them by a forward pass over the batch before the first backward pass."""
+        """Whether the loss of a micro-batch depends on log-probabilities or entropies of all of the rollout's
+        completions. If so, the trainer computes them by forward passes before the first backward pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
 
@@ -213,7 +214,8 @@ class ResolvedObjective:
         )
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, PolicyLoss, Tensor]:
-        """Compute the loss of one micro-batch; the sum over micro-batches is the loss of the batch.
+        """Compute the loss of one micro-batch; the sum over the micro-batches of a mini-batch is the loss of its
+        optimizer step.
 
         Returns:
             The whole loss []; a ``PolicyLoss`` with the policy loss alone (without KL, entropy and teacher) and sums
@@ -247,9 +249,9 @@ class ResolvedObjective:
 
         Let p be the policy's and q the teacher's probability. If the setting ``divergence`` is "sampled", the result is
         (log p - log q)^2 / 2 at the sampled tokens. Its gradient is (log p - log q) grad log p, that of a policy loss
-        whose advantage is log q - log p. It is multiplied by importance weights, because an older policy sampled the
-        tokens (``drift_weights``). The other divergences, over the whole vocabulary, depend only on the preceding
-        tokens, and need no weights.
+        whose advantage is log q - log p. The square is multiplied by importance weights, because an older policy
+        sampled the tokens (``drift_weights``). The other divergences, over the whole vocabulary, depend only on the
+        preceding tokens, and need no weights.
         """
         if inputs.teacher_divergence is not None:
             return inputs.teacher_divergence

@@ -103,7 +103,7 @@ def gather(study: Study) -> list[Group]:
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
     """Compare the arms (named configurations) of a study by one readout (a number that summarises a run). The study
-    names the pairs of arms; the result has one element for each pair and each point of the grid (a combination of
+    names the pairs of arms; the result has one ``Judged`` for each pair and each point of the grid (a combination of
     values of options) at which both arms have finished runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
@@ -241,9 +241,9 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     """Write the analysis of a study to files in ``folder``, and return the text of analysis.md.
 
-    The files are analysis.md, readouts.csv, comparisons.jsonl, and surprisal/ARM_POINT.json with the entropy of
-    sampling at each rollout, in nats per token, averaged over the runs of an arm (named configuration) at a point of
-    the grid (a combination of values of options).
+    The files are analysis.md, readouts.csv, comparisons.jsonl, and surprisal/ARM_POINT.json with the mean of -log p
+    over the sampled tokens of each rollout, in nats, under the distribution that they were sampled from, averaged over
+    the runs of an arm (named configuration) at a point of the grid (a combination of values of options).
     """
     collapsed = not_finite(study, groups)
     rank_collapsed_last(groups, study.analysis.metric)

@@ -90,7 +90,8 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
     """Return the entropy of a run, in nats per token, at the first optimizer step at which its reward reaches
-    ``reward``; both are running means. None if the run never reaches this reward, or if it logged no entropy."""
+    ``reward``; both are running means over the last ``WINDOW`` values. None if the run never reaches this reward, or if
+    it logged no entropy."""
     if not {"train/reward", "policy/entropy"} <= curves.keys():
         return None
     reached = np.flatnonzero(smooth(curves["train/reward"].values) >= reward)

@@ -156,8 +156,8 @@ class Runner:
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
         """Record that the process that executed commands of a slot's run has ended with an exit status. If a command
-        has now failed ``study.attempts`` times, the run is given up. If this object itself stopped the process
-        (``stopped``), this does not count as a failure."""
+        has now failed ``study.attempts`` times, the run is given up. A process that the runner itself has stopped
+        (``stopped``) does not count as a failure."""
         run = slot.run
         assert run is not None
         slot.process = None

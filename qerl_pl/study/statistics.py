@@ -125,10 +125,10 @@ def smallest_size(pairs: int, comparisons: int = 1) -> float:
 
 
 def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
-    """Compute the number of seeds (with each of which both compared configurations are run) with which the test finds a
-    true ``difference`` significant with a probability of 80 % after Holm's adjustment for ``comparisons`` comparisons.
-    ``spread`` is the standard deviation of the difference over seeds. None if the difference is 0, or the number is
-    above 10 000."""
+    """Compute the number of seeds (with each of which both compared configurations are run) with which the sign-flip
+    test finds a true ``difference`` significant with a probability of 80 % after Holm's adjustment for ``comparisons``
+    comparisons. ``spread`` is the standard deviation of the difference over seeds. None if the difference is 0, or the
+    number is above 10 000."""
     if difference == 0:
         return None
     least = pairs_to_accept(comparisons)

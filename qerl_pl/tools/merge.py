@@ -73,8 +73,8 @@ class Drift:
 @phase("merging the adapter into the base")
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
     """Write the policy of a run to a new folder as a model that needs no adapter, and compare its next-token
-    distributions with the policy's. Returns the difference as a mean KL and a share of equal argmax; None if the run's
-    folder has no completions to compare them on.
+    distributions with the policy's. Returns the mean KL(policy || exported model) and the share of tokens with equal
+    argmax; None if the run's folder has no completions to compare them on.
 
     The base is dequantised, the adapter is added in fp32, and the sum is rounded to bf16. With the ``form`` "nvfp4",
     the result is then quantised to NVFP4 by rounding to nearest, so small changes by the adapter may be lost. After an
@@ -197,8 +197,8 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
     """Compare the next-token distributions of a policy, in evaluation mode, with those of its exported model in
-    ``folder``, at the completion tokens of ``rows``, which ``sampled_rows`` returned. Returns the mean KL in nats per
-    token, the share of tokens with equal argmax, and the number of tokens."""
+    ``folder``, at the completion tokens of ``rows``, which ``sampled_rows`` returned. Returns the mean KL(policy ||
+    exported model) in nats per token, the share of tokens with equal argmax, and the number of tokens."""
     lm = policy.causal_lm
     exported = load_base(folder, dtype=policy.dtype, device=lm.device)
     kl = same = num_tokens = 0

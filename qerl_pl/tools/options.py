@@ -42,9 +42,9 @@ def output_file(text: str | Path) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Check that a folder can be made at the path ``text``, and return the path; a type for arguments of argparse.
-    ArgumentTypeError: the path is empty (as from an unset shell variable), or the path or one of its parents is a
-    file."""
+    """Check that the path ``text`` is a folder or that one can be made there, and return the path; a type for arguments
+    of argparse. ArgumentTypeError: the path is empty (as from an unset shell variable), or the path or one of its
+    parents is a file."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")

@@ -89,9 +89,9 @@ def gap_metrics(batch: Batch) -> dict[str, Tensor]:
 
 
 def teacher_metrics(batch: Batch) -> dict[str, Tensor]:
-    """Return, as "teacher/kl", the mean over the tokens in the loss of log(policy / teacher) before the first update on
-    the rollout, which estimates KL(policy || teacher) in nats per token. The dict is empty if there is no teacher or no
-    token."""
+    """Return a dict with one key, "teacher/kl": the mean over the tokens in the loss of log(policy / teacher) before
+    the first update on the rollout, which estimates KL(policy || teacher) in nats per token. The dict is empty if there
+    is no teacher or no token."""
     if batch.teacher is None:
         return {}
     mask = batch.experience.mask

@@ -44,7 +44,7 @@ def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameter
 
 def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torch.device) -> float:
     """Return by how much an optimizer with the run's settings changes a weight of 0 in its first step with a gradient
-    of 1, which should be less than 0; NaN if the change is infinite."""
+    of 1; NaN if the change is infinite. A change below 0 is right, as it goes against the gradient."""
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     weight.grad = torch.ones_like(weight)
     build([{"params": [weight]}]).step()
@@ -112,8 +112,8 @@ def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequen
     """Set an optimizer's settings (learning rate, betas, ...) to those of this run's configuration; log every value
     that differs. It is called after a checkpoint was loaded, which replaced them by the checkpoint's.
 
-    ``settings`` is what ``group_settings`` returned before the loading. The scheduler must be at the checkpoint's
-    optimizer step.
+    ``settings`` is what ``group_settings`` returned before the loading. The scheduler must already be at the
+    checkpoint's optimizer step, for which the learning rate is computed.
     """
     changed = {}
     groups = optimizer.param_groups

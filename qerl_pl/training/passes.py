@@ -70,7 +70,8 @@ class TeacherScores(NamedTuple):
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
         """Return the teacher's hidden states, as a ``TeacherStates``, at the tokens of a micro-batch at which
-        ``sampled`` [R, width] bool is True; None if they were not stored, as the loss needs only log-probabilities."""
+        ``sampled`` [R, width] bool is True (R rows, the longest of ``width`` tokens); None if they were not stored, as
+        the loss needs only log-probabilities."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
@@ -103,8 +104,9 @@ class Batch:
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
         """Call ``work`` with the limit on the tokens of one pass, and return its result. If GPU memory runs out, the
-        call is repeated, if possible with more activations recomputed in backward (only if ``work`` has a backward
-        pass, ``with_gradient``), else with half the limit. RuntimeError: one row per pass is still too much."""
+        call is repeated: with more activations recomputed in backward, if ``work`` has a backward pass
+        (``with_gradient``) and not all of them are recomputed already; else with half the limit. RuntimeError: memory
+        runs out even with one row (a prompt and its completion) per pass."""
         longest = int(self.experience.lengths.max())
         options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)

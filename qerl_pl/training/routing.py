@@ -55,7 +55,7 @@ def checked_routing(batch: Batch) -> dict[str, Tensor]:
 
 def _loads(routes: Tensor, lengths: Tensor, num_experts: int) -> Tensor:
     """Count the tokens that each expert of each layer computed, [L, E] fp64. The last token of each row is not counted,
-    because the sampler never computes it."""
+    because sampling ends with it, and no forward pass of the sampler has it as input."""
     computed = torch.arange(routes.shape[1], device=routes.device) < lengths.unsqueeze(1) - 1
     layers = (layer[computed].flatten().long() for layer in routes.unbind(dim=2))
     return torch.stack([ids.bincount(minlength=num_experts) for ids in layers]).double()

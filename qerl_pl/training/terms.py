@@ -44,10 +44,11 @@ class BatchTerms:
 
 
 def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
-    """Compute the masks and divisors of the loss for a rollout. ``batch`` must already have entropies and old
-    log-probabilities if the objective trains only on the tokens of highest entropy (``top_entropy_share`` below 1), or
-    divides the loss by the number of tokens whose importance weight is not 0 (``correction_divisor`` "kept"). Every
-    rank must call this function with its own rows and equal settings, because counts are summed over ranks."""
+    """Compute the masks and divisors of the loss for a rollout. ``batch`` has the rows of the rollout, and must already
+    have their entropies and old log-probabilities if the objective trains only on the tokens of highest entropy
+    (``top_entropy_share`` below 1), or divides the loss by the number of tokens whose importance weight is not 0
+    (``correction_divisor`` "kept"). Every rank must call this function with its own rows and equal settings, because
+    counts are summed over ranks."""
     experience, settings = batch.experience, batch.settings
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
@@ -70,11 +71,12 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
 
 def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
     """Assign each group (the completions of a prompt) of this rank to a mini-batch; returns the indices of the
-    mini-batches, [num_groups] int64. Every rank must call this function.
+    mini-batches, [num_groups] int64. Every rank must call this function, because the numbers of groups are gathered
+    from all ranks.
 
     The groups of all W ranks have a common order, in which rank r has the groups r, r + W, r + 2W and so on. Each
-    mini-batch consists of consecutive groups of this order, so it does not depend on W. If dynamic sampling leaves
-    fewer groups, mini-batches are smaller.
+    mini-batch consists of consecutive groups of this order, so its groups do not depend on W. If dynamic sampling
+    leaves fewer groups, mini-batches are smaller.
     """
     if num_mini_batches == 1:
         return torch.zeros(num_groups, dtype=torch.int64)

@@ -16,9 +16,10 @@ LARGEST = 32.0  # nats; numbers per token are clipped to +- this value
 
 
 def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose files of completions for an HTML page about runs, evenly spread over each run, that together have about
-    ``limit`` completions. Returns a list of pairs (index of the run, file), ordered by run, stage (such as "train") and
-    rollout, and a sentence for the page about the completions that were left out, empty if none were."""
+    """Choose files of completions (one per rollout or evaluation) for an HTML page about runs, evenly spread over each
+    run, that together have about ``limit`` completions. Returns a list of pairs (index of the run, file), ordered by
+    run, stage (such as "train") and rollout, and a sentence for the page about the completions that were left out,
+    empty if none were."""
     every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:
@@ -39,8 +40,8 @@ def block(path: Path, run: int) -> dict[str, Any]:
 
     If the run stored numbers per token, each row also has them as little-endian integers in base64, and the key
     ``pieces`` has the texts of tokens. A row's numbers are: the index of each token's text in ``pieces``, as uint32;
-    and its log-probability, its entropy, the trainer's minus the sampler's log-probability, and the teacher's minus the
-    policy's, as int16 in thousandths of a nat.
+    and the trainer's log-probability, the trainer's entropy, the trainer's minus the sampler's log-probability, and the
+    teacher's minus the trainer's, as int16 in thousandths of a nat.
     """
     stage, _, step = path.stem.rpartition("-")
     lines, rows = read_lines(path, errors="replace"), []

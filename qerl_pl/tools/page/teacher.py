@@ -12,7 +12,7 @@ MOST_TOKENS = 12
 
 def teacher_tables(run: Path) -> dict[str, Any] | None:
     """Compare the policy's log p with the teacher's log q at sampled tokens, in two rollouts: the first and the last
-    for which the run stored the teacher's numbers per token. Returns None if there is no such rollout.
+    for which the run stored the teacher's log-probabilities. Returns None if there is no such rollout.
 
     Otherwise returns a dict that JSON can represent: ``rollouts``, the indices of the two rollouts; ``positions``, one
     row per range of token positions with the mean of log p - log q in each rollout, which estimates KL(p || q) there
