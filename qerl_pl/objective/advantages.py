@@ -46,9 +46,9 @@ def group_advantages(
 
     - "normalized": (r - mean) / (std + eps) with the unbiased std (GRPO, arXiv 2402.03300, section 4.1.2; the paper has
       no eps);
-    - "batch_normalized": the same quotient with the std of the whole batch, so that a group of nearly equal rewards
-      keeps small advantages instead of being scaled to the size of other groups (arXiv 2508.08221; TRL's scale_rewards
-      "batch");
+    - "batch_normalized": the same quotient with the std of all rewards of the rollout, so that a group of nearly equal
+      rewards keeps small advantages instead of being scaled to the size of other groups (arXiv 2508.08221; TRL's
+      scale_rewards "batch");
     - "centered": r - mean (Dr. GRPO, arXiv 2503.20783);
     - "leave_one_out": r minus the mean of the other rewards of the group (RLOO, arXiv 2402.14740), which for n scored
       rewards is "centered" times n / (n - 1).

@@ -157,7 +157,7 @@ class UserAdvantages:
 
     The user's function returns advantages [P, G]. The advantages of a group (the completions of one prompt) should
     depend on this group's rewards alone: dynamic sampling replaces other groups later, and each rank calls the function
-    with only its own groups of the batch.
+    with only its own groups of the rollout.
     """
 
     function: UserFunction

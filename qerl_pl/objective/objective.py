@@ -64,10 +64,10 @@ class Objective:
         max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
             Not for "cispo", whose bounds hold for both signs.
         baseline: how the rewards of a group (the completions of a prompt) become advantages: the group's mean is
-            subtracted ("centered"), and the difference divided by the group's std ("normalized") or by the batch's
-            ("batch_normalized"); or the mean of the other completions is subtracted ("leave_one_out"); or the import
-            path of a function of your own (docs/extending.md). null: "centered" with the "constant" aggregation (Dr.
-            GRPO), else "normalized".
+            subtracted ("centered"), and the difference divided by the group's std ("normalized") or by that of all
+            rewards of the rollout ("batch_normalized"); or the mean of the other completions is subtracted
+            ("leave_one_out"); or the import path of a function of your own (docs/extending.md). null: "centered" with
+            the "constant" aggregation (Dr. GRPO), else "normalized".
         ratio_against: denominator of the surrogate's ratio. "trainer": the trainer's probabilities before the first
             update, so the ratio starts at 1 and contains no noise. "sampler": the engine's probabilities, noise
             included, as in Algorithm 1 of arXiv 2510.11696, whose old policy is the noisy one; the clip bounds then
@@ -102,7 +102,7 @@ class Objective:
         entropy_coefficient: coefficient of an entropy bonus, which is averaged as the loss is (as in verl, while TRL
             always takes the mean over tokens). With "constant" aggregation, the bonus is mean length / max_tokens times
             as large as a mean over tokens.
-        top_entropy_share: share of the tokens that have a policy loss, those with the highest entropies in the batch.
+        top_entropy_share: share of the tokens that have a policy loss, those with the highest entropies of the rollout.
         teacher: term of the loss that draws the policy towards ``model.teacher`` on the policy's own samples
             (distillation), with or without rewards; null: no such term.
     """

@@ -129,7 +129,7 @@ class Study:
     def _check_settings(self) -> None:
         """Raise ValueError for a setting in the file of a study (several runs that are compared) that would have no
         effect, because every run gets its value from the study's ``grid`` of values, from the study's ``gpu_memory`` or
-        from the study's program itself (for example the seed)."""
+        from the program that runs the study (for example the seed)."""
         sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
         sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
