@@ -23,7 +23,7 @@ from qerl_pl.training.terms import BatchTerms, batch_terms
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Metrics of all updates on one batch, and the tensors that they were computed with."""
+    """Metrics of all updates on one rollout, and the tensors that they were computed with."""
 
     metrics: dict[str, Tensor]
     """Metrics of the update by name, [] each, over the rows of all ranks."""
@@ -58,8 +58,8 @@ def improve(
     optimizer steps. Returns metrics, and numbers per token such as the old log-probabilities.
 
     The old log-probabilities are those of the trainer before its first update on the rollout. They are taken from the
-    first update's forward pass, unless the objective needs them before that pass. Rows without a gradient (advantage
-    exactly 0, or left out of the loss) only get a forward pass, for the metrics.
+    first update's forward pass, unless there are several mini-batches or the objective needs them before that pass.
+    Rows without a gradient (advantage exactly 0, or left out of the loss) only get a forward pass, for the metrics.
 
     If GPU memory runs out, all passes of an optimizer step are repeated with smaller micro-batches or more
     recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and the losses of
@@ -127,9 +127,10 @@ def _score(batch: Batch, objective: ResolvedObjective, *, everything: bool) -> T
     """Run the forward passes without gradient that must precede the first update, and return [B] bool, True for rows
     that need a backward pass.
 
-    If ``everything`` is True, all rows are scored, because the loss needs old log-probabilities before the first
-    backward pass. Otherwise only the rows without a backward pass are scored, because the others get log-probabilities
-    from the forward pass that precedes their backward pass.
+    If ``everything`` is True, all rows are scored: the loss needs old log-probabilities before the first backward pass,
+    or there are several mini-batches, of which the second sees an updated policy. Otherwise only the rows without a
+    backward pass are scored, because the others get log-probabilities from the forward pass that precedes their
+    backward pass.
     """
     if objective.kl_coefficient > 0:
         batch.score_reference()

@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class MicroBatchBudget:
-    """Limit on the tokens of one training pass. When a pass runs out of GPU memory, the limit is halved; it is never
-    raised again."""
+    """Limit on the tokens of one training pass. When a pass runs out of GPU memory and no more activations can be
+    recomputed, the limit is halved; it is never raised again."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens

@@ -43,8 +43,9 @@ class Slot:
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     """Create the slots of this machine, each of which executes one run at a time. Each GPU (or the machine, if it has
-    no GPU) gets ``jobs`` slots or, if that is None, ``study.jobs``. If both are None, the number is as large as GPU
-    memory and CPU cores allow. Consecutive slots are on different GPUs."""
+    no GPU) gets ``jobs`` slots or, if that is None, ``study.jobs``. If both are None, the number is as large as CPU
+    cores and, on GPUs, memory allow (``study.gpu_memory`` GiB per run), but one per GPU if ``study.gpu_memory`` is None
+    too. Consecutive slots are on different GPUs."""
     import torch  # imported here, because `study --analyse` needs none
 
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
