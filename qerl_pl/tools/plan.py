@@ -52,8 +52,8 @@ USUAL_GPUS = (24, 48, 80, 141)  # GiB
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line, predict the memory and print the result; returns 0 if the run fits on the GPU, 1 if it
-    does not."""
+    """Parse the command line, predict the memory and print the result; returns 0 if the run fits on the GPU (or if only
+    the longest completions were asked for), 1 if it does not."""
     options, of_fit = plan_options().parse_known_args(argv)
     config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + of_fit)
     run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
@@ -161,9 +161,9 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
     """Return the settings that determine a run's memory as they would be on an H100 or H200 with the packages of the
     extra [gpu], whatever this machine has. The command ``plan`` needs them to predict memory without such a GPU.
 
-    Training then uses fused element-wise kernels, and vLLM uses this project's decoding kernels, which read the
-    trainer's copy of the base. Speculative decoding is on if it is set to "auto". ``model`` is the section of the run's
-    configuration.
+    Unless the configuration turns them off, training then uses fused element-wise kernels, and vLLM uses this project's
+    decoding kernels, which read the trainer's copy of the base. Speculative decoding is on if it is set to "auto".
+    ``model`` is the section of the run's configuration.
     """
     engine, settings = run.engine, model["engine"].get("init_args") or {}
     if engine is not None:
