@@ -30,8 +30,8 @@ class AdaptiveQuantizationNoise(Callback):
         num_stages: number of equally long stages, including the first one, which has no noise; at least 3.
         decay: how the standard deviation falls from sigma_start to sigma_end over the stages: "exponential", "linear",
             "cosine" or "logarithmic"; "constant" keeps sigma_start.
-        per_rank: true draws different noise on every rank, so that a step averages over more draws; false draws the
-            same noise on all ranks, so that a step does not depend on their number.
+        per_rank: true draws different noise on every rank, so that a gradient averages over more draws; false draws the
+            same noise on all ranks, so that the gradient does not depend on the number of ranks.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
             the compute dtype, as other implementations do, and is only for comparisons with these: rounding to bf16
             removes most of the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that

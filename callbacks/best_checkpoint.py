@@ -15,9 +15,9 @@ class BestCheckpoint(ModelCheckpoint):
     """Keeps ``best.ckpt``, the checkpoint with the best validation score so far, also across interruptions of the run.
 
     A resumed run reads the best score from ``best.ckpt`` and not from ``last.ckpt``: ``last.ckpt`` is written before
-    the validation of its step, so it may lack the newest best score, and Lightning ignores the score in ``last.ckpt``
-    if the run's folder has moved. If ``best.ckpt`` is of a later step than the one from which training resumes, its
-    score is ignored, because the steps in between are repeated.
+    the validation that follows its RL iteration, so it may lack the newest best score, and Lightning ignores the score
+    in ``last.ckpt`` if the run's folder has moved. If ``best.ckpt`` is of a later iteration than the one from which
+    training resumes, its score is ignored, because the iterations in between are repeated.
 
     Args:
         monitor: name of the logged value to compare.

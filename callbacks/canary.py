@@ -47,14 +47,15 @@ class Due(NamedTuple):
 class SyncCanary(Callback):
     """Stops the run when the rollout engine does not hold the current policy, or holds it and does not use it.
 
-    The checks run after training rollouts, before the update, and before batches of an evaluation:
+    The checks run after each training rollout, before the update, and before each batch of an evaluation:
 
     1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
        and its norms plus the current noise. The comparison is exact in every dtype, so it finds even the smallest
-       missing update. With vLLM, the weights of a 4-bit base are compared with the trainer's, too: one row of each
-       linear layer that vLLM holds dequantised and, where engine and trainer share one copy of a layer's weight, the
-       digest of this copy with that at the start of the run. Layers that vLLM holds in 4 bits in another order were
-       compared when the engine started. In mixture-of-experts models, experts and routers are compared as well.
+       missing update. With vLLM, the weights of a 4-bit base are compared with the trainer's, too: the first row of the
+       weight of each linear layer that vLLM holds dequantised and, where engine and trainer share one copy of a layer's
+       weight, the digest of this copy with that at the start of the run. Layers whose 4-bit weights vLLM holds in
+       another memory order than the trainer were compared when the engine started. In mixture-of-experts models,
+       experts and routers are compared as well.
     2. Samples with a probe adapter, less often. An engine may hold the right tensors and not use them: it may use
        cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0, as early in
        a run, log-probabilities with and without the adapter hardly differ and cannot show this. So the engine samples
@@ -256,7 +257,7 @@ def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
 
 def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> torch.dtype | None:
     """Find out in which compute dtype an engine holds the policy. The policy's adapter, and its norms with ``noise``,
-    are rounded to one dtype after another, and the first dtype is returned with which their checksums equal ``held``,
+    are rounded to each of several dtypes, and the first dtype is returned with which their checksums equal ``held``,
     those of the engine's tensors. None: with no dtype they are equal, so the engine does not hold this policy and
     noise."""
     dtypes = dict.fromkeys((policy.dtype, *TOLERANCE))  # the engine may compute in another dtype than the trainer
@@ -264,9 +265,9 @@ def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> tor
 
 
 def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *, before: Mapping[str, int]) -> str:
-    """Describe, for an error message, what an engine seems to hold instead of the policy with this noise, such as an
-    old adapter. ``held`` are the checksums of the engine's tensors by name. ``before`` are the engine's checksums at
-    the last check that passed; empty if none has passed."""
+    """Describe, for an error message, what an engine seems to hold instead of the policy's adapter and its norms with
+    ``noise``, such as an old adapter. ``held`` are the checksums of the engine's tensors by name. ``before`` are the
+    engine's checksums at the last check that passed; empty if none has passed."""
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
     matrices = [name for name in wrong if ".lora_" in name]

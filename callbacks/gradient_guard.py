@@ -21,15 +21,15 @@ class GradientGuard(Callback):
     """Stops the run before an optimizer step whose gradient is not finite, or has a far larger norm than those of
     recent steps.
 
-    The step is not taken, so adapter, optimizer and learning rate schedule keep their state. ``last.ckpt`` is from
-    before this step, and the prompts and completions of the rollout are written to the folder ``faults`` in the run's
-    folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps whose gradient is 0
-    are neither checked nor compared with.
+    The step is not taken, so adapter, optimizer and learning rate schedule keep their state. ``last.ckpt`` is from an
+    earlier RL iteration, and the prompts and completions of the rollout are written to the folder ``faults`` in the
+    run's folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps whose gradient
+    is 0 are neither checked nor compared with.
 
-    Optimizer steps on rollouts with a signal, and those on rollouts without one, are only compared among themselves. In
-    a rollout without a signal, all completions of each prompt earned the same reward; only terms of the loss such as
-    the KL divergence or the entropy then have a gradient, which may be hundreds of times smaller than that of the
-    rewards.
+    An optimizer step on a rollout with a signal is only compared with steps on such rollouts, and one on a rollout
+    without a signal only with steps on those. In a rollout without a signal, all completions of each prompt earned the
+    same reward; only terms of the loss such as the KL divergence or the entropy then have a gradient, which may be
+    hundreds of times smaller than that of the rewards.
 
     Args:
         max_ratio: the run stops if the gradient norm before clipping exceeds its median over recent steps by this

@@ -25,10 +25,10 @@ PENDING = "pending.ckpt"
 class LastCheckpoint(ModelCheckpoint):
     """Keeps the newest complete checkpoint, ``last.ckpt``, and the one before it, ``previous.ckpt``.
 
-    A checkpoint is written at the end of a step and renamed to ``last.ckpt`` when the next step begins. By then the
-    step's scalars are on disk and its validation is over; if the validation has changed the state of a callback, such
-    as EarlyStopping's count, the checkpoint is written again. A killed run therefore resumes from a step whose results
-    are complete, and repeats the steps after it.
+    A checkpoint is written at the end of a step (one RL iteration) and renamed to ``last.ckpt`` when the next step
+    begins. By then the step's scalars are on disk and its validation is over; if the validation has changed the state
+    of a callback, such as EarlyStopping's count, the checkpoint is written again. A killed run therefore resumes from a
+    step whose results are complete, and repeats the steps after it.
 
     A large checkpoint is written in the background, and renamed at the beginning or end of a later step. Steps that end
     while it is being written are not saved, so that training does not wait for the disk. After a killed run, resuming

@@ -30,7 +30,7 @@ class MismatchLedger(Callback):
 
     ============ ================================================== ====================================================
     routing      trainer, experts of sampler - trainer, own experts routers of trainer and sampler choose differently
-    kernel       trainer, own experts - engine, no noise            kernels, precision, another form of the weights
+    kernel       trainer, own experts - engine, no noise            kernels, precision, weights packed or dequantised
     noise        engine, no noise - engine, noise                   adaptive quantization noise; exactly 0 without it
     decode       engine, noise - reported by the engine             scoring all tokens at once, sampling one by one
     staleness    trainer after its updates - trainer before         how far the policy has moved since the rollout
@@ -56,7 +56,7 @@ class MismatchLedger(Callback):
         max_tokens: limit on the tokens of these completions with their prompts, over all ranks; fewer completions are
             scored if they would exceed it. Each token is scored up to four times.
         every: rollouts from one measured rollout to the next; the first one of a run is measured. A measurement takes
-            about a tenth of the time of a step (part of `time/check_s`).
+            about a tenth of the time of an RL iteration (part of `time/check_s`).
 
     Example:
         trainer:

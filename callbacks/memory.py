@@ -20,9 +20,10 @@ class MemoryReport(Callback):
     when the run chose its batch sizes, ``memory/predicted_{rollout,train,peak}_gib``.
 
     The measured value is what the driver reports as used on the device, minus what other processes used when the run
-    began. It is read when a rollout is complete, with the engine awake, and after the updates. torch does not give
-    memory back to the driver after a forward or backward pass, so both readings include the peaks of earlier passes.
-    With several ranks, the rank that uses most is logged. Without a GPU there is no prediction, and nothing is logged.
+    began. It is read when a rollout is complete, with the engine awake (``rollout``), and after the updates
+    (``train``); ``peak`` is the larger of the two. torch does not give memory back to the driver after a forward or
+    backward pass, so both readings include the peaks of earlier passes. With several ranks, the rank that uses most is
+    logged. Without a GPU there is no prediction, and nothing is logged.
     """
 
     def __init__(self) -> None:

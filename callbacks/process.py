@@ -83,8 +83,8 @@ class CloseEngine(Callback):
 
 
 class StopTogether(Callback):
-    """Ends a run's other processes on this machine when rank 0 fails; otherwise they would wait for rank 0 until a
-    time-out.
+    """When rank 0 fails, ends the processes that Lightning started for the run's other ranks on this machine; otherwise
+    they would wait for rank 0 until a time-out.
 
     Other failures need no callback: when another rank fails, Lightning ends its child processes, and torchrun and SLURM
     end all processes of a job.

@@ -60,10 +60,11 @@ ADVICE = (
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
     """Compare the log-probabilities of the trainer with those of ``other``, such as the sampler, over the tokens of all
-    ranks. Returns the mean absolute difference ("gap"), the mean per completion that one in 32 reaches ("high_gap"),
-    the mean difference of logits, as estimated from these ("logit_gap"), and the share of tokens whose probabilities
-    differ by a factor above 8 ("far_share"). The arguments are for this rank's N tokens: log-probabilities in nats, [N]
-    fp64, and the index of each token's completion, [N] int64. Every rank must call this function."""
+    ranks. Returns the mean absolute difference ("gap"), the same mean for single completions, of which one in 32
+    reaches the returned value ("high_gap"), the mean difference of logits, as estimated from the log-probabilities
+    ("logit_gap"), and the share of tokens whose probabilities differ by a factor above 8 ("far_share"). The arguments
+    are for this rank's N tokens: log-probabilities in nats, [N] fp64, and the index of each token's completion, [N]
+    int64. Every rank must call this function, because it gathers from all ranks."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
@@ -101,13 +102,13 @@ class RolloutEvidence(Callback):
       factor of 8, exceeds 1/256;
     - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
       one whose log-probabilities the engine reports (``evidence/other_sampling``: another temperature, top_p or top_k,
-      end tokens more or less often, random tokens);
+      end tokens more or less often, some tokens drawn uniformly from the vocabulary);
     - with vLLM on a GPU, if the tokens are not those that follow from the engine's random numbers, which the trainer
       can compute again (``evidence/other_draws``). This finds completions of other prompts than the engine was given,
       even if one token of the prompt is wrong, completions that were selected among several, and tokens that were
       changed after sampling. ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to
-      change for the numbers to give the sampled token; tokens with a probability above 0.97, which nearly any numbers
-      give, are left out. In a correct run the margins are about as large as the gap;
+      change for the random numbers to give the sampled token; tokens with a probability above 0.97, which nearly any
+      random numbers give, are left out. In a correct run the margins are about as large as the gap;
     - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled with another policy
       (``evidence/other_policy``): without the adapter, with the adapter of the previous rollout or, in rollouts with
       noise, without the noise. These policies are found even where they change a token's log-probability less than
@@ -127,8 +128,9 @@ class RolloutEvidence(Callback):
     - if the length or mean log-probability of a completion depends on its position in the group (``evidence/order``),
       as when the engine sorts or selects completions, or samples some with another policy;
     - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
-      the sampler's by the limits above. The checkpoint of the step before is kept. In rollouts with noise, which these
-      log-probabilities of the trainer do not have, and with ``lora.dropout``, the gaps of all rows are only logged.
+      the sampler's by the limits above. The checkpoint of the RL iteration before is kept. In rollouts with noise,
+      which these log-probabilities of the trainer do not have, and with ``lora.dropout``, the gaps of all rows are only
+      logged.
 
     There is a warning if the completions' length or its spread, the share of finished completions, the reward or the
     share of distinct completions differs from the previous rollout by more than chance explains; the run goes on,
@@ -373,9 +375,9 @@ class RolloutEvidence(Callback):
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
         """Add a rollout's results to the test ``name``, and decide whether the run has to stop. ``evidence`` has one
         log-likelihood ratio in nats for each kind of fault that the test looks for, against correct sampling; they are
-        accumulated over rollouts. From the sums follows a bound on the probability, per rollout, that a correct run
-        reaches them by chance. Returns a text with the bound if it is below the setting ``false_alarm``, so that the
-        caller stops the run, else None."""
+        combined with those of earlier rollouts. From the result follows a bound on the probability that a correct run
+        reaches it by chance in N rollouts, divided by N. Returns a text with the bound if it is below the setting
+        ``false_alarm``, so that the caller stops the run, else None."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])

@@ -15,15 +15,15 @@ from qerl_pl.rollout.vllm import memory
 
 
 class Throughput(Callback):
-    """Logs the seconds of each phase of a step, tokens per second, and the peak memory of the GPU (without a GPU, the
-    memory of the process).
+    """Logs the seconds of each phase of a step (one RL iteration), tokens per second, and the peak memory of the GPU
+    (without a GPU, the memory of the process).
 
     ``time/step_s`` is measured from the end of the previous step, without validation; for the first step, it is the sum
     of the measured phases. ``time/between_s`` is ``time/step_s`` minus the measured phases (rollout, update and
     others): the time for loading data, writing logs and copying a checkpoint.
 
     Seconds and memory are those of the rank with the highest value; tokens are summed over all ranks. The memory of a
-    GPU is what torch has allocated there in this process, minus what a sleeping engine has given back.
+    GPU is what torch has allocated there in this process, minus what a sleeping engine has given back to the GPU.
     """
 
     def __init__(self) -> None:
