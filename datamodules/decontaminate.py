@@ -38,9 +38,9 @@ class Decontaminated:
     Args:
         source: source of the training problems; its validation problems are kept.
         against: sources whose validation problems are the evaluation problems.
-        num_words: number of shared words at which a problem is left out: 13 as in GPT-3 (arXiv 2005.14165, appendix C).
-            A smaller number finds more overlaps, of which more are due to chance. An evaluation question with fewer
-            words only matches a training question with exactly the same words.
+        num_words: number of consecutive shared words at which a problem is left out: 13 as in GPT-3 (arXiv 2005.14165,
+            appendix C). A smaller number finds more overlaps, of which more are due to chance. An evaluation question
+            with fewer words only matches a training question with exactly the same words.
         report_path: JSON Lines file to which removed problems are written, each with the shared words; None writes no
             file.
     """
@@ -114,8 +114,8 @@ def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list
     """Split training problems into problems that stay in training and ``num`` held-out problems.
 
     The held-out problems are those with the smallest hashes of their questions, so the choice does not depend on the
-    order. Problems that share ``SHARED_WORDS`` consecutive words with a held-out problem are in neither list.
-    ValueError: no training problem would be left.
+    order of the problems. Problems that share ``SHARED_WORDS`` consecutive words with a held-out problem are in neither
+    list. ValueError: no training problem would be left.
     """
     if num == 0:
         return list(problems), []

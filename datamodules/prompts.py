@@ -185,8 +185,8 @@ class PromptDataModule(LightningDataModule):
         return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the digests of prompts and settings, and the date, that a checkpoint has. If the prompts of the resumed
-        run differ from the checkpoint's, an error message compares them with the run's and says what has changed."""
+        """Keep the checkpoint's digests of problems and settings, and its date, for an error message of the training
+        loader: if the prompts of the resumed run differ from the checkpoint's, it says which of these changed."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
@@ -208,9 +208,10 @@ class PromptDataModule(LightningDataModule):
         return f"the chat template writes the date: the checkpoint's is {date}, data.date is {self.date}; "
 
     def more_prompts(self, rollout_index: int, batch: Sequence[Prompt]) -> Iterator[Prompt]:
-        """Iterate over the training prompts that are not in ``batch`` on any rank, for example to replace prompts whose
-        completions all earned the same. Every rank must call this method, and all get the same prompts. Their order
-        depends only on the seed and the rollout index, and taking them does not change the epoch's batches."""
+        """Iterate over the training prompts that are in no rank's ``batch``, for example to replace prompts whose
+        completions all earned the same reward. Every rank must call this method, because it gathers the batches; all
+        get the same prompts. Their order depends only on the seed and the rollout index, and taking them does not
+        change the epoch's batches."""
         served = list(chain.from_iterable(ranks.gather_values(tuple(batch))))
         taken = {(prompt.tokens, prompt.answer) for prompt in served}
         order = drawn_order(len(self._train), derive_seed(self.seed, "refill", rollout_index))
@@ -321,9 +322,9 @@ def _digest(text: str) -> str:
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
-    """Check how many prompts are too long and would be dropped. ``lengths`` are the tokens of each prompt. ValueError:
-    a share of more than ``max_dropped_share``, or all, have more than ``limit`` tokens; the message says how many, and
-    which limit would suffice. ``side``, such as "train", names the prompts."""
+    """Check how many prompts are too long and would be dropped. ``lengths`` are the prompts' numbers of tokens.
+    ValueError: a share of more than ``max_dropped_share``, or all, have more than ``limit`` tokens; the message says
+    how many, and which limit would suffice. ``side``, such as "train", names the prompts."""
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
     if num_long > may_drop:

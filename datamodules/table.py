@@ -46,8 +46,8 @@ class Table:
 
     Raises:
         ValueError: a share is not in (0, 1), both or none of validation_path and validation_share are given, a marker
-            without an answer column, or an impossible filter; while reading, if a row lacks a column or a marked answer
-            (the message names file and line).
+            without an answer column, or a filter that no row can pass; while reading with bad_rows "refuse", if a row
+            lacks a column or a marked answer (the message names file and line).
     """
 
     train_path: str | list[str]
