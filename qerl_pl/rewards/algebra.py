@@ -243,8 +243,8 @@ def _solution_set(text: str) -> Set | None:
 
 def _is_huge(text: str) -> bool:
     """Tell whether a text has a power or factorial of whole numbers, such as ``9^{9^9}``, that sympy could not compute
-    in a second; sympy computes them while it parses. Inner powers are replaced by their values, large ones by 2^128,
-    because no power with so large an exponent can be computed."""
+    in a second; sympy computes them while it parses. For this test, inner powers are replaced by their values, and
+    values of 128 or more bits by 2^128, because no power with so large an exponent can be computed."""
     while power := _POWER.search(text):
         base, exponent = int(power["base"]), int(power["exponent"] or power["digit"] or 0)
         bits = 0 if base < 2 else base.bit_length() * (base if power["factorial"] else exponent)

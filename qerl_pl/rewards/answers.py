@@ -181,9 +181,9 @@ def seen(text: str) -> str:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
-    """Return the content of the last span, joined with the contents of the spans directly before it from which it is
-    separated only by a ``connector``: by default ``,``, ``and`` or ``or``. ``spans`` are tuples of start, end and
-    content, in the order of the text."""
+    """Return the contents of the last span and of the spans before it, as far back as only a ``connector`` (by default
+    ``,``, ``and`` or ``or``) stands between neighbours, without repetitions and joined by commas. ``spans`` are tuples
+    of start, end and content, in the order of the text."""
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]

@@ -32,9 +32,9 @@ class Judge(Protocol):
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Score completions and return one verdict (score and reason) per row. ``texts`` are the completions, and
-        ``answers`` the known answers from the data set. The method calls ``progress`` with the number of rows finished
-        since its last call."""
+        """Score completions and return one verdict (score and reason) per row, that is, per completion. ``texts`` are
+        the completions, and ``answers`` the known answers from the data set. The method calls ``progress`` with the
+        number of rows finished since it last called ``progress``."""
         ...
 
 
@@ -197,7 +197,7 @@ def score_rewards(
         prompts: [B] the prompt of each row.
         completions: [B] the completion of each row, with its text.
         seed: seeds the global random streams while a reward runs, together with the reward's name.
-        progress: steps of the run so far and in all, which rewards may read.
+        progress: optimizer steps of the run so far and in all, which rewards may read.
 
     Raises:
         RewardError: a reward failed, took too long, or did not return one score per row; or a weighted sum is not

@@ -85,14 +85,16 @@ def call(
     messages: bool | None = None,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> Called:
-    """Call a reward without a ``judge`` method on a batch; returns its return value and what it logged. If the reward
-    returns a coroutine, which TRL also accepts, the coroutine is run to its end.
+    """Call a reward without a ``judge`` method on a batch; returns its return value and the values that it logged by
+    ``log_extra`` and ``log_metric``. If the reward returns a coroutine, which TRL also accepts, the coroutine is run to
+    its end.
 
     Args:
         messages: for a reward that is called as TRL calls rewards: True passes prompts and completions as lists of
             messages, False as texts; None passes messages if the questions in the data set are lists of messages, as
             TRL does.
-        progress: steps of the run, passed as ``trainer_state`` to a reward that is called as TRL calls rewards.
+        progress: optimizer steps of the run so far and in all, passed as ``trainer_state`` to a reward that is called
+            as TRL calls rewards.
 
     Raises:
         ValueError: a parameter without a default is not the name of a column.

@@ -188,9 +188,9 @@ def _without_modulus(text: str) -> str:
 
 
 def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
-    """Return whether a completion's answer begins with the same of the words yes, no, true and false as the known
-    answer. A reason may follow the word in the completion's answer, but neither another of these words, nor a number or
-    formula other than that in the known answer."""
+    """Return whether a completion's answer and the known answer begin with the same word: yes, no, true or false. A
+    reason may follow the word in the completion's answer, but neither another of these words, nor a number or formula
+    other than that in the known answer."""
     if given is None or known[1].lower() != given[1].lower():
         return False
     gold, answer = (match.string[match.end() :].strip(" ,.;:!") for match in (known, given))
@@ -367,8 +367,8 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _value_of(gold: str) -> str:
-    """Return the value of a known answer that also names it, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or ``i^6 = ... =
-    -1``. Any other answer is returned as it is."""
+    """Return the value of a known answer that names or derives the value, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or
+    ``i^6 = ... = -1``. Any other answer is returned as it is."""
     sides = split_top(gold, "=")
     name = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", sides[0])
     named = re.match(r"[^\d+*/^-]*[A-Za-z][^+*/^-]*$", name) or not _LETTER.search(_COMMAND.sub("", sides[0]))
@@ -377,8 +377,8 @@ def _value_of(gold: str) -> str:
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
     """Tell whether the left sides of two answers, ``names``, may denote the same quantity: y may stand for f(x), but c
-    may not stand for sin(x). False if ``given``, the completion's answer, only says that a name equals itself, as in
-    ``y = y``."""
+    may not stand for ``\\sin(x)``, because a LaTeX command already has a meaning. False if ``given``, the completion's
+    answer, only says that a name equals itself, as in ``y = y``."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
@@ -389,7 +389,8 @@ def _same_approximation(gold: str, answer: str) -> bool:
 
     False if the sides of the completion's answer do not agree up to rounding, because it then states two different
     answers. Otherwise, tell whether one of its sides equals a side of the known answer. A first side of the known
-    answer that has decimals does not count, because it is the term that the problem asks to compute.
+    answer that has decimals does not count, because it is the term that the problem asks to compute, as in
+    ``\\sqrt{0.5} \\approx 0.71``.
     """
     known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (
@@ -431,8 +432,9 @@ def _same_factors(gold: str, answer: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Tell whether a text consists of words and is no product of one-letter variables: True for "cat" and "2 greater
-    than 1", False for "ab" and "2ab"."""
+    """Tell whether a text has a word, and not only products of one-letter variables: four letters in a row count as a
+    word and, in a text without digits and symbols, three. True for "cat" and "2 greater than 1", False for "ab" and
+    "2ab"."""
     least = 3 if _WORDS.match(text) else 4
     return re.search(rf"(?<![\\A-Za-z{{])[A-Za-z]{{{least},}}", text) is not None
 

@@ -26,18 +26,20 @@ class NumericAnswer:
     """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
 
     Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
-    unless the known answer has a unit or currency: other units of its dimension are then converted to it, and answers
-    in units of other dimensions or in other currencies are wrong. A missing or added percent sign does not matter if
-    the known number is at least 1. A marked text with other words or numbers, such as "at least 5", is no answer.
-    Text that a model writes after the end of its turn, such as a further question, is not read. A row gets no score if
-    its known answer is neither a number nor a GSM8K solution that ends in ``#### 72``.
+    unless the known answer has a unit or currency: other units of its dimension are then converted to it, an answer
+    without a unit is taken to be in it, and answers in units of other dimensions or in other currencies are wrong,
+    unless both units may be variables, as in ``5 m`` and ``5 s``. A missing or added percent sign does not matter if
+    the known number is at least 1. A marked text with other words or numbers, such as "at least 5", is no answer. Text
+    that a model writes after the end of its turn, such as a further question, is not read. A row gets no score if its
+    known answer is neither a number nor a GSM8K solution that ends in ``#### 72``.
 
     Args:
         marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
             the first three.
         fallback: answer of a completion without a marker: with "none" it has no answer; with "last_number" its answer
-            is the one that the text states in words ("the answer is ..."), else the last number in the text. The latter
-            agrees with how people label free-form solutions, but does not train the policy to use the marker.
+            is the one that the text states in words ("the answer is ..."), else the last number in the text. Scores
+            with "last_number" agree better with people's labels of free-form solutions than those with "none", but do
+            not train the policy to use the marker.
         after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
             not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
 
@@ -116,8 +118,8 @@ class MathAnswer:
             any of the first three: the tag if there is one, else the box, else ``####``.
         fallback: answer of a completion without a marker: with "none" it has no answer; with "last_math" its answer is
             the one that the text states in words ("the answer is ..."), else the last formula or number in the text.
-            Scores with "last_math" agree better with people's judgements, but do not train the policy to use the
-            marker.
+            Scores with "last_math" agree better with people's judgements than those with "none", but do not train the
+            policy to use the marker.
         after_thoughts: true reads only the text after the last ``</think>``, so that an answer inside the thoughts does
             not count; a completion whose thoughts are not closed has no answer. Text without these tags is read whole.
         num_workers: number of worker processes; null starts one per core, but at most 4.

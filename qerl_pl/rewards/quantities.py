@@ -92,11 +92,13 @@ def quantity(text: str) -> Quantity | None:
 
 def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     """Convert the known answer ``gold`` and a completion's answer to the unit of the known answer, and return both
-    values without the unit; None if the units measure different things.
+    values without the unit; None if the units measure different things, or if one answer has a unit (and no letter that
+    may be a variable) and the other is a percentage.
 
-    If only the known answer has a unit, the completion's answer is taken to be in this unit. If only the completion's
-    answer has one and the known answer is a number, the unit is dropped. All others, such as those with units that are
-    not in the table, are returned as they are.
+    If only the known answer has a unit, the completion's answer is taken to be in this unit; both are returned as they
+    are, but a known answer in several units as one value. If only the completion's answer has one and the known answer
+    is a number, the unit is dropped. All others, such as those with units that are not in the table, or with two that
+    may be variables, as in ``5 m`` and ``5 s``, are returned as they are.
     """
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     for one, other in ((known, answer), (given, gold)):
@@ -122,9 +124,9 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
-    """Convert a quantity without dimension, such as ``5 permille``, to the text of a plain number. ``measured`` is
-    ``text`` read as a quantity, or None if ``text`` is no quantity. A quantity with a dimension is returned unchanged,
-    and a text that is no quantity as the text."""
+    """Return ``measured``, which is ``text`` read as a quantity. If it has no dimension, as ``5 permille``, its value
+    is returned instead, as the text of a plain number; if it is None, because ``text`` is no quantity, ``text`` is
+    returned."""
     if measured is None:
         return text
     return measured if measured.unit.dimension else measured.times(measured.unit.size)

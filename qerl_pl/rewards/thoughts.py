@@ -27,8 +27,9 @@ _BAR = r"[|\uff5c]"
 
 
 def _inside(kind: str, word: str) -> str:
-    """Return a regex for the text between the brackets of a mark (a tag around thoughts). Its groups are named after
-    ``kind``, the kind of brackets, and ``word`` is the regex of the word for thinking."""
+    """Return a regex for the text between the brackets of a mark (a tag around thoughts). ``kind`` is a name for the
+    kind of brackets, and ``word`` the regex of the word for thinking. The regex's group named ``kind`` has the word;
+    those named ``kind`` with ``_end`` or ``_end_after`` match only in closing tags."""
     return (
         rf"\s{{0,8}}(?:(?P<{kind}_end>/|{_END}{_OF})|{_BEGIN}{_OF})?\s{{0,8}}(?!no_)(?P<{kind}>{word})"
         rf"(?:(?P<{kind}_end_after>[_\u2581]{_END})|[_\u2581]{_BEGIN})?\s{{0,8}}"
@@ -103,8 +104,8 @@ def opening_at_the_end(text: str) -> str:
 
 
 def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each tag around thoughts with what is done to it: ``OPEN`` or ``CLOSE``, or the empty string if it has no
-    effect, because a tag of another kind (brackets and word) opened the thoughts."""
+    """Yield each tag around thoughts with its effect: ``OPEN`` or ``CLOSE``, or the empty string if it has none,
+    because it is within thoughts that a tag of another kind (brackets and word) opened."""
     opened, end = None, 0
     for bracket in _BRACKET.finditer(text):
         mark = pattern.match(text, bracket.start()) if bracket.start() >= end else None

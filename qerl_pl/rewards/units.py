@@ -147,7 +147,7 @@ def _is_name(token: str) -> bool:
 
 def unit_of(words: str) -> Unit | None:
     """Return the unit with which the words directly behind a number begin, as in "square feet of carpet"; None if the
-    unit is not in the table, or if the words say more than a unit."""
+    unit is not in the table, or if the words could change the number (see ``names_unit``)."""
     return _product(words) if names_unit(words) else None
 
 
