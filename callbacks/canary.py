@@ -88,8 +88,8 @@ class SyncCanary(Callback):
         num_tokens: number of tokens of the texts after which check 2 samples and which check 3 scores, limited by the
             engine's longest sequence. It should exceed the block size of the engine's KV cache (by default 16 tokens on
             a GPU, 128 on a CPU), because shorter prefixes are never cached and check 2 then finds no stale ones.
-        tolerance: mean difference of log-probabilities, in nats per token, up to which the run is never stopped; null:
-            1e-4 if engine and trainer compute in float32, 0.02 if one of them computes in bfloat16.
+        tolerance: mean difference of log-probabilities, in nats per token, up to which checks 2 and 3 never stop the
+            run; null: 1e-4 if engine and trainer compute in float32, 0.02 if one of them computes in bfloat16.
 
     Example:
         trainer:
@@ -231,9 +231,9 @@ class SyncCanary(Callback):
 
 def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
     """Find the ``LAST`` consecutive tokens of a completion with the largest sum of -log p, where p is the probability
-    of a sampled token: there the policy was least certain. Texts for comparisons of engine and trainer end with them.
-    Returns the prompt's and the completion's tokens up to the end of these tokens, and the sum in nats. A
-    log-probability that is not finite counts as 0."""
+    of a sampled token: there the policy was least certain. The texts with which engine and trainer are compared end
+    with these ``LAST`` tokens. Returns the prompt's and the completion's tokens up to the end of these tokens, and the
+    sum in nats. A log-probability that is not finite counts as 0."""
     surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
     sums = list(accumulate(surprisals, initial=0.0))
     ends = range(min(LAST, len(sums) - 1), len(sums))

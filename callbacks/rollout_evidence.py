@@ -148,9 +148,9 @@ class RolloutEvidence(Callback):
         false_alarm: bound on the probability per rollout that a correct run is stopped by one of the six tests with
             likelihood ratios, or warned of by one of the numbers that are compared with the previous rollout (if there
             are enough groups for means to be normally distributed). For the tests, the bound holds for any model and
-            any numerical difference between trainer and engine, with two exceptions: the test of other policies
-            supposes that rounding errors favour another policy as often as not, and the test of draws that errors of
-            logits are seldom above 2 nats.
+            any numerical difference between trainer and engine, with two exceptions: other_policy supposes that
+            rounding errors favour another policy as often as not, and other_draws that errors of logits are seldom
+            above 2 nats.
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
         max_jump: multiple of the median gap of recent rollouts above which the run stops; the first two rollouts may
             have twice this multiple. null: no multiple stops it.

@@ -160,7 +160,7 @@ def ready_rewards(
 
     Args:
         max_tokens: limit on the length of completions in training, in tokens.
-        metric: name of the reward by which dynamic sampling filters groups, or None.
+        metric: name of the reward by which dynamic sampling filters groups (the completions of one prompt), or None.
         optional: True if a teacher trains the policy, so that no reward needs a weight other than 0.
 
     Raises:

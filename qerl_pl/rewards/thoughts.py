@@ -133,6 +133,6 @@ _OTHERWISE = ("unused", "role")  # kinds of tags whose closing tag has another m
 
 def assistant_turn(prompt: Prompt, completion: Completion) -> str:
     """Return the text of a completion, preceded by the tag that opens thoughts if the chat template wrote it at the end
-    of the prompt, as those of DeepSeek-R1, QwQ and Qwen3.5 do. Tokens that mark thoughts are replaced by ``<think>``
-    and ``</think>``."""
+    of the prompt, as the templates of DeepSeek-R1, QwQ and Qwen3.5 do. Tokens that mark thoughts are replaced by
+    ``<think>`` and ``</think>``."""
     return in_one_form(opening_at_the_end(prompt.text) + completion.text)

@@ -97,8 +97,8 @@ def stated_answer(text: str) -> str | None:
 
 def last_math(text: str) -> str | None:
     """Return the last formula between math delimiters or short text in bold; None if there is none. If the last such
-    texts are separated only by ``,``, ``and`` or ``or``, they are returned as one text. If the text is a name that is
-    followed by its value, as in "$x$ is 9", the value is returned."""
+    texts are separated only by ``,``, ``and`` or ``or``, they are returned as one text. If the last formula or bold
+    text is a name that is followed by its value, as in "$x$ is 9", the value is returned."""
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):
