@@ -34,7 +34,7 @@ class AdaptiveQuantizationNoise(Callback):
             same noise on all ranks, so that the gradient does not depend on the number of ranks.
         noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
             the compute dtype, as other implementations do, and is only for comparisons with these: rounding to bf16
-            removes most of the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that
+            removes a part of the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that
             remains).
 
     Example:
